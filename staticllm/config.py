@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 
 MAX_LEN = 1 << 20
 MAX_SEQS = 64
@@ -136,7 +136,7 @@ class StaticLLMConfig:
             raise ConfigError(f"adapters is a {type(self.adapters).__name__}: must be an openvino_genai.AdapterConfig")
         for name in ("device_properties", "prefill_config", "generate_config"):
             if not isinstance(getattr(self, name), Mapping):
-                raise ConfigError(f"{name.upper()}={getattr(self, name)!r}: must be a dict of device properties")
+                raise ConfigError(f"{name.upper()}={shown(getattr(self, name))}: must be a dict of device properties")
         for name, least in (("prefill_rows", 1), ("prefill_kv_lens", 0), ("generate_kv_lens", 1)):
             object.__setattr__(self, name, _buckets(name.upper(), getattr(self, name), least))
         for rows in self.prefill_rows or ():
@@ -163,7 +163,7 @@ class StaticLLMConfig:
         object.__setattr__(self, "cache_mode", mode)
         limit = self.cache_limit_gb
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-            raise ConfigError(f"CACHE_LIMIT_GB={limit!r}: must be a number of GB, more than 0")
+            raise ConfigError(f"CACHE_LIMIT_GB={shown(limit)}: must be a number of GB, more than 0")
         decrypt = self.weights_decryption_callback
         if decrypt is not None and not callable(decrypt):
             raise ConfigError(f"WEIGHTS_DECRYPTION_CALLBACK={decrypt!r}: must be a function from bytes to bytes")
@@ -202,7 +202,7 @@ class StaticLLMConfig:
         if size is not None and (
             isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < MAX_LEN
         ):
-            raise ConfigError(f"KV_CACHE_GB={size!r}: must be a number of GB, more than 0")
+            raise ConfigError(f"KV_CACHE_GB={shown(size)}: must be a number of GB, more than 0")
         if size is not None and self.kv_slots is not None:
             raise ConfigError(
                 f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
@@ -248,7 +248,7 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:
         limits = f"from {least} to {most}" if most <= MAX_LEN else f"of {least} or more"
-        raise ConfigError(f"{name}={value!r}: must be a whole number {limits}")
+        raise ConfigError(f"{name}={shown(value)}: must be a whole number {limits}")
     return int(number)
 
 
@@ -260,7 +260,7 @@ def _path(name: str, value: object) -> str | None:
     except TypeError:
         path = ""
     if not path or "\0" in path:
-        raise ConfigError(f"{name}={value!r}: must be the path of a file or folder")
+        raise ConfigError(f"{name}={shown(value)}: must be the path of a file or folder")
     return path
 
 
@@ -269,7 +269,7 @@ def _switch(name: str, value: object) -> bool:
     if isinstance(value, str) and value.upper() in ("YES", "TRUE", "NO", "FALSE"):
         return value.upper() in ("YES", "TRUE")
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r}: must be YES or NO")
+        raise ConfigError(f"{name}={shown(value)}: must be YES or NO")
     return value
 
 
@@ -281,7 +281,7 @@ def _milliseconds(name: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_LEN * 1e3:
-        raise ConfigError(f"{name}={value!r}: must be milliseconds, more than 0")
+        raise ConfigError(f"{name}={shown(value)}: must be milliseconds, more than 0")
     return float(value)
 
 
@@ -292,7 +292,7 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
         ConfigError: the value is not; the message lists ``allowed``.
     """
     if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
-        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+        raise ConfigError(f"{name}={shown(value)}: must be one of {', '.join(map(repr, allowed))}")
 
 
 def _kv_type(value: object) -> KVType:
@@ -307,7 +307,7 @@ def _buckets(name: str, value: object, least: int) -> tuple[int, ...] | None:
         return None
     value = [value] if isinstance(value, int) else value
     if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}={value!r}: must be a list of whole numbers")
+        raise ConfigError(f"{name}={shown(value)}: must be a list of whole numbers")
     buckets = tuple(sorted({whole(name, item, least) for item in cast(Any, value)}))
     if not buckets:
         raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")

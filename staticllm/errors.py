@@ -23,6 +23,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_SHOWN = 300
+"""The most characters of a value in a message."""
+
 
 class StaticLLMError(RuntimeError):
     """Base of every error that staticllm raises on purpose."""
@@ -128,10 +131,18 @@ def as_ours(error: BaseException) -> Exception:
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value for a message. Python has none of whole numbers with more than 4300 digits."""
+    """Return the repr of a value for a message: one line of at most ``MAX_SHOWN`` characters, whatever the value is.
+
+    Python has no repr of whole numbers with more than 4300 digits, and none of values that are nested too deeply.
+    """
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"a whole number of {value.bit_length()} bits"
-    return repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # that of a caller's class may raise anything
+        return f"a {type(value).__name__} that Python cannot show"
+    text = " ".join(text.splitlines())
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 20]} … {text[-17:]}"
 
 
 def last_line(error: BaseException) -> str:

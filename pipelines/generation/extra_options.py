@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from staticllm.config import whole
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
@@ -133,14 +133,14 @@ def number(
     value = options[name]
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = float("nan")
     is_edge = (found == least and not least_allowed) or (found == most and not most_allowed)
     if not least <= found <= most or is_edge:
         bounds = (
             f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
         )
-        raise GenerationConfigError(f"{name}={value!r}: must be a number {bounds}")
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a number {bounds}")
     return found
 
 
@@ -159,11 +159,11 @@ def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
     if changed and not do_sample:
         name = changed[0]
         raise GenerationConfigError(
-            f"{name}={numbers[name]!r} with do_sample=False: greedy decoding draws nothing; set do_sample=True"
+            f"{name}={shown(numbers[name])} with do_sample=False: greedy decoding draws nothing; set do_sample=True"
         )
     if "mirostat" in changed and len(changed) > 1:
         raise GenerationConfigError(
-            f"mirostat=2 with {changed[0]}={numbers[changed[0]]!r}: mirostat takes the place of other filters; "
+            f"mirostat=2 with {changed[0]}={shown(numbers[changed[0]])}: mirostat takes the place of other filters; "
             f"leave {changed[0]} out"
         )
 
@@ -177,7 +177,7 @@ def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequ
     if value is None:
         return (), ()
     if not isinstance(value, Mapping):
-        raise GenerationConfigError(f"logit_bias={value!r}: must be a dict from token id to number")
+        raise GenerationConfigError(f"logit_bias={shown(value)}: must be a dict from token id to number")
     bias: list[tuple[int, float]] = []
     forbidden: list[tuple[int, ...]] = []
     for key, amount in value.items():
@@ -188,7 +188,7 @@ def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequ
             forbidden.append((token,))
         elif isinstance(amount, bool) or not isinstance(amount, (int, float)) or not abs(amount) <= MAX_BIAS:
             raise GenerationConfigError(
-                f"logit_bias[{token}]={amount!r}: must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                f"logit_bias[{token}]={shown(amount)}: must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
                 "or False to forbid the token"
             )
         else:
@@ -201,14 +201,29 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(texts, (list, tuple, set, frozenset)) or not all(
         isinstance(text, str) and text for text in texts
     ):
-        raise GenerationConfigError(f"{name}={value!r}: must be a list of non-empty strings")
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of non-empty strings")
+    check_characters(name, texts)
     return tuple(sorted(set(texts)))
+
+
+def check_characters(name: str, texts: Iterable[str]) -> None:
+    """Check that the texts of an option consist of whole characters, since no answer has halves.
+
+    Raises:
+        GenerationConfigError: one has half of a surrogate pair.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise GenerationConfigError(f"{name} has half of a surrogate pair, {half!r}: leave it out") from None
 
 
 def _sequences(name: str, value: object) -> TokenSequences:
     rows = [] if value is None else value
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) and row for row in rows):
-        raise GenerationConfigError(f"{name}={value!r}: must be a list of non-empty lists of token ids")
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of non-empty lists of token ids")
     return tuple(tuple(whole(f"a token of {name}", token, 0, MAX_TOKEN) for token in row) for row in rows)
 
 
@@ -217,7 +232,7 @@ def _processors(value: object) -> tuple[Any, ...]:
     for each in found:
         if isinstance(each, type) or not (callable(each) or callable(getattr(each, "process", None))):
             raise GenerationConfigError(
-                f"logits_processor={each!r}: must be an object with process(logits), or a callable "
+                f"logits_processor={shown(each)}: must be an object with process(logits), or a callable "
                 "(input_ids, scores) -> scores, or a list of them"
             )
     return found
@@ -227,12 +242,14 @@ def _tool_options(given: Mapping[str, Any]) -> ToolOptions:
     tools, parse, context = given.get("tools") or (), given.get("parse_tools"), given.get("extra_context") or {}
     if not isinstance(tools, (list, tuple)) or not all(map(is_tool, tools)):
         raise GenerationConfigError(
-            f"tools={tools!r}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"
+            f"tools={shown(tools)}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"
         )
     if parse not in (None, True, False):
-        raise GenerationConfigError(f"parse_tools={parse!r}: must be True, False or None")
+        raise GenerationConfigError(f"parse_tools={shown(parse)}: must be True, False or None")
     if not isinstance(context, Mapping):
-        raise GenerationConfigError(f"extra_context={context!r}: must be a dict of variables for the chat template")
+        raise GenerationConfigError(
+            f"extra_context={shown(context)}: must be a dict of variables for the chat template"
+        )
     names = [str(function_of(tool)["name"]) for tool in tools]
     choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
     return ToolOptions(tuple(tools), choice, name, parse, dict(context))
@@ -245,13 +262,13 @@ def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
     name = wanted.get("name") if isinstance(wanted, Mapping) else None
     if value != "required" and not isinstance(name, str):
         raise GenerationConfigError(
-            f"tool_choice={value!r}: must be 'auto', 'none', 'required' or "
+            f"tool_choice={shown(value)}: must be 'auto', 'none', 'required' or "
             "{'type': 'function', 'function': {'name': …}}"
         )
     if not names:
-        raise GenerationConfigError(f"tool_choice={value!r} without tools: pass the functions as tools=[…]")
+        raise GenerationConfigError(f"tool_choice={shown(value)} without tools: pass the functions as tools=[…]")
     if isinstance(name, str) and name not in names:
-        raise GenerationConfigError(f"tool_choice names {name!r}: the tools are {', '.join(names)}")
+        raise GenerationConfigError(f"tool_choice names {shown(name)}: the tools are {', '.join(names)}")
     return ("function", name) if isinstance(name, str) else ("required", "")
 
 

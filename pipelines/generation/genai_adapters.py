@@ -21,7 +21,7 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
 from staticllm.adapters.lora import FILE, LoraAdapter, adapter_in_memory, read_adapter
-from staticllm.errors import AdapterError, ConfigError, last_line
+from staticllm.errors import AdapterError, ConfigError, last_line, shown
 
 MAX_KNOWN = 1024
 """Adapters that are known at a time; when more are made, the oldest ones are forgotten."""
@@ -113,7 +113,7 @@ def adapter_uses(config: object) -> tuple[AdapterUse, ...] | None:
         return None
     if not isinstance(config, genai.AdapterConfig):
         raise ConfigError(
-            f"adapters={config!r:.80}: must be an openvino_genai.AdapterConfig, or None for the pipeline's own"
+            f"adapters={shown(config)}: must be an openvino_genai.AdapterConfig, or None for the pipeline's own"
         )
     return tuple((known.name or known.read().name, alpha) for known, alpha in _members(config))
 

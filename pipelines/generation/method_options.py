@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from staticllm.config import whole
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import number
@@ -36,22 +36,24 @@ def beams_of(options: Mapping[str, Any]) -> BeamParams | None:
         ("repetition_penalty", 1),
     ):
         if options[name] != needed:
-            raise GenerationConfigError(f"{name}={options[name]!r} with num_beams={num_beams}: leave one of them out")
+            raise GenerationConfigError(
+                f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out"
+            )
     diversity = number(options, "diversity_penalty", -1e6, 1e6)
     if (diversity != 0.0) != (groups > 1):
         remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
         raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
     ngram = whole("no_repeat_ngram_size", options["no_repeat_ngram_size"], 1, UNLIMITED)
     criteria = getattr(options["stop_criteria"], "name", options["stop_criteria"])
-    if str(criteria).lower() not in _STOP_CRITERIA:
-        raise GenerationConfigError(f"stop_criteria={criteria!r}: must be EARLY, HEURISTIC or NEVER")
+    if not isinstance(criteria, str) or criteria.lower() not in _STOP_CRITERIA:
+        raise GenerationConfigError(f"stop_criteria={shown(criteria)}: must be EARLY, HEURISTIC or NEVER")
     return BeamParams(
         num_beams,
         groups,
         diversity,
         number(options, "length_penalty", -1e3, 1e3),
         None if ngram == UNLIMITED else ngram,
-        _STOP_CRITERIA[str(criteria).lower()],
+        _STOP_CRITERIA[criteria.lower()],
     )
 
 
@@ -66,7 +68,8 @@ def drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
     for name in ("num_beams", "num_return_sequences"):
         if options[name] != 1:
             raise GenerationConfigError(
-                f"{asked[0]}={options[asked[0]]!r} with {name}={options[name]!r}: drafts are for single answers; leave one out"
+                f"{asked[0]}={shown(options[asked[0]])} with {name}={shown(options[name])}: "
+                "drafts are for single answers; leave one out"
             )
     if max_tokens and confidence:
         raise GenerationConfigError(

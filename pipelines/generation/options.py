@@ -12,10 +12,17 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
-from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.extra_options import EXTRA_NAMES, Bounds, ExtraOptions, extra_options, number
+from staticllm.pipelines.generation.extra_options import (
+    EXTRA_NAMES,
+    Bounds,
+    ExtraOptions,
+    check_characters,
+    extra_options,
+    number,
+)
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
@@ -155,10 +162,13 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
         AdapterError: an adapter is unknown, or its file is missing or damaged.
     """
-    for name in overrides:
+    for name, value in overrides.items():
         if name not in _NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
             near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
-            raise GenerationConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+            raise GenerationConfigError(
+                f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
+        _check_plain(name, value)
     merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
     try:
         extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
@@ -168,6 +178,17 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
+
+
+def _check_plain(name: str, value: object) -> None:
+    """Check that a value can be compared with others, which an array cannot."""
+    try:
+        is_plain = not getattr(value, "ndim", 0) and (value == 0) in (True, False) and bool(value) in (True, False)
+    except Exception:  # of a caller's class
+        is_plain = False
+    if not is_plain:
+        kind = type(value).__name__
+        raise GenerationConfigError(f"{name}={shown(value)}: is a {kind}; pass a number, a str, a list or a dict")
 
 
 def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int:
@@ -180,7 +201,7 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
 def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
     if options["num_beams"] != 1 and extra.choosing:
         raise GenerationConfigError(
-            f"{extra.choosing[0]} with num_beams={options['num_beams']!r}: beams are chosen by the model's own "
+            f"{extra.choosing[0]} with num_beams={shown(options['num_beams'])}: beams are chosen by the model's own "
             "probabilities; leave one of them out"
         )
     for name, value in options.items():
@@ -188,11 +209,11 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
             continue
         if value != getattr(_DEFAULTS, name):
             raise GenerationConfigError(
-                f"{name}={value!r} is not supported: decoding is greedy, multinomial or beam search; "
+                f"{name}={shown(value)} is not supported: decoding is greedy, multinomial or beam search; "
                 f"leave {name} at {getattr(_DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
-        raise GenerationConfigError(f"stop_token_ids={options['stop_token_ids']!r}: must be a set of token ids")
+        raise GenerationConfigError(f"stop_token_ids={shown(options['stop_token_ids'])}: must be a set of token ids")
     stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
     drafts = drafts_of(options)
     if drafts is not None and extra.best_of > 1:
@@ -246,7 +267,7 @@ def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
 def _parsers(value: object) -> tuple[genai.Parser, ...]:
     parsers = () if value is None else value
     if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
-        raise GenerationConfigError(f"parsers={value!r}: must be a list of openvino_genai.Parser objects")
+        raise GenerationConfigError(f"parsers={shown(value)}: must be a list of openvino_genai.Parser objects")
     return tuple(parsers)
 
 
@@ -273,7 +294,7 @@ def _flag(options: Mapping[str, Any], name: str) -> bool:
     """Return a flag. As in GenAI, a whole number and None count as one, and text does not: "no" would be true."""
     value = options[name]
     if value is not None and not isinstance(value, (bool, int, np.bool_)):
-        raise GenerationConfigError(f"{name}={value!r}: must be True or False")
+        raise GenerationConfigError(f"{name}={shown(value)}: must be True or False")
     return bool(value)
 
 
@@ -289,5 +310,6 @@ def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:
 def _stop_strings(value: object) -> frozenset[str]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, (list, tuple, set, frozenset)) or not all(isinstance(s, str) and s for s in strings):
-        raise GenerationConfigError(f"stop_strings={value!r}: must be a set of non-empty strings")
+        raise GenerationConfigError(f"stop_strings={shown(value)}: must be a set of non-empty strings")
+    check_characters("stop_strings", strings)
     return frozenset(strings)

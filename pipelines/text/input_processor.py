@@ -12,7 +12,7 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import AdapterError, GenerationConfigError, ModelError, last_line
+from staticllm.errors import AdapterError, GenerationConfigError, ModelError, last_line, shown
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
@@ -75,7 +75,7 @@ class CallOptions:
         """
         if self.options.beams is not None and self.overflow != "stop":
             raise GenerationConfigError(
-                f"overflow={self.overflow!r} with num_beams: beams cannot be shortened; use 'stop'"
+                f"overflow={shown(self.overflow)} with num_beams: beams cannot be shortened; use 'stop'"
             )
 
 
@@ -184,9 +184,9 @@ class InputProcessor:
         started = time.perf_counter()
         options = resolve(*self._base_config(config, overrides))
         if not isinstance(priority, int):
-            raise GenerationConfigError(f"priority={priority!r}: must be a whole number")
+            raise GenerationConfigError(f"priority={shown(priority)}: must be a whole number")
         if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
-            raise GenerationConfigError(f"deadline_ms={deadline_ms!r}: must be milliseconds, more than 0")
+            raise GenerationConfigError(f"deadline_ms={shown(deadline_ms)}: must be milliseconds, more than 0")
         deadline = None if deadline_ms is None else started + deadline_ms / 1e3
         return CallOptions(form, options, overflow_rule(overflow), priority, deadline, started)
 

@@ -9,7 +9,7 @@ import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
 
 from staticllm.core import FinishReason
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput
 
@@ -170,6 +170,6 @@ def as_status(answer: object) -> Status:
     if answer is True or answer == 1:
         return Status.STOP
     raise GenerationConfigError(
-        f"the streamer returned {answer!r}: must return None, a bool or a StreamingStatus; "
+        f"the streamer returned {shown(answer)}: must return None, a bool or a StreamingStatus; "
         "wrap what returns something else, as in lambda text: print(text, end='')"
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.structured.schemas.negation import Exact
+from staticllm.pipelines.generation.structured.schemas.rewriting import rewritten
 
 WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
 """What may stand between two parts of a JSON text: a space, or a line break and an indentation.
@@ -21,6 +24,8 @@ _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "de
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 LITERAL = ("const", "enum", "default", "examples")
 MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+_NEGATED_CLASS = re.compile(r"\\.|\[\^(?!\])|\[", re.DOTALL)
+_CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f"
 Schema = dict[str, Any]
 _COUNTS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
@@ -73,6 +78,11 @@ def prepared(schema: Any) -> Any:
         raise GenerationConfigError("the JSON schema is false, which nothing satisfies: use another one")
     if not isinstance(schema, dict):
         raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")
+    schema = rewritten(schema)
+    if schema is False:
+        raise GenerationConfigError("nothing satisfies the JSON schema: its parts contradict each other")
+    if schema is True:
+        schema = {}
     closes = "allOf" not in _names(schema)
     return {**_prepared(schema, closes), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
@@ -90,19 +100,31 @@ def _prepared(schema: Any, closes: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
-    closes = closes and not is_combined
+    closes = closes and not is_combined and not isinstance(schema, Exact)
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
             continue
-        if name in MAPS and isinstance(value, dict):
-            found[name] = {key: _prepared(each, closes) for key, each in value.items()}
+        if name == "pattern" and isinstance(value, str):
+            found[name] = _with_text_classes(value)
+        elif name in MAPS and isinstance(value, dict):
+            parts = {key: _prepared(each, closes) for key, each in value.items()}
+            is_patterns = name == "patternProperties"
+            found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
         else:
             found[name] = value if name in LITERAL else _prepared(value, closes)
     found = _rewritten(found)
     if closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
     return found
+
+
+def _with_text_classes(pattern: str) -> str:
+    """Return a regular expression whose negated classes have no control characters except tab and line breaks.
+
+    llguidance takes a class that has all control characters, but not the quotation mark or the backslash, for one that has both.
+    """
+    return _NEGATED_CLASS.sub(lambda found: f"[^{_CONTROLS}" if found[0] == "[^" else found[0], pattern)
 
 
 def _lists_its_properties(schema: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from staticllm.pipelines.generation.structured.json_schema import LITERAL, MAPS
 from staticllm.pipelines.generation.structured.matcher import first_line
 from staticllm.pipelines.generation.structured.nodes import Choice, Node, Reference, Repeat, Rules, Schema, children
 from staticllm.pipelines.generation.structured.regex import python_reason, with_place
+from staticllm.pipelines.generation.structured.schemas.rewriting import MAX_PLACES, OVERLAPPING
 from staticllm.pipelines.generation.structured.translation import SyntaxTree
 
 NOTHING = "NoExtensionBias"
@@ -20,6 +21,10 @@ MAX_PARTS = 20_000
 _PREFIXES = ("failed to compile JSON schema: ", "Unsatisfiable schema: ")
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _UNKNOWN = re.compile(r'Unimplemented keys: \["([^"]*)"')
+_REMEDIES = {
+    "contains": f"give the array a maxItems of at most {MAX_PLACES}, or leave it out",
+    "uniqueItems": "give items an enum of few values, or leave it out",
+}
 _WORDS = (
     (r"Invalid type: (.*)", r"the type '\1' is unknown: use string, number, integer, boolean, null, array or object"),
     (r"anyOf is empty", "an empty choice (enum, anyOf or type), which nothing satisfies: add something"),
@@ -59,9 +64,13 @@ def reason_of(message: str, grammar: Grammar, tree: SyntaxTree | None) -> str:
     for prefix in _PREFIXES:
         reason = reason.removeprefix(prefix)
     if unknown := _UNKNOWN.match(reason):
+        for place, part in (each for schema in _schemas(tree) for each in _parts(schema)):
+            if part.get("not") == OVERLAPPING:
+                return f"oneOf at {place!r} with options that may hold together is not supported: use anyOf"
         places = [f" at {place!r}" for schema in _schemas(tree) for place, part in _parts(schema) if unknown[1] in part]
         return (
-            f"the keyword {unknown[1]!r}{(places or [''])[0]} is not supported: leave it out, or say it in another way"
+            f"the keyword {unknown[1]!r}{(places or [''])[0]} is not supported here: "
+            f"{_REMEDIES.get(unknown[1], 'leave it out, or say it in another way')}"
         )
     return place + _in_words(reason)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import openvino_genai as genai
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.structured.grammar import Grammar
 
 CONFIG = "structured_output_config"
@@ -74,7 +74,7 @@ def _of_choice(value: Any) -> Grammar:
     is_list = isinstance(value, (list, tuple, set, frozenset))
     texts = [text for text in value if isinstance(text, str)] if is_list else []
     if not texts or len(texts) != len(value):
-        raise GenerationConfigError(f"choice={value!r}: must be a list of str that is not empty")
+        raise GenerationConfigError(f"choice={shown(value)}: must be a list of str that is not empty")
     return Grammar(
         "choice", json.dumps(sorted(texts) if isinstance(value, (set, frozenset)) else texts, ensure_ascii=False)
     )
@@ -95,7 +95,7 @@ def _of_grammar(value: Any) -> Grammar:
 def _with_text(kind: Any, value: Any, expected: str) -> Grammar:
     if not isinstance(value, str) or not value.strip():
         said = expected.replace("a str", "a str that is not empty", 1)
-        raise GenerationConfigError(f"{'grammar' if kind == 'ebnf' else kind}={value!r}: must be {said}")
+        raise GenerationConfigError(f"{'grammar' if kind == 'ebnf' else kind}={shown(value)}: must be {said}")
     grammar = Grammar(kind, value)
     grammar.check()
     return grammar

@@ -1,0 +1,179 @@
+"""What a JSON schema says at first sight: the types of its values, its few values, and where its references lead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from staticllm.pipelines.generation.structured.nodes import escaped
+
+AnySchema: TypeAlias = Any
+"""A JSON schema: an object, or a boolean."""
+Atoms: TypeAlias = frozenset[str]
+ANY: Atoms = frozenset(["null", "boolean", "integer", "fraction", "string", "array", "object"])
+"""The types of JSON values, with numbers in two parts, as schemas distinguish them."""
+NUMBERS: Atoms = frozenset(["integer", "fraction"])
+MAX_DEPTH = 40
+MAX_CHARS = 60
+"""The longest text that a regular expression excludes: each character is a group within the one before it."""
+MAX_VISITS = 60_000
+"""The most parts of schemas that are looked at, over all; two options are compared in pairs."""
+
+
+class InexpressibleError(Exception):
+    """What a schema says cannot be said with the keywords that llguidance knows, or not in bounded time."""
+
+
+class SchemaFacts:
+    """Answers questions about the parts of one schema ``root``."""
+
+    def __init__(self, root: AnySchema) -> None:
+        self._root = root
+        self._num_left = MAX_VISITS
+
+    def visit(self) -> None:
+        """Count one part that is looked at.
+
+        Raises:
+            InexpressibleError: there were too many.
+        """
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise InexpressibleError
+
+    def target(self, name: object) -> AnySchema:
+        """Return the part that a reference within the document leads to.
+
+        Raises:
+            InexpressibleError: it leads elsewhere, or nowhere.
+        """
+        if not isinstance(name, str) or not (name == "#" or name.startswith("#/")):
+            raise InexpressibleError
+        found = self._root
+        for part in name[1:].split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and key in found:
+                found = found[key]
+            elif isinstance(found, Sequence) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                raise InexpressibleError
+            if isinstance(found, Mapping) and "$id" in found:
+                raise InexpressibleError  # the references in it begin at another place
+        return found
+
+    def conjuncts(self, schema: AnySchema, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+        """Yield objects that hold together for every value of the schema: itself, its references, and parts of ``allOf``."""
+        self.visit()
+        if schema is False:
+            yield {"enum": []}
+        if not isinstance(schema, Mapping):
+            return
+        yield schema
+        if depth > MAX_DEPTH:
+            raise InexpressibleError
+        if "$ref" in schema:
+            yield from self.conjuncts(self.target(schema["$ref"]), depth + 1)
+        for part in schema.get("allOf", ()):
+            yield from self.conjuncts(part, depth + 1)
+
+    def atoms(self, schema: AnySchema, depth: int = 0) -> Atoms:
+        """Return types that include those of all values of a schema."""
+        found = ANY
+        for part in self.conjuncts(schema, depth):
+            if "type" in part:
+                found &= atoms_of_type(part["type"])
+            if (values := listed_values(part)) is not None:
+                found &= frozenset(map(atom_of, values))
+            for name in ("anyOf", "oneOf"):
+                if isinstance(part.get(name), list):
+                    options = [self.atoms(option, depth + 1) for option in part[name]]
+                    found &= frozenset[str]().union(*options)
+        return found
+
+    def values(self, schema: AnySchema) -> list[Any] | None:
+        """Return values that include all of a schema, each once, if there are few; else None."""
+        for part in self.conjuncts(schema):
+            if (values := listed_values(part)) is not None:
+                return list({canonical(value): value for value in values}.values())
+        atoms = self.atoms(schema)
+        if atoms <= {"null", "boolean"}:
+            return [None] * ("null" in atoms) + [False, True] * ("boolean" in atoms)
+        return None
+
+
+def listed_values(part: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values of ``const`` or ``enum``; None without them."""
+    if "const" in part:
+        return [part["const"]]
+    values = part.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def atoms_of_type(value: object) -> Atoms:
+    """Return the types that the value of the keyword ``type`` names."""
+    names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    if not all(isinstance(name, str) and (name in ANY or name == "number") for name in names):
+        raise InexpressibleError
+    return frozenset(atom for name in names for atom in (NUMBERS if name == "number" else {name}))
+
+
+def atom_of(value: object) -> str:
+    """Return the type of a JSON value; 1.0 is an integer, as JSON Schema says."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, (int, float)):
+        return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def type_of(atoms: Atoms) -> list[str]:
+    """Return the value of ``type`` that names these types.
+
+    Raises:
+        InexpressibleError: it has numbers without the whole ones.
+    """
+    if "fraction" in atoms and "integer" not in atoms:
+        raise InexpressibleError
+    names = atoms - NUMBERS | {"number"} if "fraction" in atoms else atoms
+    return sorted(names)
+
+
+def canonical(value: object) -> str:
+    """Return a text that equal JSON values, and no others, have in common."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def pattern_of_others(texts: Sequence[str]) -> str:
+    """Return a regular expression of all texts but these, in the syntax of Rust's ``regex`` crate.
+
+    Raises:
+        InexpressibleError: a text is too long.
+    """
+    if max(map(len, texts)) > MAX_CHARS:
+        raise InexpressibleError
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return f"^({_others(tree)})$"
+
+
+def _others(node: Mapping[str, Any]) -> str:
+    chars = [char for char in node if char]
+    if not chars:
+        return r"[\s\S]+" if node else r"[\s\S]*"
+    ways = [f"[^{''.join(map(escaped, chars))}][\\s\\S]*"]
+    ways += [f"{escaped(char)}({_others(node[char])})" for char in chars]
+    return "|".join(ways if "" in node else ["", *ways])

@@ -1,0 +1,214 @@
+"""Tests schemas written in other words: the same values are valid, and answers with random logits are."""
+
+import copy
+import json
+import re
+
+import pytest
+from grammars import OTHER_SPECIAL, compiler_of, random_answer, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quick import examples
+
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.generation.structured.schemas.rewriting import OVERLAPPING, rewritten
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+COMPILER = compiler_of()
+REPLACED = ("not", "if", "then", "else", "oneOf", "contains", "uniqueItems")
+VALUES = [
+    None, False, True, 0, 1, 2, 3, -1, 1.5, 1.0, "", "a", "b", "ab", "abc", [], [1], ["a"], [1, 1], [1, 2], ["a", 1], [1, 2, 3],
+    ["a", "b", "a"], [None, 1.5], [[]], {}, {"a": 1}, {"a": "a"}, {"b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": "a"}, {"a": None},
+    {"c": 1}, {"a": {"a": 1}}, {"a": {}}, {"b": [1, 1]}, {"a": 1.5, "b": True}, {"a": "b", "b": 1.5}, {"a": 1, "b": 1, "c": 1},
+]  # fmt: skip
+NAMES = ("a", "b")
+types = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
+leaves = st.one_of(
+    st.booleans(),
+    types.map(lambda each: {"type": each}),
+    st.lists(types, min_size=1, max_size=3, unique=True).map(lambda each: {"type": each}),
+    st.sampled_from(VALUES[:20]).map(lambda each: {"const": each}),
+    st.lists(st.sampled_from(VALUES[:15]), min_size=1, max_size=4).map(lambda each: {"enum": each}),
+    st.tuples(st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]), st.sampled_from([0, 1, 1.5])).map(
+        lambda each: dict([each])
+    ),
+    st.tuples(
+        st.sampled_from(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"]), st.integers(0, 3)
+    ).map(lambda each: dict([each])),
+    st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True).map(lambda each: {"required": each}),
+    st.just({"uniqueItems": True}),
+    st.sampled_from(["#/$defs/x", "#/$defs/y"]).map(lambda each: {"$ref": each}),
+)  # fmt: skip
+
+
+def wider(inner):
+    some = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.dictionaries(st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems"]), some, min_size=1, max_size=1),
+        st.dictionaries(
+            st.sampled_from(["not", "if", "then", "else", "contains", "items"]), inner, min_size=1, max_size=3
+        ),
+        st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2).map(lambda each: {"properties": each}),
+        st.tuples(st.sampled_from(["minContains", "maxContains"]), st.integers(0, 2), inner).map(
+            lambda each: {each[0]: each[1], "contains": each[2]}
+        ),
+        st.tuples(inner, inner).map(
+            lambda pair: {**pair[0], **pair[1]} if all(isinstance(each, dict) for each in pair) else pair[0]
+        ),
+    )
+
+
+schemas = st.tuples(st.recursive(leaves, wider, max_leaves=8), leaves).map(
+    lambda pair: (
+        {"$defs": {"x": pair[1], "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/y"}}}}}
+        | (pair[0] if isinstance(pair[0], dict) else {"allOf": [pair[0]]})
+    )
+)
+
+
+def has_key(schema, names):
+    """Return whether one of these keywords is in a schema."""
+    if isinstance(schema, dict):
+        return any(
+            (name in names and name not in ("then", "else"))
+            or (name not in ("const", "enum") and has_key(value, names))
+            for name, value in schema.items()
+        )
+    return isinstance(schema, list) and any(has_key(each, names) for each in schema)
+
+
+def is_valid(schema, value):
+    return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+def ends(schema):
+    """Return whether validation ends: references do not lead back to themselves alone."""
+    try:
+        return [is_valid(schema, value) for value in VALUES]
+    except RecursionError:
+        return None
+
+
+@settings(deadline=None, max_examples=examples(1500))
+@given(schemas)
+def test_the_same_values_are_valid(schema):
+    before = copy.deepcopy(schema)
+    expected = ends(schema)
+    if expected is None:
+        return
+    found = rewritten(schema)
+    assert schema == before
+    if json.dumps(OVERLAPPING) in json.dumps(found):
+        return
+    is_narrower = has_key(schema, ("oneOf",))  # objects may have to say which option they are
+    for value, was_valid in zip(VALUES, expected, strict=True):
+        is_now = is_valid(found, value)
+        assert is_now == was_valid or (is_narrower and was_valid), (value, found)
+
+
+@settings(deadline=None, max_examples=examples(300))
+@given(schema=schemas, seed=st.integers(0, 1000))
+def test_answers_are_valid(schema, seed):
+    if not has_key(schema, REPLACED) or ends(schema) is None:
+        return
+    try:
+        tokens = random_answer(COMPILER, Grammar("json_schema", json.dumps(schema)), seed, max_tokens=400, num_free=20)
+    except GenerationConfigError as error:
+        assert "\n" not in str(error)
+        return
+    if tokens is not None:
+        assert is_valid(schema, json.loads(text_of(COMPILER, tokens)))
+
+
+def option(kind, is_required=True, **more):
+    required = {"required": ["kind"]} if is_required else {}
+    return {"type": "object", "properties": {"kind": {"const": kind}, **more}, **required}
+
+
+NUMBER = {"type": "integer"}
+CAT, DOG = option("cat", v=NUMBER), option("dog", v={"type": "string"})
+AT_LEAST_B = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["b"]}
+TAGS = {"type": "array", "items": {"enum": ["x", "y", "z"]}, "uniqueItems": True}
+DIRECTED = {
+    "references": (
+        {"$defs": {"Cat": CAT, "Dog": DOG}, "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]},
+        [{"kind": "cat", "v": 1}, {"kind": "dog", "v": "a"}],
+        [{"kind": "dog", "v": 1}, {"v": 1}, {}],
+    ),
+    "a default": (
+        {"oneOf": [option("cat", False, v=NUMBER), option("dog", False, w=NUMBER)]},
+        [{"kind": "cat"}, {"kind": "dog", "w": 2}],
+        [{}, {"v": 1}],
+    ),
+    "either": (
+        {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}, {}],
+    ),
+    "not a name": ({"type": "string", "not": {"enum": ["ab", "a-\"", "é"]}}, ["", "a", "abc", "b", "e"], ["ab", "a-\"", "é"]),
+    "not a number": ({"type": "number", "not": {"enum": [1, 2.5]}}, [0, 1.5, 2.25, 3], [1, 2.5]),
+    "not a property": (
+        {"type": "object", "properties": {"a": NUMBER}, "not": {"properties": {"a": {"const": 1}}}},
+        [{"a": 2}],
+        [{"a": 1}, {}],
+    ),
+    "if": (
+        {"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": NUMBER}, "required": ["a"],
+         "if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}, "else": {"properties": {"b": False}}},
+        [{"a": "x", "b": 1}, {"a": "y"}],
+        [{"a": "x"}, {"a": "y", "b": 1}],
+    ),
+    "different items": (TAGS, [[], ["x"], ["z", "x", "y"]], [["x", "x"], ["x", "y", "x"]]),
+    "some": ({**TAGS, "uniqueItems": False, "maxItems": 3, "contains": {"const": "y"}}, [["y"], ["x", "z", "y"]], [[], ["x"]]),
+    "none": ({**TAGS, "uniqueItems": False, "not": {"contains": {"const": "y"}}}, [[], ["x", "z"]], [["y"], ["x", "y"]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIRECTED)
+def test_exactly_the_valid_values_can_be_written(name):
+    schema, valid, invalid = DIRECTED[name]
+    for value in (*valid, *invalid):
+        assert is_accepted(schema, value) == (value in valid), value
+
+
+def is_accepted(schema, value):
+    matcher = COMPILER.matcher(Grammar("json_schema", json.dumps(schema)), OTHER_SPECIAL + 1)
+    try:
+        matcher.accept(list(json.dumps(value, ensure_ascii=False).encode()))
+    except GenerationConfigError:
+        return False
+    return matcher.can_end
+
+
+def test_options_are_compared_before_they_are_closed_against_other_properties():
+    """Of a value that satisfies both, neither may be written, though closed options tell them apart."""
+    schema = {"oneOf": [{"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}, AT_LEAST_B]}
+    try:
+        assert not is_accepted(schema, {"a": 1, "b": 2})
+    except GenerationConfigError as error:
+        assert "oneOf at '#' with options that may hold together" in str(error)
+
+
+def test_many_options_are_told_apart_by_a_property():
+    names = [f"k{index}" for index in range(300)]
+    schema = {"$defs": {name: option(name) for name in names}, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+    assert is_accepted(schema, {"kind": "k299"})
+
+
+def test_equal_numbers_and_booleans_are_different():
+    assert rewritten({"not": {"not": {"allOf": [{"const": 1}, {"const": True}]}}}) != {"const": 1}
+    assert not is_accepted({"oneOf": [{"const": True}, {"const": 0}]}, False)
+
+
+@pytest.mark.parametrize("pattern", ['^[^"]$', r"^[^\\]$", r'^[^"\\]$', r'^[^\n"]$', r'^[^\s"]$', "^[^\u00e9]$"])
+def test_a_class_keeps_quotation_marks_and_backslashes_out(pattern):
+    for value in ('"', "\\", "x", "\n", "[^a", "é", "["):
+        assert not is_accepted({"type": "string", "pattern": pattern}, value) or re.search(pattern, value), value
+    expected = [value for value in ("x", "\n", "é") if re.search(pattern, value)]
+    assert [
+        value for value in ("x", "\n", "é") if is_accepted({"type": "string", "pattern": pattern}, value)
+    ] == expected
+    schema = {"type": "object", "patternProperties": {pattern: {"const": 1}}, "additionalProperties": False}
+    assert not is_accepted(schema, {'"': 1}) or re.search(pattern, '"')
