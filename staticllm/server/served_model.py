@@ -193,10 +193,9 @@ def load_pipeline(
     if spec.kind == "chat":
         return StaticLLMPipeline(spec.path, device, config=dict(properties), on_progress=on_progress, daemon=daemon)
     first = _first_device(device)
-    apart = {"SEPARATE_PROCESS": True} if is_apart else {}
     if spec.kind == "embedding":
-        return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress, **apart)
-    return StaticRerankPipeline(spec.path, first, on_progress=on_progress, **apart)
+        return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress, SEPARATE_PROCESS=is_apart)
+    return StaticRerankPipeline(spec.path, first, on_progress=on_progress, SEPARATE_PROCESS=is_apart)
 
 
 def estimated_size(spec: ModelSpec, device: str, properties: Mapping[str, object]) -> int:

@@ -20,12 +20,10 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 from daemons import daemon_process, wait_for  # noqa: E402
-from encoder_directories import a_directory  # noqa: E402
 from served import serving  # noqa: E402
 
 from staticllm.daemon import lifetime  # noqa: E402
 from staticllm.pipelines.blobs.crashes import num_crashes  # noqa: E402
-from staticllm.server.served_model import model_spec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
@@ -244,81 +242,6 @@ def test_the_options_of_the_command(run_folder, option):
         process.kill()
         process.communicate()
         lifetime.stop(run_folder)
-
-
-def two_embedders(tmp_path):
-    specs = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        specs.append(model_spec(f"{name}={a_directory(tmp_path / name)}"))
-    return specs
-
-
-def embedded(served, name, texts):
-    found = httpx.post(served.url + "/v1/embeddings", json={"model": name, "input": texts}, timeout=120)
-    assert found.status_code == 200, found.text
-    return [each["embedding"] for each in found.json()["data"]]
-
-
-def test_with_the_daemon_encoders_run_in_the_server_which_the_log_says_once(run_folder, tmp_path, caplog):
-    with (
-        caplog.at_level("WARNING", logger="staticllm.server"),
-        serving(two_embedders(tmp_path), runs_in="daemon") as served,
-    ):
-        for name in ("one", "two", "one"):
-            embedded(served, name, "a")
-            assert served.state.hub.models[name].home is None
-        assert not psutil.Process().children()
-    told = [record.getMessage() for record in caplog.records if "--daemon" in record.getMessage()]
-    assert [line.split(" ")[0] for line in told] == ["'one'", "'two'"]
-
-
-@pytest.mark.slow
-def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
-    """Six times a worker is killed under load, and then until it is given up: texts are embedded right, nothing is left over."""
-    texts, ends = ["a", "b c", "d e f g", "one two three"], threading.Event()
-    wrong, answers, body = [], [], {"model": "one", "input": texts}
-    with serving(two_embedders(tmp_path), runs_in="worker") as served:
-        expected = embedded(served, "one", texts)
-        assert len(embedded(served, "two", "a")) == 1
-        worker_ids = {name: served.pipeline(name)._queue._state.devices[0].instance for name in ("one", "two")}
-        other = worker_ids["two"].pid
-
-        def keep_asking():
-            while not ends.is_set():
-                found = httpx.post(served.url + "/v1/embeddings", json=body, timeout=120)
-                answers.append(found.status_code)
-                if found.status_code == 503:  # a text with which two workers ended
-                    assert found.json()["error"]["code"] == "process_lost" and found.headers["Retry-After"]
-                elif found.status_code != 200 or [each["embedding"] for each in found.json()["data"]] != expected:
-                    wrong.append(found.text)
-
-        clients = [threading.Thread(target=keep_asking, daemon=True) for _ in range(4)]
-        for client in clients:
-            client.start()
-        for _ in range(6):
-            pid, before = worker_ids["one"].pid, answers.count(200)
-            os.kill(pid, signal.SIGKILL)
-            wait_for(lambda pid=pid: worker_ids["one"].pid != pid, 120)
-            wait_for(lambda before=before: answers.count(200) > before + len(clients), 120)
-        assert embedded(served, "one", texts) == expected
-        ends.set()
-        for client in clients:
-            client.join(120)
-        assert not wrong
-        old = served.pipeline("one")
-        asker = threading.Thread(target=lambda: httpx.post(served.url + "/v1/embeddings", json=body, timeout=120))
-        asker.start()
-        until = time.monotonic() + 300
-        while old.is_usable and time.monotonic() < until:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker_ids["one"].pid, signal.SIGKILL)
-            time.sleep(0.05)
-        asker.join()
-        assert embedded(served, "one", texts) == expected
-        assert served.pipeline("one") is not old and worker_ids["two"].pid == other, "the other model goes on"
-        assert len(psutil.Process().children()) == 2
-    wait_for(lambda: not psutil.Process().children(), 20)
 
 
 def test_both_options_together_are_refused(run_folder):

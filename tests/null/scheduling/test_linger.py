@@ -194,7 +194,7 @@ def test_clients_on_threads_share_calls(monkeypatch):
     def slow(program, meanwhile=None):
         start = time.perf_counter()
         run(program, meanwhile)
-        time.sleep(0.05)
+        time.sleep(0.12)
         return time.perf_counter() - start
 
     monkeypatch.setattr(FakeProgram, "run", slow)
@@ -214,4 +214,4 @@ def test_clients_on_threads_share_calls(monkeypatch):
         for thread in threads:
             thread.join()
     engine.close()
-    assert len(trace.steps) <= 26
+    assert len(trace.steps) <= 28
