@@ -97,7 +97,7 @@ def chat_options(body: ChatRequest, index: int) -> dict[str, Any]:
     limits = {body.max_tokens, body.max_completion_tokens, body.max_output_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
-            400, "max_tokens, max_completion_tokens and max_output_tokens are the same: give one", param="max_tokens"
+            400, "max_tokens, max_completion_tokens and max_output_tokens differ: give one", param="max_tokens"
         )
     limit = limits.pop() if limits else None
     if limit == 0:
