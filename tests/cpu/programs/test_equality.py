@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
+from statistics import median
 
 import numpy as np
 import pytest
@@ -123,8 +125,9 @@ def test_slot_memory_is_allocated_once(model_path):
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = StaticLLMPipeline(model_path("demo"))._launched.loaded.programs.shape
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
-    grown, last = int(lines[3][0]), int(lines[-1][0])
-    assert last - grown < int(lines[0][1]) / 4, "the process grew while generating"
+    sizes = [int(num_bytes) for num_bytes, *_ in lines]
+    growth = [after - before for before, after in pairwise(sizes)]  # a variant that runs for the first time grows, too
+    assert median(growth) < int(lines[0][1]) / 32, "the process grows with every answer"
 
 
 def test_generation_ends_at_max_seq_len(model_path, prompt_of):
