@@ -80,13 +80,11 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
         for thread in threads:
             thread.start()
         try:
-            until(
-                lambda: len(feed()["requests"]) == 2 and all(each["output_tokens"] > 5 for each in seen[-1]["requests"])
-            )
+            until(lambda: len(feed()["requests"]) == 2 and len(seen[-1]["waiting_ms"]) == 2)
+            until(lambda: feed() and all(each["output_tokens"] > 5 for each in seen[-1]["requests"]))
             ids = {each["id"] for each in seen[-1]["requests"]}
-            assert [each["status"] for each in seen[-1]["requests"]] == ["running"] * 2 and len(
-                seen[-1]["waiting_ms"]
-            ) == 2
+            assert [each["status"] for each in seen[-1]["requests"]] == ["running"] * 2
+            assert len(seen[-1]["waiting_ms"]) == 2
             assert all(0 <= each["arrival"] <= seen[-1]["now"] for each in seen[-1]["requests"]), "one clock"
             assert seen[-1]["limits"]["kv_slots"] > 0
             until(lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]})
