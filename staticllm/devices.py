@@ -35,6 +35,19 @@ def get_core() -> ov.Core:
     return openvino.Core()
 
 
+def read_first_tensor() -> None:
+    """Read a tensor. To be called while a module is imported whose functions read tensors on several threads.
+
+    The first ``Tensor.data`` of a process fills a table of the bindings, and lets other threads run meanwhile. One that then
+    reads a tensor waits for the table, but keeps the interpreter's lock, which the first one needs: the process hangs for ever
+    (OpenVINO 2026.4).
+    """
+    import numpy as np
+    import openvino
+
+    assert openvino.Tensor(np.zeros(1, np.int64)).data.size == 1
+
+
 def kind(device: str) -> str:
     """Return the kind of a device: ``GPU`` of ``GPU.0``."""
     return device.split(".", maxsplit=1)[0]

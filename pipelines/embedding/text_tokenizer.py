@@ -9,8 +9,11 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
+from staticllm.devices import read_first_tensor
 from staticllm.errors import ModelError, PromptError, last_line
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+
+read_first_tensor()
 
 Overflow = Literal["truncate", "refuse"]
 """What happens to a text of more than ``max_length`` tokens."""

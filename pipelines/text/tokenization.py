@@ -14,10 +14,13 @@ import openvino as ov
 import openvino_genai as genai
 from numpy.typing import NDArray
 
+from staticllm.devices import read_first_tensor
 from staticllm.errors import GenerationConfigError, ModelError, PromptError, PromptTooLongError, last_line
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
 from staticllm.pipelines.text.parsing.formats import takes_tools
 from staticllm.pipelines.text.templates.chat_template import render
+
+read_first_tensor()
 
 Form = Literal["text", "texts", "history", "tokens"]
 TokenInputs: TypeAlias = NDArray[Any] | ov.Tensor | genai.TokenizedInputs
