@@ -40,7 +40,7 @@ class SchedulerFeed:
         """
         pipeline, admission, now = model.pipeline, model.admission, time.perf_counter()
         if not isinstance(pipeline, StaticLLMPipeline) or admission is None:
-            return lambda: self._document(now, self._known(model.spec.name, after))
+            return lambda: self._document(self._known(model.spec.name, after))
         limits, waiting = admission.limits, [round((now - since) * 1e3, 3) for since in admission.waiting_since]
         bounds = {
             "num_seqs": model.num_seqs(device),
@@ -48,7 +48,7 @@ class SchedulerFeed:
             "max_per_client": limits.max_per_client,
             "max_waiting": limits.max_waiting,
         }
-        head = {**self._document(now, NOTHING), "waiting_ms": waiting}
+        head = {**self._document(NOTHING), "waiting_ms": waiting}
         if model.home is not None:  # another process knows the calls
             mirror = self._mirrors.setdefault(model.spec.name, RemoteWatch(self._origin))
             return self._remote_reader(
@@ -59,7 +59,7 @@ class SchedulerFeed:
         def read() -> dict[str, Any]:
             progress = pipeline.engine.progress()
             return {
-                **self._document(now, watch.since(after)),
+                **self._document(watch.since(after)),
                 "waiting_ms": waiting,
                 "requests": [self._request(each) for each in progress.requests],
                 "totals": totals_of(pipeline.stats()),
@@ -79,11 +79,10 @@ class SchedulerFeed:
                 with contextlib.suppress(ClosedError):  # it has ended just now
                     state = mirror.read(home)
             found = mirror.log.since(after)
-            told = {"calls": found.calls, "ended": found.ended, "cursor": found.cursor, "dropped": found.num_dropped}
+            told = {**self._document(found), **{name: head[name] for name in ("waiting_ms", "limits")}}
             if state is None:
-                return {**head, **told}
+                return told
             return {
-                **head,
                 **told,
                 "requests": [self._request(each) for each in state.requests],
                 "totals": totals_of(state.stats),
@@ -103,9 +102,10 @@ class SchedulerFeed:
             return self._mirrors[name].log.since(after)
         return self._watches[name].watch.since(after) if name in self._watches else NOTHING
 
-    def _document(self, now: float, watched: Watched) -> dict[str, Any]:
+    def _document(self, watched: Watched) -> dict[str, Any]:
+        """Return what is known, and a moment that is later than all of it."""
         return {
-            "now": round(now - self._origin, 6),
+            "now": round(time.perf_counter() - self._origin, 6),
             "cursor": watched.cursor,
             "dropped": watched.num_dropped,
             "waiting_ms": [],
