@@ -33,9 +33,8 @@ class EmbeddingPool:
     def __init__(self, state: PoolState) -> None:
         self._state = state
         self._lock = threading.RLock()
-        self._over: deque[EmbeddingRequest] = (
-            deque()
-        )  # ended by the thread that holds the lock, when it collects garbage
+        # ended by the thread that holds the lock, when it collects garbage
+        self._over: deque[EmbeddingRequest] = deque()
         self._wakes = [threading.Condition(self._lock) for _ in state.devices]
         self._clock_wake = threading.Condition(self._lock)
         self._clock_until = math.inf
