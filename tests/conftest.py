@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+from slow_tests import Stopwatch, is_listed, slow_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
@@ -19,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run the slow tests too, and all cases of those that take a sample"
     )
+    parser.addoption("--write-slow", action="store_true", help="measure the tests and write tests/slow_tests.txt anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,12 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.register_profile(name, max_examples=count)
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
     config.addinivalue_line("markers", "slow: takes long; runs with --all only")
+    if config.getoption("--write-slow") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
+        listed = frozenset[str]() if config.getoption("--write-slow") else slow_tests()
         for item in items:
-            if item.get_closest_marker("slow"):
+            if item.get_closest_marker("slow") or is_listed(item.nodeid, listed):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
 
 
