@@ -73,6 +73,15 @@ def zoo() -> Path:
     return ZOO
 
 
+@pytest.fixture
+def run_folder(monkeypatch, tmp_path) -> Path:
+    """A runtime folder of this test's own, for daemons and workers. Its name is short, because sockets have short paths."""
+    folder = tmp_path / "r"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT

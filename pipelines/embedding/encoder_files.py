@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def _folder(directory: Path, path: str) -> Path:
 
 def _default_modules(directory: Path) -> list[dict[str, str]]:
     """Return the pooling folder if there is one; some exports have it without ``modules.json``."""
-    has_pooling = (directory / "1_Pooling" / "config.json").is_file()
+    has_pooling = os.path.lexists(directory / "1_Pooling" / "config.json")
     return [{"type": "Pooling", "path": "1_Pooling"}] if has_pooling else []
 
 
@@ -224,13 +225,15 @@ def _read_json(path: Path, kind: type) -> Any:
     """Return the content of a file, or an empty ``kind`` if there is none.
 
     Raises:
-        ModelError: it is not JSON, or of another kind.
+        ModelError: it cannot be read, is not JSON, or of another kind.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return kind()
     try:
         found = json.loads(read_regular(path, MAX_JSON))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {last_line(error)}") from None
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: is not JSON ({error})") from None
     if not isinstance(found, kind):
         raise ModelError(f"{path}: must hold a JSON {'object' if kind is dict else 'list'}")

@@ -40,6 +40,7 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/embeddings", EmbeddingsRequest, embeddings),
     ("/v1/rerank", RerankRequest, rerank),
     ("/v2/rerank", RerankRequest, rerank),
+    ("/rerank", RerankRequest, rerank),
     ("/tokenize", TokenizeRequest, tokenize),
     ("/detokenize", DetokenizeRequest, detokenize),
 )

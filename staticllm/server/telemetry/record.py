@@ -20,6 +20,7 @@ OPERATIONS = {
     "/api/embeddings": "embeddings",
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
+    "/rerank": "rerank",
 }
 """What the endpoints that use a model do, in the words of OpenTelemetry's conventions, where they have one."""
 MAX_PATH = 200

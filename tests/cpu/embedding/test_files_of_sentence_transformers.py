@@ -93,3 +93,17 @@ def test_modules_in_their_order_are_read(directory, tmp_path_factory, modules):
     write(copied / "modules.json", modules)
     found = read_encoder_files(copied)
     assert (found.pooling, found.is_normalised) == ("mean", NORMALIZE in modules)
+
+
+@pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"])
+@pytest.mark.parametrize("kind", ["folder", "link to nothing"])
+def test_what_cannot_be_read_is_not_taken_for_missing(directory, name, kind):
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nothing")
+    with pytest.raises(ModelError, match=f"{path.name}: cannot be read: [^\n]*$"):
+        read_encoder_files(directory)

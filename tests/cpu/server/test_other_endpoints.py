@@ -146,7 +146,8 @@ def test_embeddings_are_cut(served, client):
         client.embeddings.create(model="tiny", input=[1, 2, 3])
 
 
-def test_documents_are_ranked(served):
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked(served, path):
     body = {
         "model": "scorer",
         "query": "fox",
@@ -154,12 +155,14 @@ def test_documents_are_ranked(served):
         "top_n": 3,
         "return_documents": True,
     }
-    found = httpx.post(served.url + "/v1/rerank", json=body, timeout=60).json()
+    found = httpx.post(served.url + path, json=body, timeout=60).json()
     scores = served.pipeline("scorer").scores("fox", TEXTS[:4])
     order = np.argsort(-scores, kind="stable")[:3]
     assert [entry["index"] for entry in found["results"]] == order.tolist()
     assert np.allclose([entry["relevance_score"] for entry in found["results"]], scores[order], atol=1e-5)
     assert [entry["document"]["text"] for entry in found["results"]] == [TEXTS[index] for index in order]
+    metrics = httpx.get(served.url + "/metrics", timeout=60).text
+    assert value_of(metrics, f'staticllm_http_requests_total{{path="{path}",status="200"}}') >= 1
 
 
 def test_texts_become_tokens_and_texts_again(served):

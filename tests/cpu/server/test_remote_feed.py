@@ -26,14 +26,6 @@ PROPERTIES = {"PROGRAMS": "shared", "MIN_RESPONSE_LEN": 4000, "MAX_NUM_SEQS": 2}
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def run_folder(monkeypatch, tmp_path):
-    folder = tmp_path / "r"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def schema(root):
     """The schema in docs/server.md."""

@@ -34,14 +34,6 @@ PROPERTIES = {
 }  # long answers are still running when the worker is killed
 
 
-@pytest.fixture
-def run_folder(monkeypatch, tmp_path):
-    folder = tmp_path / "r"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
-    return folder
-
-
 @contextlib.contextmanager
 def supervised(**settings):
     with serving(runs_in="worker", properties={**PROPERTIES, **settings.pop("properties", {})}, **settings) as served:

@@ -24,14 +24,6 @@ from staticllm.server.served_model import model_spec  # noqa: E402
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 
 
-@pytest.fixture
-def run_folder(monkeypatch, tmp_path):
-    folder = tmp_path / "r"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
-    return folder
-
-
 def two_embedders(tmp_path):
     specs = []
     for name in ("one", "two"):

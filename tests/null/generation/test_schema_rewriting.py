@@ -17,11 +17,12 @@ from staticllm.pipelines.generation.structured.schemas.rewriting import OVERLAPP
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 COMPILER = compiler_of()
-REPLACED = ("not", "if", "then", "else", "oneOf", "contains", "uniqueItems")
+REPLACED = ("not", "if", "then", "else", "oneOf", "contains", "uniqueItems", "propertyNames")
 VALUES = [
     None, False, True, 0, 1, 2, 3, -1, 1.5, 1.0, "", "a", "b", "ab", "abc", [], [1], ["a"], [1, 1], [1, 2], ["a", 1], [1, 2, 3],
     ["a", "b", "a"], [None, 1.5], [[]], {}, {"a": 1}, {"a": "a"}, {"b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": "a"}, {"a": None},
     {"c": 1}, {"a": {"a": 1}}, {"a": {}}, {"b": [1, 1]}, {"a": 1.5, "b": True}, {"a": "b", "b": 1.5}, {"a": 1, "b": 1, "c": 1},
+    {"ab": 1}, {"a": 1, "bc": "a"}, {"": 1}, {"é": 1},
 ]  # fmt: skip
 NAMES = ("a", "b")
 types = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
@@ -40,6 +41,9 @@ leaves = st.one_of(
     st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True).map(lambda each: {"required": each}),
     st.just({"uniqueItems": True}),
     st.sampled_from(["#/$defs/x", "#/$defs/y"]).map(lambda each: {"$ref": each}),
+    st.sampled_from(
+        [{"enum": ["a", "b"]}, {"const": "a"}, {"pattern": "^[ab]"}, {"maxLength": 1}, {"minLength": 2}, {"type": "null"}, True]
+    ).map(lambda each: {"propertyNames": each}),
 )  # fmt: skip
 
 
@@ -51,6 +55,7 @@ def wider(inner):
             st.sampled_from(["not", "if", "then", "else", "contains", "items"]), inner, min_size=1, max_size=3
         ),
         st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2).map(lambda each: {"properties": each}),
+        inner.map(lambda each: {"additionalProperties": each}),
         st.tuples(st.sampled_from(["minContains", "maxContains"]), st.integers(0, 2), inner).map(
             lambda each: {each[0]: each[1], "contains": each[2]}
         ),
@@ -162,6 +167,22 @@ DIRECTED = {
     ),
     "different items": (TAGS, [[], ["x"], ["z", "x", "y"]], [["x", "x"], ["x", "y", "x"]]),
     "some": ({**TAGS, "uniqueItems": False, "maxItems": 3, "contains": {"const": "y"}}, [["y"], ["x", "z", "y"]], [[], ["x"]]),
+    "listed names": (
+        {"type": "object", "additionalProperties": NUMBER, "propertyNames": {"$ref": "#/$defs/Color"},
+         "$defs": {"Color": {"enum": ["red", "blue"], "title": "Color", "type": "string"}}},
+        [{}, {"red": 1}, {"red": 1, "blue": 2}],
+        [{"green": 1}, {"red": "a"}],
+    ),
+    "names by a pattern": (
+        {"type": "object", "properties": {"x1": NUMBER, "y": NUMBER}, "propertyNames": {"pattern": "^x"}},
+        [{}, {"x1": 1}, {"x2": "a"}],
+        [{"y": 1}, {"x1": "a"}, {"z": 1}],
+    ),
+    "names by length": (
+        {"type": "object", "additionalProperties": NUMBER, "propertyNames": {"minLength": 1, "maxLength": 2}},
+        [{"a": 1}, {"éé": 1}],
+        [{"": 1}, {"abc": 1}, {"a": "b"}],
+    ),
     "none": ({**TAGS, "uniqueItems": False, "not": {"contains": {"const": "y"}}}, [[], ["x", "z"]], [["y"], ["x", "y"]]),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Writes ``not``, ``if``, ``oneOf``, ``contains`` and ``uniqueItems`` with keywords that llguidance knows.
+"""Writes ``not``, ``if``, ``oneOf``, ``contains``, ``uniqueItems``, ``propertyNames`` with keywords that llguidance knows.
 
 Each is replaced by a schema of exactly the same values, or stays, so that llguidance refuses it. There is one exception, which
 is narrower: objects of a ``oneOf`` must have the property that tells the options apart. What remains, except
@@ -22,6 +22,7 @@ from staticllm.pipelines.generation.structured.schemas.facts import (
     type_of,
 )
 from staticllm.pipelines.generation.structured.schemas.negation import Exact, Not, complement, one_of
+from staticllm.pipelines.generation.structured.schemas.property_names import with_names
 
 OVERLAPPING = {"$comment": "oneOf with options that may hold together"}
 """Stays as the value of ``not``, which llguidance refuses, in place of a ``oneOf`` that cannot be written in another way.
@@ -54,6 +55,7 @@ class _Rewriter:
         self._steps: tuple[tuple[str, Callable[[Schema, AnySchema], AnySchema]], ...] = (
             ("if", self._without_if), ("not", self._without_not), ("oneOf", self._without_one_of),
             ("contains", self._without_contains), ("uniqueItems", self._without_unique_items),
+            ("propertyNames", self._without_property_names),
         )  # fmt: skip
 
     def of(self, schema: AnySchema) -> AnySchema:
@@ -194,6 +196,10 @@ class _Rewriter:
         if values is None:
             raise InexpressibleError
         return both(rest, one_of([self._orders(values, rest), self._other_types(rest)]), is_kept=True)
+
+    def _without_property_names(self, rest: Schema, schema: AnySchema) -> AnySchema:
+        others = type(rest)({key: value for key, value in rest.items() if key not in _PROPERTIES})
+        return both(others, Exact(with_names(self._facts, rest, schema)), is_kept=True)
 
     def _orders(self, values: list[Any], rest: Schema) -> AnySchema:
         """Return a schema of all arrays of different values."""
