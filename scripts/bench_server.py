@@ -4,6 +4,7 @@ Answers do not end before their length, so that each token is a chunk. The proce
 that of the pipeline is this process's.
 
 python scripts/bench_server.py --clients 1 8 --rounds 5
+python scripts/bench_server.py --threads 1     # leaves a core to the server's loop and to the clients, on both sides
 """
 
 from __future__ import annotations
@@ -137,15 +138,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=6, help="requests of each client in a round")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, help="INFERENCE_NUM_THREADS of both sides")
     parser.add_argument("--model", default=str(demo_model_path()))
     options = parser.parse_args()
+    settings = SETTINGS | ({"INFERENCE_NUM_THREADS": options.threads} if options.threads else {})
     command = [sys.executable, "-m", "staticllm", "serve", options.model, "--port", "0", "--max-per-client", "64"]
-    command += [word for name, value in SETTINGS.items() for word in ("-p", f"{name}={value}")]
+    command += [word for name, value in settings.items() for word in ("-p", f"{name}={value}")]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline().split("/v1")[0].rsplit(":", 1)[1])
-        with StaticLLMPipeline(options.model, "CPU", **SETTINGS) as pipe:
+        with StaticLLMPipeline(options.model, "CPU", **settings) as pipe:
             sides = {
                 "pipeline": Side(ask_pipeline(pipe), psutil.Process()),
                 "server": Side(ask_server(port), psutil.Process(server.pid)),

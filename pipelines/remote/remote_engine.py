@@ -160,7 +160,8 @@ class RemoteEngine:
 
         Raises:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
-            ClosedError: the engine was closed, or the daemon has ended.
+            ProcessLostError: the daemon has ended twice.
+            ClosedError: the engine was closed.
         """
         return self._snapshot("save", path, identity, key, adapters, tokens)
 
@@ -244,7 +245,12 @@ class RemoteEngine:
             "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
             "adapters": adapters, "tokens": tokens,
         }  # fmt: skip
-        return int(self._connected().ask(Message(Kind.SNAPSHOT, body=body)).body["tokens"])
+        message = Message(Kind.SNAPSHOT, body=body)
+        try:
+            answer = self._connected().ask(message)
+        except ProcessLostError:  # maybe long before, unnoticed; what it wrote is no file yet, or a whole one
+            answer = self._connected().ask(message)
+        return int(answer.body["tokens"])
 
     def _drain(self) -> None:
         ended = threading.Semaphore(0)
