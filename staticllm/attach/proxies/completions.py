@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
+
+EXIT_SECONDS = 10.0
+"""The longest time for which the end of the interpreter waits for functions that run. Natively they are cut off there."""
 
 
 class Completions:
@@ -15,7 +20,7 @@ class Completions:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._open = _Count()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._work.put, None)
+        weakref.finalize(self, self._work.put, None).atexit = False
 
     @property
     def is_busy(self) -> bool:
@@ -59,11 +64,28 @@ class _Count:
             return self._changed.wait_for(lambda: not self.value, seconds)
 
 
+_running: set[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = set()
+
+
 def _serve(work: queue.SimpleQueue[Callable[[], object] | None], count: _Count) -> None:
+    entry = threading.current_thread(), work
+    _running.add(entry)
     while True:
         step = work.get()
         if step is None:
+            _running.discard(entry)
             return
         step()
         del step  # it keeps the request alive
         count.add(-1)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads: the process is aborted if one of them frees a native object while the interpreter ends."""
+    end = time.monotonic() + EXIT_SECONDS
+    threads = list(_running)
+    for _, work in threads:
+        work.put(None)
+    for thread, _ in threads:
+        thread.join(max(end - time.monotonic(), 0.0))

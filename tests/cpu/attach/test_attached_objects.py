@@ -61,6 +61,24 @@ def test_a_queue_is_freed_when_the_program_drops_it_and_its_calls_have_ended(run
     assert run(QUEUES)[0] == ["AttachedCompiledModel", [True, True], True]
 
 
+UNFINISHED = """
+import json, threading, time
+import numpy as np, openvino as ov
+from openvino import opset13 as ops
+x = ops.parameter([1, 4], np.float32, name="x")
+model = ov.Core().compile_model(ov.Model([ops.abs(x)], [x]), "CPU")
+queue, begun = ov.AsyncInferQueue(model, 1), threading.Event()
+queue.set_callback(lambda request, _: (begun.set(), time.sleep(0.5), print(json.dumps("ended"))))
+queue.start_async({0: np.ones((1, 4), np.float32)})
+begun.wait(20)
+"""
+
+
+def test_a_program_ends_after_its_callbacks(run):
+    """A thread that the interpreter stops while it frees a native object would abort the process."""
+    assert run(UNFINISHED)[0] == "ended"
+
+
 SUBCLASSES = """
 import json, sys
 from openvino_genai import LLMPipeline

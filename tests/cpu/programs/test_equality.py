@@ -110,7 +110,7 @@ from staticllm import StaticLLMPipeline, demo_model_path
 
 pipe = StaticLLMPipeline(demo_model_path(), "CPU", HOST_KV_SLOTS=0)
 arena = pipe.engine.runner.cache.arena
-for seed in range(8):
+for seed in range(12):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
     pipe.generate(prompt, max_new_tokens=152, ignore_eos=True)
     print(psutil.Process().memory_info().rss, arena.num_bytes, arena.addresses)
@@ -127,7 +127,7 @@ def test_slot_memory_is_allocated_once(model_path):
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
     sizes = [int(num_bytes) for num_bytes, *_ in lines]
     growth = [after - before for before, after in pairwise(sizes)]  # a variant that runs for the first time grows, too
-    assert median(growth) < int(lines[0][1]) / 32, "the process grows with every answer"
+    assert median(growth[-6:]) < int(lines[0][1]) / 32, f"the process grows with every answer: {growth}"
 
 
 def test_generation_ends_at_max_seq_len(model_path, prompt_of):
