@@ -42,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why tests failed that ``--reruns`` ran again, because a test that passes then is still unstable."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.write_sep("_", f"failed once: {report.nodeid}")
+        terminalreporter.write_line("\n".join(report.longreprtext.splitlines()[-40:]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _precision() -> None:
     """Set the precision of the CPU to ``STATICLLM_TEST_PRECISION``, because tests must pass on every kind of machine."""

@@ -46,16 +46,21 @@ class RayCluster:
         settings.setdefault("properties", EXACT)
         serve.run(app(ClusterSettings(**settings)), name=NAME)
 
-    def num_replicas(self, group="chat"):
+    def status(self, group="chat"):
+        """Return what Ray Serve tells of a deployment."""
         from ray import serve
 
-        states = serve.status().applications[NAME].deployments[group].replica_states
-        return states.get("RUNNING", 0)
+        return serve.status().applications[NAME].deployments[group]
+
+    def num_replicas(self, group="chat"):
+        return self.status(group).replica_states.get("RUNNING", 0)
 
     def wait_for(self, num_replicas, group="chat", seconds=90):
+        import ray
+
         until = time.monotonic() + seconds
         while self.num_replicas(group) != num_replicas:
-            assert time.monotonic() < until, f"{self.num_replicas(group)} replicas"
+            assert time.monotonic() < until, (self.status(group), ray.available_resources(), ray.nodes())
             time.sleep(0.2)
 
     def close(self):

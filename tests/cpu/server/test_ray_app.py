@@ -138,7 +138,7 @@ def test_replicas_are_added_under_load(cluster):
 
     running = together(ask, range(6))
     try:
-        cluster.wait_for(3)
+        cluster.wait_for(3, seconds=180)  # Ray measures for 30 s, and its policy wants as many replicas for 30 s
     finally:
         is_over.set()
         finished(*running)
