@@ -20,7 +20,7 @@ from staticllm.pipelines.scheduling.policies.packing import pack
 from staticllm.pipelines.scheduling.policies.time_slices import TimeSlices, by_wait
 
 GAP_STEPS, GAP_SECONDS = 4, 0.1
-"""Without a TPOT target, two tokens of a request are at most this many decode steps or seconds apart, whichever is longer."""
+"""The bound on the gap between two tokens where neither a TPOT target nor the maker of the policy sets another one."""
 CROWDED_GAP = 2
 """The factor on that bound while at least two prompts wait, and at least as many as requests decode."""
 URGENT_GAP = 4
@@ -196,9 +196,14 @@ class Dynamic:
     the highest ``CandidateCall.rate`` runs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at
     once while fewer than ``max_num_seqs`` requests are running. Otherwise they are batched, with a delay that ``ttft_ms`` bounds.
     With ``gap_ms``, swapped requests get the places of running ones in time slices, and prompts wait if there are too many.
+
+    Args:
+        gap_steps: Without a TPOT target, two tokens of a request are at most this many decode steps apart, ...
+        gap_seconds: ... or this long, whichever is longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gap_steps: float = GAP_STEPS, gap_seconds: float = GAP_SECONDS) -> None:
+        self._gap_steps, self._gap_seconds = gap_steps, gap_seconds
         self._prefill_end = float("-inf")  # expected end of the last call with prompts, on the clock of the view
         self._prefill_seconds = 0.0  # device time that the prompts added to this call
         self._delayed: tuple[int, ...] = ()  # ids of the prompts that wait for a fuller batch since the last comparison
@@ -266,7 +271,7 @@ class Dynamic:
         waited = view.now - min(times) if times else 0.0
         if view.tpot_ms is not None:
             return view.tpot_ms / 1e3 - waited
-        gap = max(GAP_STEPS * step_seconds, GAP_SECONDS)
+        gap = max(self._gap_steps * step_seconds, self._gap_seconds)
         if len(backlog) >= max(2, decode.num_rows):
             gap *= CROWDED_GAP
         if view.ttft_ms is not None and view.now - backlog[0].arrival > URGENT_TTFT_SHARE * view.ttft_ms / 1e3:
