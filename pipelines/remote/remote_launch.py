@@ -15,6 +15,7 @@ from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError, ConfigError, ModelError
+from staticllm.heap import return_free_memory
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
@@ -87,7 +88,8 @@ def _launch(
             max_prompt_len=answer["max_prompt_len"],
             min_response_len=answer["min_response_len"],
         )
-        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))  # the tokenizer has been read
+        return_free_memory()
     except BaseException:
         engine.close()
         raise

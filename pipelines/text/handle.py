@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -132,6 +131,8 @@ class GenerationHandle:
         """Wait for the end without blocking the event loop, and return the value that ``generate`` returns."""
 
         async def read() -> Results:
+            import asyncio  # a program without an event loop does not load it
+
             if self._thread is not None:  # the callback's thread reads; waiting for it would block the loop
                 return await asyncio.to_thread(self.result)
             async for _ in self._batches_async():
@@ -148,6 +149,8 @@ class GenerationHandle:
                     yield delta.text
 
     async def _batches_async(self) -> AsyncGenerator[list[TextDelta], None]:
+        import asyncio
+
         check_process(self._pid)
         has_output, waker, token = asyncio.Event(), running_waker(), object()
         if self.is_done:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
 import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
@@ -141,7 +141,7 @@ class InputProcessor:
         self._generation_config = copy_config(generation_config)
         if adapters is not None:
             self._generation_config.adapters = adapters.origin
-        self._rng = np.random.default_rng(0)
+        self._rng = random.Random(0)
         self._word_tokens, self._special_tokens = WordTokens(tokenizer), SpecialTokens(tokenizer, joins_tokens)
         self._joined = JoinedDecoder(self._decode, self._decode) if joins_tokens else None
 
@@ -305,7 +305,7 @@ class InputProcessor:
 
     def _seed_for(self, options: GenerationOptions) -> int:
         """Return the requested seed; for 0, which means unseeded as in GenAI, return a new one."""
-        return options.sampling.rng_seed or int(self._rng.integers(1, 2**63))
+        return options.sampling.rng_seed or self._rng.randrange(1, 2**63)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of these token ids.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class LoopWaker:
@@ -43,6 +46,8 @@ _LOCK = threading.Lock()
 
 def running_waker() -> LoopWaker:
     """Return the waker of the event loop that runs in this thread."""
+    import asyncio  # only programs with an event loop load it
+
     loop = asyncio.get_running_loop()
     with _LOCK:
         if loop not in _WAKERS:

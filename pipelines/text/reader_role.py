@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 import threading
 
 
@@ -42,7 +42,8 @@ class ReaderRole:
 
 def _here() -> tuple[int, object]:
     """Return the current thread's id, and its asyncio task if it runs an event loop."""
+    asyncio = sys.modules.get("asyncio")  # without it, no event loop runs
     try:
-        return threading.get_ident(), asyncio.current_task()
+        return threading.get_ident(), asyncio.current_task() if asyncio is not None else None
     except RuntimeError:
         return threading.get_ident(), None

@@ -37,9 +37,32 @@ def test_freed_blocks_between_used_ones_return_to_the_system():
     assert returned >= run("no")[1] + 20, "45 of 50 blocks of 2 MiB were freed"
 
 
+SMALL = """
+from staticllm.heap import return_free_memory
+from staticllm.pipelines.diagnostics.process_memory import private_bytes
+
+blocks = [bytes(2000) for _ in range(10000)]  # small ones, of Python's allocator and of the heap
+kept = blocks[-1]
+before = private_bytes()
+del blocks
+freed = private_bytes()
+print(int(return_free_memory()), (freed - private_bytes()) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has the function")
+def test_free_memory_below_a_used_block_returns_to_the_system():
+    done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, check=True)
+    is_possible, returned = map(int, done.stdout.split())
+    if not is_possible:
+        pytest.skip("another C library")
+    assert returned >= 15, "20 MB of blocks were freed"
+
+
 def test_other_systems_are_left_alone(monkeypatch):
     from staticllm import heap
 
     monkeypatch.setattr(heap.sys, "platform", "win32")
     monkeypatch.setattr(heap.ctypes, "CDLL", None)
     assert heap.return_large_blocks() is False
+    assert heap.return_free_memory() is False
