@@ -108,7 +108,9 @@ class EncodedResults(_Common):
 
 @dataclass(frozen=True)
 class DecodedResults(_Common):
-    """The answers to a list of strings or to a chat history: the fields of ``EncodedResults``, and ``texts``.
+    """The answers to a list of strings or to a chat history, or several answers to a ``str``.
+
+    The fields are those of ``EncodedResults``, and ``texts``.
 
     ``messages[i]`` holds the parts of an answer if it was parsed (``tools`` or ``parse_tools``); ``texts[i]`` is then all that
     the model wrote. ``parsed[i]`` is what ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of it.
@@ -130,11 +132,14 @@ class DecodedResults(_Common):
         return DecodedResults, tuple(getattr(self, item.name) for item in fields(DecodedResults))
 
     def __str__(self) -> str:
-        return "\n".join(self.texts)
+        """Return the text; of several ones a line each, after its score, as GenAI's results do."""
+        if len(self.texts) == 1:
+            return self.texts[0]
+        return "\n".join(f"{score:f}: {text}" for score, text in zip(self.scores, self.texts, strict=True))
 
 
 class GeneratedText(str, _Common):
-    """The answer to a plain ``str``: a ``str`` as openvino_genai returns, which also carries the results' attributes."""
+    """The only answer to a plain ``str``: a ``str`` as openvino_genai returns, which also carries the results' attributes."""
 
     texts: list[str]
     tokens: list[list[int]]

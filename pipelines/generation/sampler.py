@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,10 @@ from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen token and its log-probability under the model's own logits (0.0 unless requested)."""
+    """A chosen token and its log-probability under the model's own logits if that was requested.
+
+    Otherwise it is the one that a drawn token was drawn with, and 0.0 in greedy decoding, as in GenAI.
+    """
 
     token: int
     logprob: float
@@ -41,14 +45,13 @@ class Mirostat:
     def __init__(self, tau: float, eta: float) -> None:
         self._tau, self._eta, self._limit = tau, eta, 2 * tau
 
-    def draw(self, weights: Logits, uniform: float) -> int:
+    def draw(self, weights: Logits, uniform: float) -> Choice:
         """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and move the limit."""
         least = float(weights.sum(dtype=np.float64)) * 2.0 ** -min(self._limit, 1000.0)
         kept = weights * (weights >= min(least, float(weights.max())))
-        token = draw(kept, uniform)
-        surprise = float(np.log2(kept.sum(dtype=np.float64) / kept[token]))
-        self._limit -= self._eta * (surprise - self._tau)
-        return token
+        choice = _drawn(kept, uniform)
+        self._limit -= self._eta * (-choice.logprob / math.log(2) - self._tau)
+        return choice
 
 
 class Sampler:
@@ -83,14 +86,16 @@ class Sampler:
         """
         processed = self._processed(logits)
         if self._params.do_sample:
-            token = self._draw(processed)
+            choice = self._draw(processed)
         elif best is not None and processed is logits:
-            token = best
+            choice = Choice(best, 0.0)
         else:
-            token = int(np.argmax(processed))
+            choice = Choice(int(np.argmax(processed)), 0.0)
         for processor in self._processors:
-            processor.accept(token)
-        return Choice(token, _log_probability(logits, token) if self._params.wants_logprobs else 0.0)
+            processor.accept(choice.token)
+        if self._params.wants_logprobs:
+            return Choice(choice.token, _log_probability(logits, choice.token))
+        return choice
 
     def _processed(self, logits: Logits) -> Logits:
         """Return a copy that the active processors have changed; ``logits`` itself if none is active."""
@@ -108,15 +113,22 @@ class Sampler:
             )
         return processed
 
-    def _draw(self, logits: Logits) -> int:
+    def _draw(self, logits: Logits) -> Choice:
         params, uniform = self._params, self._rng.random()
         if self._mirostat is not None:
             return self._mirostat.draw(weights_of(logits, params.temperature), uniform)
         excludes_top = params.xtc_probability > 0 and self._rng.random() < params.xtc_probability
         if not params.top_k or params.top_k >= len(logits):
-            return draw(_kept_weights(logits, params, excludes_top), uniform)
+            return _drawn(_kept_weights(logits, params, excludes_top), uniform)
         candidates = largest(logits, params.top_k)
-        return int(candidates[draw(_kept_weights(logits[candidates], params, excludes_top), uniform)])
+        drawn = _drawn(_kept_weights(logits[candidates], params, excludes_top), uniform)
+        return Choice(int(candidates[drawn.token]), drawn.logprob)
+
+
+def _drawn(weights: Logits, uniform: float) -> Choice:
+    """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and the logarithm of its share."""
+    index = draw(weights, uniform)
+    return Choice(index, math.log(weights[index] / weights.sum()))
 
 
 def candidate_distribution(

@@ -15,7 +15,7 @@ from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.loop_waker import running_waker
+from staticllm.pipelines.text.loop_waker import in_thread, running_waker
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
@@ -131,10 +131,8 @@ class GenerationHandle:
         """Wait for the end without blocking the event loop, and return the value that ``generate`` returns."""
 
         async def read() -> Results:
-            import asyncio  # a program without an event loop does not load it
-
             if self._thread is not None:  # the callback's thread reads; waiting for it would block the loop
-                return await asyncio.to_thread(self.result)
+                return await in_thread(self.result)
             async for _ in self._batches_async():
                 pass
             return self.result()
@@ -149,10 +147,9 @@ class GenerationHandle:
                     yield delta.text
 
     async def _batches_async(self) -> AsyncGenerator[list[TextDelta], None]:
-        import asyncio
-
         check_process(self._pid)
-        has_output, waker, token = asyncio.Event(), running_waker(), object()
+        waker, token = running_waker(), object()
+        has_output = waker.event()
         if self.is_done:
             self._raise_error()
             return
@@ -178,7 +175,7 @@ class GenerationHandle:
                 if not num_taken:
                     await has_output.wait()
                 elif num_taken == MAX_BATCH:
-                    await asyncio.sleep(0)  # a long backlog must not hold up the loop
+                    await waker.yield_to_loop()  # a long backlog must not hold up the loop
         finally:
             self._queue.remove_listener(wake)
             self._role.leave(token)

@@ -1,4 +1,7 @@
-"""Wakes the readers of an event loop from the engine's thread, with one call into the loop for all that become ready together."""
+"""Wakes the readers of an event loop from the engine's thread, with one call into the loop for all that become ready together.
+
+Only programs with an event loop load asyncio, which takes 1 MB: functions import it here.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
+
+Result = TypeVar("Result")
 
 
 class LoopWaker:
@@ -34,6 +40,18 @@ class LoopWaker:
             if loop is not None:
                 loop.call_soon_threadsafe(self._run)
 
+    def event(self) -> asyncio.Event:
+        """Return a new event of the loop."""
+        import asyncio
+
+        return asyncio.Event()
+
+    async def yield_to_loop(self) -> None:
+        """Let the other tasks of the loop run."""
+        import asyncio
+
+        await asyncio.sleep(0)
+
     def _run(self) -> None:
         self._is_called = False
         while self._events:
@@ -46,10 +64,17 @@ _LOCK = threading.Lock()
 
 def running_waker() -> LoopWaker:
     """Return the waker of the event loop that runs in this thread."""
-    import asyncio  # only programs with an event loop load it
+    import asyncio
 
     loop = asyncio.get_running_loop()
     with _LOCK:
         if loop not in _WAKERS:
             _WAKERS[loop] = LoopWaker(loop)
         return _WAKERS[loop]
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Return what ``function`` returns on another thread, without blocking the event loop."""
+    import asyncio
+
+    return await asyncio.to_thread(function)

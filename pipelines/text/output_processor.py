@@ -22,7 +22,7 @@ from staticllm.results import AssistantMessage
 class TextDelta:
     """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed.
 
-    ``logprobs`` has the log-probability of each token (0.0 unless requested); it is empty for the prompt (``echo``).
+    ``logprobs`` has the log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``).
     """
 
     tokens: list[int]
@@ -43,14 +43,14 @@ class TextDelta:
 class RequestOutput:
     """One answer that has ended. Times are ``time.perf_counter`` moments, durations are seconds.
 
-    ``score`` is the sum of the tokens' log-probabilities (0.0 unless requested), for a beam divided by a power of its length.
+    ``score`` is the sum of the tokens' log-probabilities (as in ``Choice``), for a beam divided by a power of its length.
     ``is_dropped``: whether the streamer returned
     ``StreamingStatus.CANCEL``, so that a chat does not keep this turn. ``echo`` holds the prompt's tokens if they are part of
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
     a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
     number of prompt tokens that the prefix cache had. ``detokenization_seconds`` is None if nothing was decoded.
     ``message`` has the parts of the text; None if it was not parsed. ``logprobs`` has the log-probability of each of ``tokens``
-    (0.0 unless requested).
+    (as in ``Choice``).
     """
 
     tokens: list[int]

@@ -22,7 +22,7 @@ def results_of(
     parsers: Sequence[genai.Parser] = (),
     streamed: dict[str, object] | None = None,
 ) -> Results:
-    """Return ``GeneratedText`` for a str, ``EncodedResults`` for token ids, else ``DecodedResults``; the order is kept.
+    """Return ``GeneratedText`` for one answer to a str, ``EncodedResults`` for token ids, else ``DecodedResults``, in order.
 
     As in GenAI, ``parsers`` run one after the other on each text, and go on from ``streamed``, what a ``TextParserStreamer`` made
     of the only answer; both are for texts only.
@@ -40,7 +40,7 @@ def results_of(
     texts = [(decode(output.echo) if output.echo else "") + output.text for output in outputs]
     parsed = _parsed(texts, parsers, streamed)
     results = DecodedResults(texts, [output.tokens for output in outputs], scores, reasons, metrics, messages, parsed)
-    return GeneratedText.of(results) if form == "text" else results
+    return GeneratedText.of(results) if form == "text" and len(outputs) == 1 else results
 
 
 def _parsed(

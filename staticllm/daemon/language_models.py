@@ -13,7 +13,6 @@ from staticllm.core import OnProgress
 from staticllm.daemon.call_watch import CallWatch
 from staticllm.daemon.devices import Devices
 from staticllm.daemon.language_source import LanguageSource
-from staticllm.daemon.limits import make_shared_policy
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.request import EngineRequest
@@ -23,6 +22,7 @@ from staticllm.pipelines.model_loader.arguments import read_tokenizer
 from staticllm.pipelines.model_loader.draft_source import use_draft
 from staticllm.pipelines.model_loader.launch import Launched, launch
 from staticllm.pipelines.remote.request_checks import check_fields, check_scales
+from staticllm.pipelines.scheduling.planner import make_shared_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 

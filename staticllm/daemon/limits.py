@@ -6,16 +6,8 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
-
 FOREVER = 1e9
 """Seconds; JSON has no infinity."""
-
-GAP_STEPS, GAP_SECONDS = 3.0, 0.05
-"""The bound on the gap between two tokens, in decode steps and seconds. It is less than in one program, because here the long
-prompt is somebody else's."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +47,3 @@ def default_limits() -> Limits:
 def worker_limits() -> Limits:
     """Return the limits of a daemon that works for one process: its models may take what they would take there."""
     return Limits(model_bytes=psutil.virtual_memory().total, idle_seconds=FOREVER)
-
-
-def make_shared_policy(scheduler: object) -> Policy:
-    """Return the policy of this name for a model that several programs use, or the user's own object.
-
-    Raises:
-        ConfigError: as for ``make_policy``.
-    """
-    return Dynamic(GAP_STEPS, GAP_SECONDS) if scheduler == "dynamic" else make_policy(scheduler)

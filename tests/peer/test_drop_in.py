@@ -34,6 +34,11 @@ def stateful():
     return genai.LLMPipeline(demo_model_path(), "CPU", ATTENTION_BACKEND="SDPA", **EXACT)
 
 
+@pytest.fixture(scope="module")
+def default():
+    return genai.LLMPipeline(demo_model_path(), "CPU", **EXACT)
+
+
 @pytest.fixture(autouse=True)
 def _deprecated():
     with warnings.catch_warnings():
@@ -115,3 +120,47 @@ def test_streamers_get_the_same_lists(ours, stateful):
 def test_a_streamer_that_stops_gives_the_same_reason(ours, stateful, status):
     results = [pipe.generate(["Hello!"], max_new_tokens=20, streamer=lambda text: status) for pipe in (ours, stateful)]
     assert results[0].finish_reasons == results[1].finish_reasons
+
+
+SEVERAL = {
+    "max_new_tokens": 8,
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "diversity_penalty": 1.0,
+    "num_return_sequences": 3,
+}
+
+
+@pytest.mark.parametrize("inputs", ["Hello!", ["Hello!"], ["Hello!", "Who are you?"]])
+def test_several_answers_are_printed_as_genai_prints_them(ours, default, inputs):
+    found, expected = ours.generate(inputs, **SEVERAL), default.generate(inputs, **SEVERAL)
+    assert isinstance(expected, genai.DecodedResults) and isinstance(found, genai.DecodedResults)
+    lines, theirs = str(found).splitlines(), str(expected).splitlines()
+    for line, other in zip(lines, theirs, strict=True):
+        (score, _, text), (their_score, _, their_text) = line.partition(": "), other.partition(": ")
+        assert text == their_text and float(score) == pytest.approx(float(their_score), abs=1e-4)
+        assert len(score.partition(".")[2]) == 6
+
+
+@pytest.mark.parametrize("inputs", ["Hello!", ["Hello!"]])
+def test_one_answer_is_printed_without_its_score(ours, stateful, inputs):
+    assert str(ours.generate(inputs, max_new_tokens=8)) == str(stateful.generate(inputs, max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1.5}, {"temperature": 3.0, "top_k": 3}, {"temperature": 3.0, "top_p": 0.9}]
+)
+def test_a_sampled_answer_has_the_score_of_its_draw(ours, default, fields):
+    """The draws differ, so scores of the same token are compared."""
+
+    def scores(pipe):
+        results = [
+            pipe.generate(["Tell me"], max_new_tokens=1, do_sample=True, rng_seed=seed, **fields)
+            for seed in range(1, 25)
+        ]
+        return {result.texts[0]: result.scores[0] for result in results}
+
+    found, expected = scores(ours), scores(default)
+    common = set(found) & set(expected)
+    assert len(common) >= 2 and len({round(found[text], 3) for text in common}) >= 2
+    assert [found[text] for text in common] == pytest.approx([expected[text] for text in common], abs=1e-3)

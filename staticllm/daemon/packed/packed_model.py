@@ -15,7 +15,6 @@ import openvino as ov
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.daemon.limits import make_shared_policy
 from staticllm.daemon.packed.packed_request import PackedRequest
 from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
 from staticllm.devices import get_core, supported_properties
@@ -27,6 +26,7 @@ from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.planner import make_shared_policy
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 from staticllm.properties import resolve
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from staticllm.core import Variant
-from staticllm.daemon.limits import make_shared_policy
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
-from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy, make_shared_policy
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.testing import (
