@@ -34,7 +34,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 STALL_SECONDS = 2.0
 """The longest time for one plan of a user's policy; after it the policy counts as stalled."""
 
-SHARED_GAP_STEPS, SHARED_GAP_SECONDS = 3.0, 0.05
+SHARED_GAP_STEPS, SHARED_GAP_SECONDS = 2.5, 0.04
 """The bound on the gap between two tokens where several programs use a model, in decode steps and seconds. It is less than in one
 program, because there the long prompt is somebody else's."""
 
