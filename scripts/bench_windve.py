@@ -1,6 +1,6 @@
 """Measures WINDVE on two groups of cores as devices: A, which embeds packed texts, and B, a slower device beside it.
 
-    python scripts/bench_windve.py MODEL_DIR                        # both parts; under 6 minutes
+    python scripts/bench_windve.py MODEL_DIR                        # both parts; 2 to 6 minutes
     python scripts/bench_windve.py MODEL_DIR --quick --json out.json
 
 A is the last core and B the first. With AMX or AVX-512 bf16, A computes in bf16 and B in f32, with the same programs. Elsewhere
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from staticllm.devices import get_core
 from staticllm.errors import BusyError
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
 from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
@@ -218,8 +218,10 @@ class Answers:
         with self._changed:
             self.num_left -= 1
 
-    def take(self, due: float) -> None:
-        """A query has its vector."""
+    def take(self, due: float, future: RequestFuture) -> None:
+        """A query has its vector, unless it was refused: that ends its future too."""
+        if future.cancelled():
+            return
         with self._changed:
             self.seconds.append(time.perf_counter() - due)
             self.num_left -= 1
@@ -228,7 +230,8 @@ class Answers:
     def wait(self) -> None:
         """Wait for all vectors."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.num_left, 60)
+            if not self._changed.wait_for(lambda: not self.num_left, 60):
+                raise RuntimeError(f"{self.num_left} queries have no vector after 60 s")
 
 
 def run_poisson(
@@ -246,7 +249,7 @@ def run_poisson(
             request = EmbeddingRequest([text], info.width, priority=1)
             request.arrival = min(request.arrival, float(due))
             answers.expect()
-            request.future.add_quick_callback(partial(answers.take, float(due)))
+            request.future.add_quick_callback(partial(answers.take, float(due), request.future))
             try:
                 pool.submit(request)
             except BusyError:
