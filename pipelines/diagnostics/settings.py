@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import compressed_weights
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
 from staticllm.devices import is_present, kind, type_name
 from staticllm.pipelines.diagnostics.reports import ChosenSettings, ProbeTimes
-from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe
+from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe, repeated_matrices
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import prepare
@@ -71,7 +69,7 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
         ConfigError: an option is impossible for this model.
     """
     core, plan = prepare(models_path, device, config)
-    matrices = _matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []
+    matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []
     if not matrices:
         return
     probe, settings = Probe(core, device, matrices), candidates(core, plan.options)
@@ -80,14 +78,6 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
     for rows in PROBED_ROWS:
         seconds = probe.seconds(rows, list(settings.values()), is_cold=True)
         yield ProbeTimes(rows, {label: 1e3 * time for label, time in zip(settings, seconds, strict=True)})
-
-
-def _matrices(model: ov.Model) -> list[ov.Node]:
-    """Return one MatMul for each shape of compressed matrices that occurs more than once."""
-    nodes = [node for node in model.get_ordered_ops() if compressed_weights(node) is not None]
-    shapes = [tuple(node.input_value(1).get_shape()) for node in nodes]
-    counts = Counter(shapes)
-    return list({shape: node for shape, node in zip(shapes, nodes, strict=True) if counts[shape] > 1}.values())
 
 
 def _of_program(compiled: ov.CompiledModel, variants: list[Variant]) -> ChosenSettings:

@@ -31,8 +31,8 @@ PACKED_ROWS, SHORT_ROWS = 8, 16
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
 """Rows of a prompt in a probe; each candidate runs at least ``LEAST_RUNS`` times and at least ``SECONDS`` seconds."""
 LEAST_WEIGHTS = 1_000_000
-"""Weights in the probed matrices. Below, the gain lies within measurement noise: the chosen setting, and with it the tokens,
-could change between starts."""
+"""Weights in the probed matrices. Below, nothing is timed and activations are not quantized: the gain lies within measurement
+noise, so the chosen setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
 CACHE_BYTES = 64 << 20
 """Bytes that are read before a single row is timed, so that the weights come from memory, not from a cache."""
 
@@ -91,12 +91,14 @@ def calibrated(
     Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
     ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
     can share a program. If calls of few rows may have a program of their own, its properties are chosen by ``_for_few_rows``.
-    Other devices are not probed. What is in ``kept`` is not timed again.
+    Small models do not quantize activations. Other devices are not probed. What is in ``kept`` is not timed again.
     """
     found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
-    matrices = _matrices(model) if kind(device) == "CPU" else []
+    matrices = repeated_matrices(model) if kind(device) == "CPU" else []
     if not matrices:
         return Calibration(found)
+    if _num_weights(matrices) < LEAST_WEIGHTS:
+        return Calibration({phase: {GROUP_SIZE: 0, **properties} for phase, properties in phases.items()})
     probe = Probe(core, device, matrices, kept)
     if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
         own = phases["prefill"]
@@ -149,13 +151,18 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
     return FewRows(candidates[best], 1, seconds[1] / seconds[best])
 
 
-def _matrices(model: ov.Model) -> list[ov.Node]:
-    """Return one MatMul per shape of compressed matrices that occurs more than once; none if these matrices are small."""
+def repeated_matrices(model: ov.Model) -> list[ov.Node]:
+    """Return one MatMul per shape of compressed matrices that occurs more than once."""
     nodes = [node for node in model.get_ordered_ops() if compressed_weights(node) is not None]
     shapes = [tuple(node.input_value(1).get_shape()) for node in nodes]
     counts = Counter(shapes)
-    found = {shape: node for shape, node in zip(shapes, nodes, strict=True) if counts[shape] > 1}  # not the head
-    return list(found.values()) if sum(rows * columns for rows, columns in found) >= LEAST_WEIGHTS else []
+    return list(
+        {shape: node for shape, node in zip(shapes, nodes, strict=True) if counts[shape] > 1}.values()
+    )  # no head
+
+
+def _num_weights(matrices: Sequence[ov.Node]) -> int:
+    return sum(int(np.prod(node.input_value(1).get_shape())) for node in matrices)
 
 
 class Probe:

@@ -75,7 +75,6 @@ def test_a_small_gain_changes_nothing(timed):
     [
         (stack(), {"device": "NPU"}),
         (stack(), {GROUP_SIZE: 0}),  # set by the user, or by f32
-        (stack(size=256), {}),  # too small to measure
         (stack(size=1000), {}),  # not divisible by the group size
         (stack(compressed=False), {}),
     ],
@@ -83,6 +82,14 @@ def test_a_small_gain_changes_nothing(timed):
 def test_nothing_is_timed_without_candidates(model, options, timed):
     expected = {**PHASES, "generate": {**PHASES["generate"], **{k: v for k, v in options.items() if k != "device"}}}
     assert calibrate(model, **options) == expected
+    assert not timed[1]
+
+
+def test_small_models_do_not_quantize_activations(timed):
+    """It gains nothing there, and their tokens are nearer to those of the model in f32."""
+    assert calibrate(stack(size=256)) == {phase: {**properties, GROUP_SIZE: 0} for phase, properties in PHASES.items()}
+    assert calibrate(stack(size=256), **{GROUP_SIZE: 64})["generate"][GROUP_SIZE] == 64, "the user's own"
+    assert calibrate(stack(size=256), device="NPU") == PHASES
     assert not timed[1]
 
 
@@ -183,7 +190,7 @@ def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, size, 
 def test_every_candidate_is_run_and_the_model_stays_as_it_was():
     model = stack()
     before = len(model.get_ordered_ops())
-    probe = autotune.Probe(get_core(), "CPU", autotune._matrices(model))
+    probe = autotune.Probe(get_core(), "CPU", autotune.repeated_matrices(model))
     for num_rows, is_cold in ((autotune.MANY_ROWS, False), (1, True)):
         times = probe.seconds(num_rows, [{}, {GROUP_SIZE: LARGE_GROUP}], is_cold)
         assert len(times) == 2
@@ -253,7 +260,7 @@ class FakeRequest:
 
 def test_settings_that_compute_the_same_numbers_are_timed_once(monkeypatch):
     """Without instructions for quantized activations, for example, all candidates run the same kernels."""
-    probe = autotune.Probe(get_core(), "CPU", autotune._matrices(stack()))
+    probe = autotune.Probe(get_core(), "CPU", autotune.repeated_matrices(stack()))
     requests = {0: FakeRequest(1.0), 1: FakeRequest(2.0), 2: FakeRequest(1.0)}
     monkeypatch.setattr(probe, "_request", lambda properties: requests[properties["number"]])
     numbers = [{"number": number} for number in requests]
