@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,7 @@ def repeated_matrices(model: ov.Model) -> list[ov.Node]:
 
 
 def _num_weights(matrices: Sequence[ov.Node]) -> int:
-    return sum(int(np.prod(node.input_value(1).get_shape())) for node in matrices)
+    return sum(math.prod(node.input_value(1).get_shape()) for node in matrices)
 
 
 class Probe:
