@@ -9,6 +9,7 @@ import time
 
 import httpx
 
+from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.server.process import GracefulServer, base_url, listen
 from staticllm.server.served_model import demo_spec
 from staticllm.server.settings import ServerSettings
@@ -77,7 +78,11 @@ class Served:
 
 @contextlib.contextmanager
 def serving(specs=None, pipelines=None, **settings):
-    """Serve models at a port that the system chooses. ``pipelines``: functions that load a model, by its name."""
+    """Serve models at a port that the system chooses, in f32: answers do not depend on which requests share a call.
+
+    ``pipelines``: functions that load a model, by its name.
+    """
+    settings["properties"] = {**EXACT, **settings.get("properties", {})}
     served = Served(specs or [demo_spec()], ServerSettings(port=0, **settings), pipelines or {})
     try:
         served.wait_until_ready()

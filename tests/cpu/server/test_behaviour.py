@@ -18,6 +18,7 @@ openai = pytest.importorskip("openai")
 import httpx  # noqa: E402
 from served import serving  # noqa: E402
 
+from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
 from staticllm.server.served_model import ModelSpec, ServedModel, demo_spec  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -303,7 +304,7 @@ def named(name, count=3, **more):
 
 
 def test_models_are_unloaded_least_recently_used_first():
-    size = ServedModel(demo_spec()).estimate("CPU", LONG)
+    size = ServedModel(demo_spec()).estimate("CPU", {**EXACT, **LONG})
     with serving(three_specs(), properties=LONG, memory_limit=2 * size + (1 << 20)) as served:
         hub = served.state.hub
 

@@ -96,7 +96,7 @@ def test_a_prompt_is_echoed(client):
 
 
 def test_logprobs_of_completions(client):
-    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, logprobs=0).choices[0]
+    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, logprobs=0, temperature=0).choices[0]
     assert len(found.logprobs.tokens) == len(found.logprobs.token_logprobs) == 8
     assert all(value <= 0 for value in found.logprobs.token_logprobs)
     with pytest.raises(openai.BadRequestError, match="only the chosen tokens"):

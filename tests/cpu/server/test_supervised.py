@@ -24,11 +24,13 @@ from served import serving  # noqa: E402
 
 from staticllm.daemon import lifetime  # noqa: E402
 from staticllm.pipelines.blobs.crashes import num_crashes  # noqa: E402
+from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
 LONG = {**BODY, "stream": True, "max_tokens": 3900, "ignore_eos": True}
 PROPERTIES = {
+    **EXACT,
     "PROGRAMS": "shared",
     "MIN_RESPONSE_LEN": 4000,
 }  # long answers are still running when the worker is killed
