@@ -104,7 +104,7 @@ def test_a_worker_is_started_again_before_anybody_asks(run_folder):
         first = worker_of(served).pid
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: worker_of(served).pid != first and not served.state.hub.models["demo"].is_lost, 120)
-        assert httpx.get(served.url + "/health", timeout=60).status_code == 200
+        served.wait_until_ready()
 
 
 def test_metrics_and_the_feed_work_while_a_worker_is_lost(run_folder):
