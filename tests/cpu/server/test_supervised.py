@@ -103,7 +103,8 @@ def test_a_worker_is_started_again_before_anybody_asks(run_folder):
     with supervised() as served:
         first = worker_of(served).pid
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: worker_of(served).pid != first and not served.state.hub.models["demo"].is_lost, 120)
+        model = served.state.hub.models["demo"]
+        wait_for(lambda: model.home.pid not in (None, first) and not model.is_lost, 120)
         served.wait_until_ready()
 
 
