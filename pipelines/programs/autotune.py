@@ -16,7 +16,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import compressed_weights
 from staticllm.core import Part, Phase, ProgramLayout
-from staticllm.devices import kind
+from staticllm.devices import kind, type_name
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
@@ -99,7 +99,9 @@ def calibrated(
     if not matrices:
         return Calibration(found)
     if _num_weights(matrices) < LEAST_WEIGHTS:
-        return Calibration({phase: {GROUP_SIZE: 0, **properties} for phase, properties in phases.items()})
+        if all(_runs_unquantized(core, device, matrices[0], properties) for properties in phases.values()):
+            found.update({phase: {GROUP_SIZE: 0, **properties} for phase, properties in phases.items()})
+        return Calibration(found)
     probe = Probe(core, device, matrices, kept)
     if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
         own = phases["prefill"]
@@ -162,6 +164,14 @@ def repeated_matrices(model: ov.Model) -> list[ov.Node]:
     )  # no head
 
 
+def _runs_unquantized(core: ov.Core, device: str, matrix: ov.Node, properties: Properties) -> bool:
+    """Whether a compressed matrix runs without quantized activations. In bf16 it depends on the processor's instructions."""
+    precision = type_name(properties.get(PRECISION) or core.get_property(device, PRECISION))
+    if precision != "bf16":
+        return precision == "f32"
+    return Probe(core, device, [matrix]).can_run({**properties, GROUP_SIZE: 0})
+
+
 def _num_weights(matrices: Sequence[ov.Node]) -> int:
     return sum(math.prod(node.input_value(1).get_shape()) for node in matrices)
 
@@ -185,6 +195,14 @@ class Probe:
     def takes_large_groups(self) -> bool:
         """Whether every matrix can be divided into large groups."""
         return not any(size % LARGE_GROUP for size in self._sizes)
+
+    def can_run(self, properties: Properties) -> bool:
+        """Whether the device runs the matrices with these properties."""
+        try:
+            self._request(properties).infer([np.zeros((1, 1, size), np.float32) for size in self._sizes])
+        except RuntimeError:
+            return False
+        return True
 
     def seconds(self, num_rows: int, candidates: list[Properties], is_cold: bool = False) -> list[float]:
         """Return the seconds of the shortest run of each candidate; they run in turn. ``is_cold``: no cache holds the weights."""

@@ -85,12 +85,22 @@ def test_nothing_is_timed_without_candidates(model, options, timed):
     assert not timed[1]
 
 
-def test_small_models_do_not_quantize_activations(timed):
+def test_small_models_do_not_quantize_activations(timed, monkeypatch):
     """It gains nothing there, and their tokens are nearer to those of the model in f32."""
+    monkeypatch.setattr(autotune.Probe, "can_run", lambda self, properties: True)
     assert calibrate(stack(size=256)) == {phase: {**properties, GROUP_SIZE: 0} for phase, properties in PHASES.items()}
     assert calibrate(stack(size=256), **{GROUP_SIZE: 64})["generate"][GROUP_SIZE] == 64, "the user's own"
     assert calibrate(stack(size=256), device="NPU") == PHASES
     assert not timed[1]
+
+
+@pytest.mark.parametrize(("precision", "runs", "size"), [("bf16", True, 0), ("bf16", False, None), ("f16", True, None)])
+def test_small_models_stay_quantized_where_the_processor_cannot_run_them_otherwise(monkeypatch, precision, runs, size):
+    monkeypatch.setattr(autotune.Probe, "can_run", lambda self, properties: runs)
+    found = calibrated(
+        get_core(), "CPU", stack(size=256), {p: {PRECISION: precision} for p in PHASES}, "shared"
+    ).properties
+    assert found["prefill"].get(GROUP_SIZE) == found["generate"].get(GROUP_SIZE) == size
 
 
 IS_F32 = get_core().get_property("CPU", PRECISION).get_type_name() == "f32"
