@@ -44,7 +44,7 @@ def supervised(**settings):
 
 def worker_of(served, name="demo"):
     home = served.state.hub.models[name].home
-    wait_for(lambda: home.pid is not None, 120)
+    wait_for(lambda: home.pid is not None and psutil.pid_exists(home.pid), 120)  # not while one replaces another
     return psutil.Process(home.pid)
 
 
