@@ -99,7 +99,8 @@ def calibrated(
     if not matrices:
         return Calibration(found)
     if _num_weights(matrices) < LEAST_WEIGHTS:
-        if all(_runs_unquantized(core, device, matrices[0], properties) for properties in phases.values()):
+        first = Probe(core, device, matrices[:1])  # for both phases, so that equal properties are tried once
+        if all(_runs_unquantized(core, device, first, properties) for properties in phases.values()):
             found.update({phase: {GROUP_SIZE: 0, **properties} for phase, properties in phases.items()})
         return Calibration(found)
     probe = Probe(core, device, matrices, kept)
@@ -155,21 +156,19 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
 
 
 def repeated_matrices(model: ov.Model) -> list[ov.Node]:
-    """Return one MatMul per shape of compressed matrices that occurs more than once."""
+    """Return one MatMul per shape of compressed matrices that occurs more than once, so none of the head."""
     nodes = [node for node in model.get_ordered_ops() if compressed_weights(node) is not None]
     shapes = [tuple(node.input_value(1).get_shape()) for node in nodes]
     counts = Counter(shapes)
-    return list(
-        {shape: node for shape, node in zip(shapes, nodes, strict=True) if counts[shape] > 1}.values()
-    )  # no head
+    return list({shape: node for shape, node in zip(shapes, nodes, strict=True) if counts[shape] > 1}.values())
 
 
-def _runs_unquantized(core: ov.Core, device: str, matrix: ov.Node, properties: Properties) -> bool:
-    """Whether a compressed matrix runs without quantized activations. In bf16 it depends on the processor's instructions."""
+def _runs_unquantized(core: ov.Core, device: str, probe: Probe, properties: Properties) -> bool:
+    """Whether ``probe`` runs without quantized activations. In bf16 it depends on the processor's instructions."""
     precision = type_name(properties.get(PRECISION) or core.get_property(device, PRECISION))
     if precision != "bf16":
         return precision == "f32"
-    return Probe(core, device, [matrix]).can_run({**properties, GROUP_SIZE: 0})
+    return probe.can_run({**properties, GROUP_SIZE: 0})
 
 
 def _num_weights(matrices: Sequence[ov.Node]) -> int:
