@@ -115,6 +115,7 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
         is_packable=graph.is_packable,
         unsafe_rows=tuple(sorted({*graph.query_heads} - {0})),
         head=graph.head,
+        shares_prefixes=graph.shares_prefixes,
     )
     known = encoder_input_names(shape)
     for port in graph.model.inputs:

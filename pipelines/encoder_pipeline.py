@@ -16,7 +16,8 @@ import openvino_genai as genai
 
 from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer

@@ -19,7 +19,6 @@ from staticllm.pipelines.embedding.embedding_config import (
     resolved_config,
 )
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import Vectors
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.output_types import (
     Embeddings,
@@ -29,6 +28,7 @@ from staticllm.pipelines.embedding.output_types import (
     convert,
     ranges_of,
 )
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.pool.pool_loader import take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text, lower_case

@@ -122,7 +122,7 @@ class Ours(Engine):
         ids = [np.full(128, 1000, np.int64)]
         from staticllm.compiler_passes.lower_encoder import lower_encoder
         from staticllm.devices import get_core
-        from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+        from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
         sequences = [[TokenizedText(ids[0])] for _ in range(variant.batch)]
         self._calls.clear()

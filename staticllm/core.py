@@ -291,7 +291,8 @@ class EncoderShape:
     text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a call holds
     one text, which begins at its first row. ``unsafe_rows``: numbers of rows for which no static program is made, because
     they are also the number of heads. ``head``: what became of the head of a causal language model: it was ``cut``, or it
-    computes the logits of a few ``tokens``; ``none`` for models that have no such head.
+    computes the logits of a few ``tokens``; ``none`` for models that have no such head. ``shares_prefixes``: whether texts that
+    begin alike may share the rows of their beginning.
     """
 
     output: Literal["embeddings", "scores"]
@@ -305,6 +306,7 @@ class EncoderShape:
     is_packable: bool = True
     unsafe_rows: tuple[int, ...] = ()
     head: Literal["none", "cut", "tokens"] = "none"
+    shares_prefixes: bool = False
 
 
 class FinishReason(str, Enum):

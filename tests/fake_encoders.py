@@ -4,7 +4,7 @@ import numpy as np
 
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 POISON = 13
 """A text with this id gets a vector that is not finite, and spoils the other texts of its call."""

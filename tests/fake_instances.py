@@ -7,7 +7,7 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError
 
 COSTS = {EncoderVariant(1, 16, 2): 1e-3, EncoderVariant(4, 64, 32): 8e-3}

@@ -28,6 +28,7 @@ class EncoderGraph(StepGraph):
     pooling: Pooling | None = None
     head: Literal["none", "cut", "tokens"] = "none"  # what became of the head of a causal language model
     reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
+    shares_prefixes: bool = False  # whether texts of a sequence can share the rows of a common beginning
 
     @property
     def is_per_text(self) -> bool:

@@ -3,6 +3,8 @@
 Texts of different lengths are run alone through the original, and together through the lowered graph. Everything that could mix
 texts or misplace them, in whatever form it is written, shows as a difference. Windows and biases are longer than these texts:
 they have been evaluated at full length before. Layers that only repeat earlier ones are left out.
+
+Where no token sees later ones, texts that begin alike are run once more, with one copy of the rows of their beginning.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from staticllm.compiler_passes.graph.distinct_part import distinct_end
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
 from staticllm.compiler_passes.inputs.expose_encoder_mask import HIDDEN, visible
+from staticllm.core import EncoderMask
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import INPUT_IDS, POOL, POSITION_IDS, TOKEN_TYPE_IDS
@@ -28,6 +31,8 @@ STAGE = "prove_packing"
 SHARED = ((9, 1, 6), (11, 8))
 """The lengths of the texts in each sequence: with idle rows at the end, and without."""
 APART = ((9,), (13,))
+BRANCHES = ((9, 0), (11, 5), (11, 7))
+"""The lengths of texts in one sequence, and how many of its first rows each one shares with the text before it."""
 ROWS = 19
 TOLERANCE = 1e-4
 """Of the largest value. In f32 the differences of a right graph are some 1e-6, those of a wrong one some 1e-2."""
@@ -36,20 +41,21 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Text:
-    """A text in a call: sequence, first row, and tokens."""
+    """A text in a call: its sequence, the rows of it that hold its tokens, and the tokens.
+
+    The first ``num_shared`` rows are those of the text before it.
+    """
 
     sequence: int
-    start: int
+    rows: NDArray[np.intp]
     ids: NDArray[np.int64]
-
-    @property
-    def rows(self) -> slice:
-        """The rows of its sequence that hold it."""
-        return slice(self.start, self.start + len(self.ids))
+    num_shared: int = 0
 
 
 def prove_packing(graph: EncoderGraph) -> None:
     """Compare texts alone through the original with texts together, or with one text per sequence.
+
+    ``graph.shares_prefixes`` is set if texts may also share the rows of a common beginning.
 
     Raises:
         UnsupportedModelError: even one text per sequence differs from the original.
@@ -66,6 +72,8 @@ def prove_packing(graph: EncoderGraph) -> None:
         if worst <= TOLERANCE:
             how = "several texts" if layout == SHARED else "one text"
             graph.note(STAGE, f"{how} per sequence: within {worst:.0e} of the original")
+            if layout == SHARED and all(kind.after == 0 for kind in graph.encoder_masks):
+                _prove_branches(graph, original, program)
             return
         if layout == SHARED:
             graph.keep_texts_apart(STAGE, f"together they differ by {worst:.0e} of the largest value")
@@ -77,12 +85,30 @@ def prove_packing(graph: EncoderGraph) -> None:
     )
 
 
+def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.CompiledModel) -> None:
+    """Find out whether texts may share the rows of a common beginning: not if a bias goes by the distance of rows, say."""
+    texts = list[Text]()
+    start = 0
+    for length, num_shared in BRANCHES:
+        own = length - num_shared
+        before = texts[-1] if texts else Text(0, np.arange(0), np.arange(0))
+        rows = np.concatenate((before.rows[:num_shared], np.arange(start, start + own)))
+        ids = np.concatenate((before.ids[:num_shared], random_ids(graph.original, (own,), seed=10 + len(texts))))
+        texts.append(Text(0, rows, ids, num_shared))
+        start += own
+    worst = _difference(_alone(graph, original, texts), _together(graph, program, texts))
+    graph.shares_prefixes = worst <= TOLERANCE
+    how = "run once" if graph.shares_prefixes else "not shared"
+    graph.note(STAGE, f"common beginnings of texts are {how}: within {worst:.0e} of the original")
+
+
 def _placed(graph: EncoderGraph, layout: Sequence[Sequence[int]]) -> list[Text]:
     found: list[Text] = []
     for sequence, lengths in enumerate(layout):
         start = 0
         for length in lengths:
-            found.append(Text(sequence, start, random_ids(graph.original, (length,), seed=len(found))))
+            rows = np.arange(start, start + length)
+            found.append(Text(sequence, rows, random_ids(graph.original, (length,), seed=len(found))))
             start += length
     return found
 
@@ -138,22 +164,25 @@ def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Te
     }
     feeds[POSITION_IDS] = np.full((batch, ROWS), graph.first_position)
     pool = np.zeros((len(texts), batch * ROWS), np.float32)
-    same = np.broadcast_to(np.eye(ROWS, dtype=np.bool_), (batch, ROWS, ROWS)).copy()
     for index, text in enumerate(texts):
         feeds[INPUT_IDS][text.sequence, text.rows] = text.ids
-        feeds[POSITION_IDS][text.sequence, text.rows] += np.arange(len(text.ids))
-        same[text.sequence, text.rows, text.rows] = True
-        first = text.sequence * ROWS + text.start
-        pool[index, first : first + len(text.ids)] = _weights(graph, len(text.ids))
-    masks = {
-        kind.port_name: np.where(same & visible(kind, ROWS), 0, HIDDEN).astype(np.float32)[:, None]
-        for kind in graph.encoder_masks
-    }
+        feeds[POSITION_IDS][text.sequence, text.rows] = graph.first_position + np.arange(len(text.ids))
+        pool[index, text.sequence * ROWS + text.rows] = _weights(graph, len(text.ids))
+    masks = {kind.port_name: _mask(kind, batch, texts) for kind in graph.encoder_masks}
     known = {**feeds, **masks, POOL: pool}
     values = program({name: known[name] for port in program.inputs for name in port.get_names() & known.keys()})[0]
     if graph.is_per_text:
         return [np.array(value).reshape(1, -1) for value in values]
     return [np.array(values[text.sequence, text.rows]) for text in texts]
+
+
+def _mask(kind: EncoderMask, batch: int, texts: Sequence[Text]) -> Vectors:
+    """Return the mask ``[batch, 1, ROWS, ROWS]`` of texts: idle rows see themselves."""
+    sees = np.broadcast_to(np.eye(ROWS, dtype=np.bool_), (batch, ROWS, ROWS)).copy()
+    for text in texts:
+        own = text.rows[text.num_shared :]
+        sees[text.sequence][np.ix_(own, text.rows)] = visible(kind, len(text.ids))[text.num_shared :]
+    return np.where(sees, 0, HIDDEN).astype(np.float32)[:, None]
 
 
 def _weights(graph: EncoderGraph, length: int) -> Vectors:

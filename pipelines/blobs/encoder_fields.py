@@ -72,7 +72,7 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
     whole_of(shape.width, 1)
     whole_of(shape.max_rows, 1)
     whole_of(shape.first_position, 0)
-    for flag in (shape.has_positions, shape.has_token_types, shape.is_packable):
+    for flag in (shape.has_positions, shape.has_token_types, shape.is_packable, shape.shares_prefixes):
         check_flag(flag)
     for rows in shape.unsafe_rows:
         whole_of(rows, 1)

@@ -51,8 +51,9 @@ class EncoderReport:
 
     ``width``: the numbers per text. ``first_position``: the position of a text's first token; None if the model takes no
     positions. ``pooling`` is None for scores. ``max_length``: the most tokens of a text. ``reasons``: why texts cannot share a
-    sequence, empty if they can. ``unsafe_rows``: numbers of rows for which no static program is made. ``buffers_bytes``: those of
-    masks, pooling weights, ids and vectors.
+    sequence, empty if they can. ``shares_prefixes``: whether a common beginning of texts is computed once per sequence.
+    ``unsafe_rows``: numbers of rows for which no static program is made. ``buffers_bytes``: those of masks, pooling weights, ids
+    and vectors.
     """
 
     model: str
@@ -73,6 +74,7 @@ class EncoderReport:
     max_length: int
     vocab_size: int | None
     is_packable: bool
+    shares_prefixes: bool
     reasons: tuple[str, ...]
     unsafe_rows: tuple[int, ...]
     num_programs: int
@@ -154,6 +156,7 @@ def _report(job: EncoderJob, plan: EncoderPlan) -> EncoderReport:
         max_length=plan.longest,
         vocab_size=plan.vocab_size,
         is_packable=shape.is_packable,
+        shares_prefixes=shape.shares_prefixes,
         reasons=plan.lowered.reasons,
         unsafe_rows=shape.unsafe_rows,
         num_programs=1 if job.mode == "shared" else len(plan.variants),

@@ -28,10 +28,12 @@ from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.diagnostics.reports import Agreement, Verdict
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
 from staticllm.pipelines.embedding.encoder_programs import plan_encoder
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, TokenizedText, Vectors
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.encoder_set import programs_of
 from staticllm.pipelines.embedding.load import make_encoder_runner
-from staticllm.pipelines.embedding.packing import plan_calls
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
+from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
 LENGTHS = (1, 2, 3, 5, 9, 17, 33, 60, 100, 128, 250, 512)

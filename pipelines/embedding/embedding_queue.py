@@ -15,7 +15,8 @@ from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMEr
 from staticllm.pipelines.embedding.batching_delay import BatchingDelay
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.packing import PackedCall, plan_calls
+from staticllm.pipelines.embedding.packing.plan_calls import PackedCall, plan_calls
+from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.waiting_texts import Backlog, Plan, PlannedCall, WaitingText
 from staticllm.pipelines.engine.jobs import new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
@@ -259,7 +260,8 @@ class EmbeddingQueue:
         def cost(variant: EncoderVariant) -> float:
             return runner.cost(variant) * (TOO_LONG if variant in needed else 1.0)
 
-        calls = plan_calls(lengths, (*allowed, *needed), cost, runner.shape.is_packable)
+        prefixes = find_groups([text.tokens for text in texts]) if runner.shape.shares_prefixes else None
+        calls = plan_calls(lengths, (*allowed, *needed), cost, runner.shape.is_packable, prefixes)
         calls.sort(key=lambda call: min(call.texts))
         return [PlannedCall(call, [texts[index] for index in call.texts]) for call in calls]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.threads import check_may_wait
 
 POLL_SECONDS = 0.5

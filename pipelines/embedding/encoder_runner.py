@@ -3,125 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
-import numpy as np
 import openvino as ov
-from numpy.typing import NDArray
 
-from staticllm.core import EncoderMask, EncoderShape, EncoderVariant, Pooling
+from staticllm.core import EncoderShape, EncoderVariant, Pooling
+from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.ports import (
-    EMBEDDINGS,
-    INPUT_IDS,
-    POOL,
-    POSITION_IDS,
-    SCORES,
-    TOKEN_TYPE_IDS,
-    encoder_input_names,
-    encoder_shape_of,
-)
 
-HIDDEN = -65504.0
-"""The value of a mask where a token does not see another, as in step programs."""
 SLOW_RUN = 0.1
 """A call of more seconds is measured once at loading: noise is small beside it, and loading should not take minutes."""
 NEW_SHARE = 0.1
 """The weight of a new measurement in the cost of a variant."""
-
-Vectors = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class TokenizedText:
-    """The token ids of one text, and the type of each token for models that know several; None: all 0.
-
-    ``num_prompt``: the tokens at its start that are seen by the others but do not count in its vector.
-    """
-
-    ids: NDArray[np.int64]
-    types: NDArray[np.int64] | None = None
-    num_prompt: int = 0
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-class EncoderBuffers:
-    """The host memory of one variant's ports, which ``fill`` overwrites before each call."""
-
-    def __init__(self, shape: EncoderShape, variant: EncoderVariant, pad_id: int) -> None:
-        self.shape, self.variant, self._pad_id = shape, variant, pad_id
-        self.arrays: dict[str, NDArray[Any]] = {}
-        for name in encoder_input_names(shape):
-            dtype = np.int64 if name in (INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS) else np.float32
-            self.arrays[name] = np.zeros(encoder_shape_of(name, shape, variant), dtype)
-        output = EMBEDDINGS if shape.output == "embeddings" else SCORES
-        self.output: Vectors = np.zeros(encoder_shape_of(output, shape, variant), np.float32)
-        self.arrays[output] = self.output
-
-    @cached_property
-    def _patterns(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """The array of each mask, and the block of it that a text of all rows would have."""
-        return [(self.arrays[kind.port_name], _pattern(kind, self.variant.rows)) for kind in self.shape.masks]
-
-    def fill(self, sequences: Sequence[Sequence[TokenizedText]], pooling: Pooling) -> None:
-        """Write the ids, positions, masks and pooling weights of the texts in each sequence."""
-        self.arrays[INPUT_IDS].fill(self._pad_id)
-        for name in {TOKEN_TYPE_IDS, POOL} & self.arrays.keys():
-            self.arrays[name].fill(0)
-        for mask, _ in self._patterns:
-            mask.fill(HIDDEN)
-        number = 0
-        for line, texts in enumerate(sequences):
-            start = 0
-            for text in texts:
-                self._place(line, start, text)
-                self._pool(number, line, start, text, pooling)
-                start, number = start + len(text), number + 1
-
-    def _place(self, line: int, start: int, text: TokenizedText) -> None:
-        length = len(text)
-        rows = slice(start, start + length)
-        self.arrays[INPUT_IDS][line, rows] = text.ids
-        if self.shape.has_positions:
-            first = self.shape.first_position
-            self.arrays[POSITION_IDS][line, rows] = np.arange(first, first + length)
-        if self.shape.has_token_types and text.types is not None:
-            self.arrays[TOKEN_TYPE_IDS][line, rows] = text.types
-        for mask, pattern in self._patterns:
-            mask[line, 0, rows, rows] = pattern[:length, :length]
-
-    def _pool(self, number: int, line: int, start: int, text: TokenizedText, pooling: Pooling) -> None:
-        begin, length = line * self.variant.rows + start, len(text)
-        self.arrays[POOL][number, begin : begin + length] = pooling_weights(pooling, length, text.num_prompt)
-
-
-def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArray[np.float32]:
-    """Return the weights ``[length]`` of a text's tokens, of which the first ``num_prompt`` have none.
-
-    They are those of sentence-transformers' Pooling module. If there is nothing beside the prompt, it counts.
-    """
-    first = num_prompt if num_prompt < length else 0
-    weights = np.zeros(length, np.float32)
-    if pooling in ("first", "last"):
-        weights[first if pooling == "first" else -1] = 1
-    elif pooling == "weighted_mean":
-        places = np.arange(first + 1, length + 1, dtype=np.float64)
-        weights[first:] = places / places.sum()
-    else:
-        count = length - first
-        weights[first:] = 1 / (count if pooling == "mean" else count**0.5)
-    return weights
-
-
-def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:
-    """Return what the tokens of one text see of each other, ``[rows, rows]``: 0, or ``HIDDEN``."""
-    sees = np.array([kind.sees(distance) for distance in range(-rows + 1, rows)])
-    places = np.arange(rows)
-    return np.where(sees[places[None] - places[:, None] + rows - 1], np.float32(0), np.float32(HIDDEN))
 
 
 class EncoderProgram(BoundRequest):

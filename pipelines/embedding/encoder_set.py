@@ -26,7 +26,8 @@ from staticllm.pipelines.blobs.manifest import ENCODE, Manifest, VariantFile
 from staticllm.pipelines.blobs.measurements import CostsPlace, KeptCosts
 from staticllm.pipelines.embedding.encoder_job import EncoderJob
 from staticllm.pipelines.embedding.encoder_programs import EncoderPrograms, compile_encoder, plan_encoder
-from staticllm.pipelines.embedding.encoder_runner import EncoderBuffers, TokenizedText
+from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.model_loader.blob_export import (
     ExportedBlobs,
     check_new,

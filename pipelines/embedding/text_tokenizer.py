@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from staticllm.devices import read_first_tensor
 from staticllm.errors import ModelError, PromptError, last_line
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 read_first_tensor()
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from staticllm.core import EncoderVariant
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
-from staticllm.pipelines.embedding.packing import PackedCall
+from staticllm.pipelines.embedding.packing.plan_calls import PackedCall
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 Drop = Callable[[EmbeddingRequest, int], None]
 """Gets a request that nobody waits for, or whose deadline has passed, and how many of its texts do not wait any more."""

@@ -109,6 +109,12 @@ def verification_text(found: dict[str, Any]) -> str:
     return f"{found['places']} texts, cosine {found['agreement']:.6f}, numbers differ by {found['distance']:.1e} of their range"
 
 
+def _packable(report: EncoderReport) -> str:
+    if not report.is_packable:
+        return "no, one text per sequence: " + "; ".join(report.reasons)
+    return "yes, and a common beginning of texts runs once per sequence" if report.shares_prefixes else "yes"
+
+
 def _report_text(report: EncoderReport) -> str:
     first = report.first_position
     lines = [
@@ -121,7 +127,7 @@ def _report_text(report: EncoderReport) -> str:
         f"positions {'none' if first is None else f'from {first}'}"
         + (", token types" if report.has_token_types else ""),
         *_pooling(report),
-        f"packable  {'yes' if report.is_packable else 'no, one text per sequence: ' + '; '.join(report.reasons)}",
+        f"packable  {_packable(report)}",
         *([f"unsafe    no static program of {_numbers(report.unsafe_rows)} rows"] if report.unsafe_rows else []),
         f"buffers   {_mib(report.buffers_bytes)} for masks, pooling and vectors",
         f"programs  {report.num_programs} {report.programs} on {report.device}, {report.settings}",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from staticllm.pipelines.embedding.encoder_files import POOLINGS, read_encoder_files
-from staticllm.pipelines.embedding.encoder_runner import pooling_weights
+from staticllm.pipelines.embedding.packing.encoder_buffers import pooling_weights
 
 torch = pytest.importorskip("torch", reason="pip install sentence-transformers")
 models = pytest.importorskip("sentence_transformers.models", reason="pip install sentence-transformers")

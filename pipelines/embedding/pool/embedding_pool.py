@@ -13,7 +13,7 @@ import numpy as np
 
 from staticllm.errors import ClosedError, NumericalError, PromptError, as_ours
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import Vectors
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
 from staticllm.threads import check_process, owned_device, start_thread
 

@@ -10,9 +10,12 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, TokenizedText, Vectors
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.load import LoadedEncoder
-from staticllm.pipelines.embedding.packing import plan_calls
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
+from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
+from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.windve.device_load import NewLoad, ShapeCosts
 
 MAX_TEXTS = 1024
@@ -129,7 +132,9 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
     A text whose vector is not finite runs again without others, because one of those may be the cause.
     """
     vectors = np.zeros((len(texts), runner.shape.width), np.float32)
-    for call in plan_calls([len(text) for text in texts], runner.variants, runner.cost, runner.shape.is_packable):
+    prefixes = find_groups(texts) if runner.shape.shares_prefixes else None
+    lengths = [len(text) for text in texts]
+    for call in plan_calls(lengths, runner.variants, runner.cost, runner.shape.is_packable, prefixes):
         found = runner.run(call.variant, [[texts[index] for index in sequence] for sequence in call.sequences])
         vectors[list(call.texts)] = found
     if len(texts) > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Instance
 from staticllm.pipelines.embedding.windve.device_load import LENGTH
 from staticllm.pipelines.embedding.windve.queue_depth import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from staticllm.errors import BusyError, DeviceError, PromptError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Costs, Instance, WorkerLostError, load_of
 from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, Busy, DeviceQueue, Query
 from staticllm.pipelines.embedding.windve.queue_depth import Recalibration

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from staticllm.errors import ConfigError, DeviceError, ModelError, StaticLLMError
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText, Vectors
 from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.frames import Frame, FrameError, read_frame, write_frame
 from staticllm.pipelines.embedding.pool.instances import (
     MAX_TEXTS,

@@ -103,9 +103,9 @@ def test_a_decoder_whose_files_say_how_to_embed_runs_as_an_encoder(tmp_path):
 
 
 def test_verify_exits_with_1_if_texts_see_each_other(encoder, monkeypatch):
-    from staticllm.pipelines.embedding import encoder_runner
+    from staticllm.pipelines.embedding.packing import encoder_buffers
 
-    monkeypatch.setattr(encoder_runner, "HIDDEN", 0.0)
+    monkeypatch.setattr(encoder_buffers, "HIDDEN", 0.0)
     text = run("verify", encoder, "--programs", "shared", code=1)
     assert "FAIL shared: packed, against the original" in text
     assert "NOT the same as the original" in text

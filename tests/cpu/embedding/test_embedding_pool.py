@@ -68,7 +68,7 @@ def loaded(directory):
 
 
 def ids(instance, number=30):
-    from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+    from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
     rng = np.random.default_rng(0)
     sizes = rng.integers(1, instance.info.max_length + 1, number)
@@ -114,7 +114,7 @@ def test_ctrl_c_does_not_reach_workers(loaded):
 
 
 def test_an_error_of_the_model_leaves_the_worker_alive(loaded):
-    from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+    from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
     instance, pid = loaded.instances[0], loaded.instances[0].pid
     with pytest.raises(DeviceError, match=r"^CPU#\d+: .*") as raised:

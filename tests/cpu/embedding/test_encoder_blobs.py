@@ -71,7 +71,7 @@ def test_a_cross_encoder_has_sets_too(tmp_path, monkeypatch):
 
 
 def scores_of(runner, texts):
-    from staticllm.pipelines.embedding.encoder_runner import TokenizedText
+    from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
     variant = next(variant for variant in runner.variants if variant.rows >= 32)
     return runner.run(variant, [[TokenizedText(ids) for ids in texts]])

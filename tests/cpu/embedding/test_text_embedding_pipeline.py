@@ -102,9 +102,9 @@ def test_output_types_convert_the_vectors(pipe):
     ranges = np.stack((vectors.min(axis=0), vectors.max(axis=0)))
     steps = pipe.encode(TEXTS, dimensions=20, output_type="uint8")
     assert np.abs(ranges[0] + (steps + 0.5) * (ranges[1] - ranges[0]) / 255 - vectors).max() < 0.01
-    np.testing.assert_array_equal(steps, pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges))
-    listed = pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=ranges.tolist())
-    np.testing.assert_array_equal(steps, listed)
+    for given in (ranges, ranges.tolist()):
+        same = pipe.encode(TEXTS, dimensions=20, output_type="uint8", calibration=given)
+        assert np.abs(steps.astype(int) - same).max() <= 1, "another call may have another shape, and other last digits"
     with pytest.raises(ConfigError, match=r"calibration has the shape \[2, 20\]: must be \[n, 32\]"):
         pipe.encode(TEXTS, output_type="int8", calibration=ranges)
     assert pipe.encode([], dimensions=20, output_type="binary").shape == (0, 3)

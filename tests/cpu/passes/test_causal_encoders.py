@@ -17,6 +17,8 @@ from staticllm.core import EncoderMask, EncoderVariant
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 LENGTHS = (9, 5, 1, 8)
 CAUSAL = EncoderMask(None, 0)
@@ -56,6 +58,51 @@ def test_an_embedder_with_past_has_the_vectors_of_the_stateful_original(tmp_path
     vectors = Packed(lowered, EncoderVariant(1, 24, 4))(placed, "last")
     for text, vector in zip(placed, vectors, strict=True):
         assert np.abs(vector - unit(last_state(original, text.ids, chunk or len(text.ids)))).max() <= 1e-6
+
+
+def test_texts_that_begin_alike_share_rows_and_have_the_vectors_of_the_original(tmp_path):
+    """A stem, texts that leave it at different tokens, one that ends with it, and one that comes twice."""
+    lowered = lower_encoder(read("qwen3_with_past", tmp_path))
+    alone = Alone(read("qwen3", tmp_path))
+    variant, rng = EncoderVariant(1, 64, 8), np.random.default_rng(8)
+    program = get_core().compile_model(lowered.specialise(variant), "CPU", EXACT)
+    stem = rng.integers(5, 99, 20)
+    sizes = ((20, 9), (20, 3), (14, 6), (9, 11), (20, 0))
+    ids = [np.concatenate((stem[:kept], rng.integers(5, 99, more))) for kept, more in sizes]
+    texts = [TokenizedText(each) for each in (*ids, ids[0])]
+    assert sum(map(len, texts)) > 2 * variant.rows - 10, "they fit only because rows are shared"
+    texts.sort(key=lambda text: tuple(text.ids))
+    for pooling in ("last", "mean"):
+        vectors = EncoderRunner(lowered.shape, {variant: program}, pooling).run(variant, [texts])
+        for text, vector in zip(texts, vectors, strict=True):
+            assert np.abs(vector - alone(text.ids, pooling)).max() <= 1e-6
+
+
+def test_a_bias_by_the_distance_of_rows_forbids_shared_beginnings(tmp_path):
+    """Texts can be packed then, because the distances within a text are right, but not those to rows of another text."""
+    lowered = lower_encoder(read("qwen3", tmp_path))
+    assert lowered.shape.shares_prefixes
+    model = read("qwen3", tmp_path)
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention":
+            write_out(node)
+    biased = lower_encoder(model)
+    assert (biased.shape.is_packable, biased.shape.shares_prefixes) == (True, False)
+    assert any("not shared" in note for report in biased.reports for note in report.notes)
+
+
+def write_out(attention):
+    """Replace a fused attention by its products, and add -0.1 times the distance of query and key to its scores."""
+    query, key, value, mask = (attention.input_value(index) for index in range(4))
+    scale = ops.constant(np.float32(query.get_partial_shape()[3].get_length() ** -0.5))
+    rows = ops.gather(ops.shape_of(query), ops.constant(2), ops.constant(0))
+    places = ops.convert(ops.range(ops.constant(0), rows, ops.constant(1), "i64"), "f32")
+    distance = ops.subtract(ops.unsqueeze(places, ops.constant(0)), ops.unsqueeze(places, ops.constant(1)))
+    bias = ops.multiply(ops.abs(distance), ops.constant(np.float32(-0.1)))
+    scores = ops.add(ops.add(ops.multiply(ops.matmul(query, key, False, True), scale), mask), bias)
+    result = ops.matmul(ops.softmax(scores, -1), value, False, False)
+    for port in attention.output(0).get_target_inputs():
+        port.replace_source_output(result.output(0))
 
 
 def last_state(program, ids, chunk):

@@ -37,7 +37,7 @@ LEVELS = (
     "pipelines.scheduling.policies",
     "pipelines.scheduling",
     "pipelines.engine",
-    "pipelines.text pipelines.model_loader",
+    "pipelines.text pipelines.model_loader pipelines.embedding.packing",
     "pipelines.embedding pipelines.remote",
     "pipelines.embedding.windve",
     "pipelines.embedding.pool",

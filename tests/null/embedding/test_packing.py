@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.core import EncoderVariant
-from staticllm.pipelines.embedding.packing import plan_calls
+from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 
 VARIANTS = tuple(
     EncoderVariant(batch, rows, max(batch, batch * rows // 8))

@@ -7,8 +7,8 @@ import pytest
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.encoder_runner import TokenizedText
 from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_loader
 from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, decode_texts, encode_texts

@@ -1,4 +1,4 @@
-"""Packs texts into the sequences of as few and as cheap encoder calls as possible."""
+"""Plans encoder calls: packs texts into the sequences of as few and as cheap calls as possible."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from staticllm.core import EncoderVariant
+from staticllm.pipelines.embedding.packing.prefix_groups import CommonPrefixes, PrefixGroup
 
 Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""
@@ -30,7 +31,7 @@ class PackedCall:
         return tuple(index for sequence in self.sequences for index in sequence)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Bin:
     """The texts of one sequence of at most ``rows`` tokens."""
 
@@ -40,14 +41,19 @@ class _Bin:
 
 
 def plan_calls(
-    lengths: Sequence[int], variants: Sequence[EncoderVariant], cost: Cost, is_packable: bool = True
+    lengths: Sequence[int],
+    variants: Sequence[EncoderVariant],
+    cost: Cost,
+    is_packable: bool = True,
+    prefixes: CommonPrefixes | None = None,
 ) -> list[PackedCall]:
     """Return calls that hold texts of ``lengths`` tokens, each once; the calls with the longest texts come first.
 
     Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973), of a given size or
     the smallest that holds the text. Then the sequences, by their used rows, are divided among calls so that the sum of costs is
     least. This is done for each size in question, and the cheapest calls are taken. Without ``is_packable``, each sequence holds
-    one text.
+    one text. ``prefixes``: the texts that begin alike, whose beginning takes rows of a sequence only once; its texts are in their
+    ``order`` then.
 
     Raises:
         ValueError: a text has no tokens, or more than any variant has rows.
@@ -60,7 +66,8 @@ def plan_calls(
     costs = [(variant, cost(variant)) for variant in variants]
     most = {size: min(_most_texts(v) for v in variants if v.rows == size) for size in sizes} if is_packable else {}
     found = [
-        _divide(_fill(lengths, sizes, size, most), costs, is_packable) for size in _sizes_to_try(lengths, sizes, costs)
+        _divide(_fill(lengths, sizes, size, most, prefixes), costs, is_packable)
+        for size in _sizes_to_try(lengths, sizes, costs)
     ]
     return min(found, key=lambda plan: plan[0])[1]
 
@@ -87,25 +94,65 @@ def _most_texts(variant: EncoderVariant) -> int:
     return variant.texts // variant.batch
 
 
-def _fill(lengths: Sequence[int], sizes: Sequence[int], best: int, most: dict[int, int]) -> list[_Bin]:
+def _fill(
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    best: int,
+    most: dict[int, int],
+    prefixes: CommonPrefixes | None,
+) -> list[_Bin]:
     """Return sequences with all texts. ``most``: the most texts of a sequence of each size; one if it is empty."""
     bins: list[_Bin] = []
-    open_bins: dict[int, list[list[_Bin]]] = {}  # size -> number of free rows -> sequences
+    open_bins: dict[int, _OpenBins] = {}
+    of_group: dict[tuple[PrefixGroup, int], list[_Bin]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        size = max(best, sizes[bisect_left(sizes, length)])
-        by_room = open_bins.setdefault(size, [[] for _ in range(size + 1)])
-        room = next((free for free in range(length, size) if by_room[free]), None) if most else None
-        if room is None:
-            found = _Bin(size, 0, [])
-            bins.append(found)
+        num_new = lengths[index]
+        size = max(best, sizes[bisect_left(sizes, num_new)])
+        opened = open_bins.setdefault(size, _OpenBins(size))
+        group = prefixes.groups[index] if prefixes is not None and most else None
+        alike = of_group.setdefault((group, size), []) if group is not None else []
+        found = None if group is None else opened.take_from(alike, num_new - group.num_tokens)
+        if found is not None and group is not None:
+            num_new -= group.num_tokens
         else:
-            found = by_room[room].pop()
-        found.used += length
+            found = opened.take(num_new) if most else None
+            alike.append(found := found or _Bin(size, 0, []))
+            if not found.texts:
+                bins.append(found)
+        found.used += num_new
         found.texts.append(index)
         if len(found.texts) < most.get(size, 1):
-            by_room[size - found.used].append(found)
+            opened.put(found)
+    if prefixes is not None:
+        for found in bins:
+            found.texts.sort(key=prefixes.order.__getitem__)
     return bins
+
+
+class _OpenBins:
+    """The sequences of one size that take more texts, by their free rows."""
+
+    def __init__(self, size: int) -> None:
+        self._by_room: list[list[_Bin]] = [[] for _ in range(size + 1)]
+
+    def put(self, found: _Bin) -> None:
+        """Add a sequence."""
+        self._by_room[found.rows - found.used].append(found)
+
+    def take(self, num_rows: int) -> _Bin | None:
+        """Remove and return the one with the least room for so many rows."""
+        return next((room.pop() for room in self._by_room[num_rows:] if room), None)
+
+    def take_from(self, bins: Sequence[_Bin], num_rows: int) -> _Bin | None:
+        """Remove and return the one of ``bins`` with the least room for so many rows."""
+        fitting = [found for found in bins if found.rows - found.used >= num_rows and self._has(found)]
+        found = min(fitting, key=lambda each: each.rows - each.used, default=None)
+        if found is not None:
+            self._by_room[found.rows - found.used].remove(found)
+        return found
+
+    def _has(self, found: _Bin) -> bool:
+        return any(each is found for each in self._by_room[found.rows - found.used])
 
 
 def _divide(

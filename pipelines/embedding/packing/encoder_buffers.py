@@ -1,0 +1,119 @@
+"""The arrays of a call that holds packed texts: ids, positions, masks and pooling weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.core import EncoderMask, EncoderShape, EncoderVariant, Pooling
+from staticllm.pipelines.embedding.packing.prefix_groups import shared_with_previous
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.ports import (
+    EMBEDDINGS,
+    INPUT_IDS,
+    POOL,
+    POSITION_IDS,
+    SCORES,
+    TOKEN_TYPE_IDS,
+    encoder_input_names,
+    encoder_shape_of,
+)
+
+HIDDEN = -65504.0
+"""The value of a mask where a token does not see another, as in step programs."""
+
+Vectors = NDArray[np.float32]
+Rows = NDArray[np.intp]
+NO_ROWS: Rows = np.zeros(0, np.intp)
+
+
+class EncoderBuffers:
+    """The host memory of one variant's ports, which ``fill`` overwrites before each call."""
+
+    def __init__(self, shape: EncoderShape, variant: EncoderVariant, pad_id: int) -> None:
+        self.shape, self.variant, self._pad_id = shape, variant, pad_id
+        self.arrays: dict[str, NDArray[Any]] = {}
+        for name in encoder_input_names(shape):
+            dtype = np.int64 if name in (INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS) else np.float32
+            self.arrays[name] = np.zeros(encoder_shape_of(name, shape, variant), dtype)
+        output = EMBEDDINGS if shape.output == "embeddings" else SCORES
+        self.output: Vectors = np.zeros(encoder_shape_of(output, shape, variant), np.float32)
+        self.arrays[output] = self.output
+
+    @cached_property
+    def _patterns(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        """The array of each mask, and the block of it that a text of all rows would have."""
+        return [(self.arrays[kind.port_name], _pattern(kind, self.variant.rows)) for kind in self.shape.masks]
+
+    def fill(self, sequences: Sequence[Sequence[TokenizedText]], pooling: Pooling) -> None:
+        """Write the ids, positions, masks and pooling weights of the texts in each sequence.
+
+        If the model allows it, a text that begins like the one before it shares the rows of this beginning.
+        """
+        self.arrays[INPUT_IDS].fill(self._pad_id)
+        for name in {TOKEN_TYPE_IDS, POOL} & self.arrays.keys():
+            self.arrays[name].fill(0)
+        for mask, _ in self._patterns:
+            mask.fill(HIDDEN)
+        number = 0
+        for line, texts in enumerate(sequences):
+            start, before = 0, NO_ROWS
+            for text, num_shared in zip(texts, self._num_shared(texts), strict=True):
+                end = start + len(text) - num_shared
+                rows = np.concatenate((before[:num_shared], np.arange(start, end)))
+                self._place(line, rows, num_shared, text)
+                self._pool(number, line, rows, text, pooling)
+                start, before, number = end, rows, number + 1
+
+    def _num_shared(self, texts: Sequence[TokenizedText]) -> list[int]:
+        """Return how many tokens at its start each text has from the rows of the one before it."""
+        return shared_with_previous(texts) if self.shape.shares_prefixes else [0] * len(texts)
+
+    def _place(self, line: int, rows: Rows, num_shared: int, text: TokenizedText) -> None:
+        """Write a text into its rows of a sequence; the first ``num_shared`` hold its tokens already."""
+        own, length = rows[num_shared:], len(text)
+        self.arrays[INPUT_IDS][line, own] = text.ids[num_shared:]
+        if self.shape.has_positions:
+            first = self.shape.first_position
+            self.arrays[POSITION_IDS][line, own] = np.arange(first + num_shared, first + length)
+        if self.shape.has_token_types and text.types is not None:
+            self.arrays[TOKEN_TYPE_IDS][line, own] = text.types[num_shared:]
+        for mask, pattern in self._patterns:
+            if num_shared:
+                mask[line, 0][np.ix_(own, rows)] = pattern[num_shared:length, :length]
+            else:  # the rows follow each other, and slices are faster
+                block = slice(int(own[0]), int(own[0]) + length)
+                mask[line, 0, block, block] = pattern[:length, :length]
+
+    def _pool(self, number: int, line: int, rows: Rows, text: TokenizedText, pooling: Pooling) -> None:
+        weights = pooling_weights(pooling, len(text), text.num_prompt)
+        self.arrays[POOL][number, line * self.variant.rows + rows] = weights
+
+
+def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArray[np.float32]:
+    """Return the weights ``[length]`` of a text's tokens, of which the first ``num_prompt`` have none.
+
+    They are those of sentence-transformers' Pooling module. If there is nothing beside the prompt, it counts.
+    """
+    first = num_prompt if num_prompt < length else 0
+    weights = np.zeros(length, np.float32)
+    if pooling in ("first", "last"):
+        weights[first if pooling == "first" else -1] = 1
+    elif pooling == "weighted_mean":
+        places = np.arange(first + 1, length + 1, dtype=np.float64)
+        weights[first:] = places / places.sum()
+    else:
+        count = length - first
+        weights[first:] = 1 / (count if pooling == "mean" else count**0.5)
+    return weights
+
+
+def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:
+    """Return what the tokens of one text see of each other, ``[rows, rows]``: 0, or ``HIDDEN``."""
+    sees = np.array([kind.sees(distance) for distance in range(-rows + 1, rows)])
+    places = np.arange(rows)
+    return np.where(sees[places[None] - places[:, None] + rows - 1], np.float32(0), np.float32(HIDDEN))
