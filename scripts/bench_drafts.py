@@ -1,7 +1,7 @@
 """Measures prompt lookup and draft models: tokens per second with drafts against without, in one run, in turns.
 
 python scripts/bench_drafts.py                       # the embedded model
-python scripts/bench_drafts.py --model MODEL --genai # another one, and GenAI's prompt lookup beside it
+python scripts/bench_drafts.py --model MODEL --genai # another one, and GenAI's prompt lookup of 5, 10 and 15 tokens beside it
 python scripts/bench_drafts.py --model MODEL --draft SMALL
 
 The repeating prompt is one part again and again; the random prompt has no token twice. Answers are greedy, or sampled at a high
@@ -33,7 +33,7 @@ LOOKUPS: dict[str, dict[str, Any]] = {
     "lookup": {"max_ngram_size": 3},
     "lookup of 5": {"max_ngram_size": 3, "num_assistant_tokens": 5},
 }
-GENAI_LOOKUP = LOOKUPS["lookup of 5"]
+GENAI_LOOKUPS = {f"genai lookup of {count}": {"max_ngram_size": 3, "num_assistant_tokens": count} for count in (5, 10, 15)}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def runs_of(options: argparse.Namespace) -> dict[str, Callable[[np.ndarray], int
         drafted = StaticLLMPipeline(options.model, "CPU", draft_model=staticllm.draft_model(options.draft), **sizes)
         runs |= {"draft model": of(drafted), "sampled draft model": of(drafted, **SAMPLED)}
     if options.genai:
-        runs["genai lookup"] = of_genai(genai.LLMPipeline(options.model, "CPU", prompt_lookup=True), **GENAI_LOOKUP)
+        looking_up = genai.LLMPipeline(options.model, "CPU", prompt_lookup=True)
+        runs |= {name: of_genai(looking_up, **lookup) for name, lookup in GENAI_LOOKUPS.items()}
         runs["genai plain"] = of_genai(genai.LLMPipeline(options.model, "CPU"))
     return runs
 
@@ -127,8 +128,8 @@ def measured(runs: dict[str, Callable[[np.ndarray], int]], prompt: np.ndarray, r
         "speed-up": ratios(base, "wall"),
         "speed-up by processor time": ratios(base, "processor"),
     }
-    if "genai lookup" in runs:
-        found["against genai lookup"] = {name: ratios("genai lookup", "wall")[name] for name in LOOKUPS}
+    for peer in GENAI_LOOKUPS.keys() & runs.keys():
+        found[f"against {peer}"] = {name: ratios(peer, "wall")[name] for name in LOOKUPS}
     return found
 
 

@@ -18,24 +18,27 @@ ALLOWANCE = 0.02
 FIRST_CREDIT, MAX_CREDIT, MAX_DEBT = 1.0, 1.5, 4.0
 """The credit of a new engine, the largest credit, and the largest debt, in decode steps."""
 MOST_LOST = 1.0
-"""The credit that is enough for any draft. One that takes longer leaves a debt: the first run at a new size may take many times
-as long as the next one, and would otherwise rule it out for ever."""
+"""The credit that is enough for any draft; one that takes longer leaves a debt. The first runs at a size, which prepare it, are
+charged at most as much."""
 HOPED_ROW_COST = 0.1
 """The most decode steps that a drafted row costs as long as the cost of its variant is not stable; the credit covers the risk."""
 MIN_GAIN = 1.02
 """The least expected speed-up; a smaller one is within the error of the costs."""
 LEAST_CHANCE = 0.05
 """A token that is accepted with a smaller probability is not checked."""
-PROBE_AFTER = 32
-"""The number of decode steps without a draft after which one is checked although it should not pay."""
+PROBE_AFTER, PROBE_RARELY_AFTER = 32, 128
+"""The numbers of decode steps without a draft after which one is checked although it should not pay: one that promises at least
+``PROBE_GAIN``, and any."""
+PROBE_GAIN = 0.75
+"""The least expected speed of a draft that is checked in order to find out whether the text has changed."""
 CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
 """The share of the rest of an answer, which is at most so many tokens, that the draft model may take to read its beginning."""
 FIRST_PLAIN, REFRESH_AFTER = 3, 48
 """The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
 plain step costs must be known, and stay known: drafts are measured by it."""
 OVERHEAD_WEIGHT, SLOWER_WEIGHT, MOST_OVERHEAD = 0.2, 0.05, 3.0
-"""The weight of a new call in the averages of what calls take beyond their costs, that of a slow call without drafts, which other
-work has delayed, and the most that counts of one call, in plain calls."""
+"""The weight of a new call in the averages of what calls take beyond their costs, that of a slow call, which other work may have
+delayed, and the most that counts of one call, in plain calls."""
 NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 3e-5, 1e-4, 0.01
 """About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
 take. Where steps are shorter, a request is asked for drafts less often."""
@@ -96,10 +99,10 @@ class DraftPlanner:
     A call with drafts takes longer, and gives more tokens if some are accepted. Drafts are added if the tokens per second that
     they promise are more than without: costs come from the cost model, and the probability of acceptance from the drafts of the
     same kind that were checked lately. The promise may be wrong. Therefore a *credit* is kept, in decode steps: a draft must be
-    covered by it as if no token were accepted. What drafts gain is added to it, what they lose is taken from it, and each
-    decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower by that share, and not by more. The
-    credit also pays for single drafts that find out whether the text has changed. ``model`` is the draft model; None without one.
-    ``is_possible``: whether rejected tokens can be cut off; a recurrent state cannot be.
+    covered by it as if no token were accepted. The tokens that drafts gain are added to it, the time that they took is taken
+    from it, and each decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower by that share, and not
+    by more. The credit also pays for single drafts that find out whether the text has changed. ``model`` is the draft model;
+    None without one. ``is_possible``: whether rejected tokens can be cut off; a recurrent state cannot be.
     """
 
     def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
@@ -157,7 +160,8 @@ class DraftPlanner:
         It took ``seconds`` with the host's work around it, and without that of the draft model.
         """
         call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
-        gained = 0.0
+        is_after = not self._num_plain  # the device changes back from the size of a draft
+        lost = self._steps_lost(plan, seconds) if has_drafts or plan.model_seconds or is_after else 0.0
         if call.is_pure:
             self._count_overhead(plan, has_drafts, seconds)
         if not has_drafts:
@@ -166,9 +170,16 @@ class DraftPlanner:
         if has_drafts or plan.model_seconds:
             self._num_drafted += 1
             self._num_due = int(self._num_drafted >= REFRESH_AFTER)
-            more = (self._more_seconds(call, plan.variant) + plan.model_seconds) / self._step_seconds(call)
-            gained, self._num_plain = num_accepted / call.num_decoding - more, 0
+            self._num_plain = 0
+        gained = num_accepted / call.num_decoding - lost
         self._credit = max(-MAX_DEBT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
+
+    def _steps_lost(self, plan: DraftPlan, seconds: float) -> float:
+        """Return how many decode steps longer a call took, with its draft model, than without drafts."""
+        runner, step = self._runner, self._step_seconds(plan.call)
+        expected = runner.costs(plan.call.variant) + self._overheads.get(False, 0.0)
+        most = MAX_DEBT if runner.costs.is_stable(plan.variant) else MOST_LOST
+        return max(0.0, min((seconds + plan.spent_seconds - expected) / step, most))
 
     def use_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it, from the next step on."""
@@ -182,15 +193,20 @@ class DraftPlanner:
     def _count_overhead(self, plan: DraftPlan, has_drafts: bool, seconds: float) -> None:
         """Count what a call took beyond its cost: the host's work, and what the device takes to change between sizes.
 
-        The change back, in the first call after a draft, counts as overhead of drafts.
+        The change back, in the first call after a draft, counts as overhead of drafts. The first calls of a variant do not count:
+        they prepare it, and drafts that seem to take so long would never be checked again.
         """
+        if has_drafts and not self._runner.costs.is_stable(plan.variant):
+            return
         base = self._runner.costs(plan.call.variant)
         overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_OVERHEAD * base))
         known = self._overheads.get(has_drafts, self._overheads.get(False, overhead))
         if not has_drafts and not self._num_plain:  # the first call after a draft
-            self._overheads[True] = self._overheads.get(True, known) + OVERHEAD_WEIGHT * (overhead - known)
+            with_drafts = self._overheads.get(True, known)
+            weight = OVERHEAD_WEIGHT if overhead < known else SLOWER_WEIGHT
+            self._overheads[True] = with_drafts + weight * (overhead - known)
             return
-        weight = OVERHEAD_WEIGHT if has_drafts or overhead < known else SLOWER_WEIGHT
+        weight = OVERHEAD_WEIGHT if overhead < known else SLOWER_WEIGHT
         self._overheads[has_drafts] = known + weight * (overhead - known)
 
     def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
@@ -226,7 +242,7 @@ class DraftPlanner:
                 rate = state.drafts.rates_among(self._rates).rate(draft)
                 chances += [_Chance(rate ** (place + 1), place, index) for place in range(len(draft.tokens))]
         likely = [chance for chance in chances if chance.probability >= LEAST_CHANCE]
-        if not likely and self._num_plain >= PROBE_AFTER:
+        if not likely and self._num_plain >= PROBE_RARELY_AFTER:
             likely = [chance for chance in chances if not chance.place]
         return sorted(likely, key=lambda chance: (-chance.probability, chance.place, chance.index))
 
@@ -251,7 +267,9 @@ class DraftPlanner:
             speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
                 best, most = _Option(option.variant, held), speed
-        return best if most > MIN_GAIN or self._num_plain >= PROBE_AFTER else None
+        probes = ((PROBE_AFTER, PROBE_GAIN), (PROBE_RARELY_AFTER, 0.0))
+        least = min((gain for after, gain in probes if self._num_plain >= after), default=MIN_GAIN)
+        return best if most > min(least, MIN_GAIN) else None
 
     def _model_seconds(self, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> list[float]:
         """Return how long the draft model takes for the first n of ``chances``, for each n from 0 on."""
