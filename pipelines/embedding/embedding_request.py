@@ -22,41 +22,49 @@ from staticllm.threads import check_may_wait
 POLL_SECONDS = 0.5
 """The longest single wait of a caller: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
 
+LINGER_SECONDS = 0.05
+"""How long the thread of callbacks waits for another one. Starting a thread for each would take as long as tokenizing a text."""
+
 _numbers = count(1)
 
 
 class _DoneCallbacks:
-    """Runs the done-callbacks of users, one after another, on a thread that ends when none is left.
+    """Runs the done-callbacks of users, one after another, on a thread that ends ``LINGER_SECONDS`` after the last one.
 
     The thread is no daemon: the interpreter waits for callbacks, as it does for those of a ``ThreadPoolExecutor``.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._lock = threading.RLock()  # the garbage collector may cancel a future, and thereby add, while it is held
+        # reentrant: the garbage collector may cancel a future, and thereby add, while it is held
+        self._condition = threading.Condition(threading.RLock())
         self._is_running = False
 
     def add(self, function: Callable[[], None]) -> None:
         """Run a function soon. Any thread may call."""
-        with self._lock:
+        with self._condition:
             self._waiting.append(function)
             if self._is_running:
+                self._condition.notify()
                 return
             self._is_running = True
         try:
-            threading.Thread(target=self._run, name="staticllm-callbacks", daemon=False).start()
+            threading.Thread(target=self._run, args=(LINGER_SECONDS,), name="staticllm-callbacks", daemon=False).start()
         except RuntimeError:  # the interpreter ends, or the system has no more threads
-            self._run()
+            self._run(0.0)
 
-    def _run(self) -> None:
-        while (function := self._next()) is not None:
+    def _run(self, linger_seconds: float) -> None:
+        while (function := self._next(linger_seconds)) is not None:
             with contextlib.suppress(
                 BaseException
             ):  # the future has logged an Exception; SystemExit must not stop the others
                 function()
+            function = None  # what it holds must not live as long as the thread
 
-    def _next(self) -> Callable[[], None] | None:
-        with self._lock:
+    def _next(self, linger_seconds: float) -> Callable[[], None] | None:
+        with self._condition:
+            if not self._waiting:
+                self._condition.wait(linger_seconds)
             self._is_running = False  # first: what the garbage collector adds from here on finds a thread
             if not self._waiting:
                 return None

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError
 
@@ -11,6 +12,7 @@ from fake_encoders import Adder, request
 
 from staticllm import threads
 from staticllm.errors import StaticLLMError
+from staticllm.pipelines.embedding import embedding_request
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.threads import close_when_collected
@@ -111,6 +113,36 @@ def test_the_thread_of_callbacks_ends(queue):
     names[0].join(SECONDS)
     assert not names[0].is_alive()
     assert not names[0].daemon
+
+
+def test_callbacks_in_quick_succession_share_a_thread_that_holds_nothing_while_it_waits(queue, monkeypatch):
+    monkeypatch.setattr(embedding_request, "LINGER_SECONDS", SECONDS)
+    names, ended = [], threading.Event()
+
+    class Held:
+        pass
+
+    held = Held()
+    for number in range(3):
+        ended.clear()
+        mine = request(number)
+        mine.future.add_done_callback(lambda _, held=held: (names.append(threading.current_thread()), ended.set()))
+        queue.submit(mine)
+        assert ended.wait(SECONDS)
+    assert len(set(names)) == 1
+    reference = weakref.ref(held)
+    del held, mine
+    for _ in range(100):
+        gc.collect()
+        if reference() is None:
+            break
+        time.sleep(0.02)
+    assert reference() is None
+    assert names[0].is_alive()
+    with embedding_request._callbacks._condition:
+        embedding_request._callbacks._condition.notify()
+    names[0].join(SECONDS)
+    assert not names[0].is_alive()
 
 
 def test_waiting_on_the_thread_of_a_device_is_refused_in_one_line(queue, adder):
