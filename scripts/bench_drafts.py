@@ -33,7 +33,9 @@ LOOKUPS: dict[str, dict[str, Any]] = {
     "lookup": {"max_ngram_size": 3},
     "lookup of 5": {"max_ngram_size": 3, "num_assistant_tokens": 5},
 }
-GENAI_LOOKUPS = {f"genai lookup of {count}": {"max_ngram_size": 3, "num_assistant_tokens": count} for count in (5, 10, 15)}
+GENAI_LOOKUPS = {
+    f"genai lookup of {count}": {"max_ngram_size": 3, "num_assistant_tokens": count} for count in (5, 10, 15)
+}
 
 
 @dataclass(frozen=True)

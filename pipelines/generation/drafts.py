@@ -179,7 +179,7 @@ class AcceptanceRates:
 class AnswerDrafts:
     """The drafters of one answer, and how often their drafts were accepted. Used on the engine's thread.
 
-    ``drafters`` may be extended; earlier ones go first.
+    ``drafters`` may be extended; earlier ones go first. ``surplus``: the decode steps that drafts have saved, up to a limit.
     """
 
     def __init__(self, params: DraftParams, prompt: Sequence[int]) -> None:
@@ -187,6 +187,7 @@ class AnswerDrafts:
         self.drafters: list[Drafter] = []
         self._rates: AcceptanceRates | None = None
         self.num_proposed = self.num_accepted = 0
+        self.surplus = 0.0
         self._last: Drafter | None = None
         self._pause = self._num_paused = 0
         if params.max_ngram_size:

@@ -9,14 +9,16 @@ from itertools import accumulate
 from staticllm.core import Variant
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.engine.speculation.draft_model import KIND, DraftModel
-from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, Draft
+from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, AnswerDrafts, Draft
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
-ALLOWANCE = 0.02
+ALLOWANCE = 0.01
 """The share of the decode time that drafts may lose: what each decode step adds to the credit, in decode steps."""
 FIRST_CREDIT, MAX_CREDIT, MAX_DEBT = 1.0, 1.5, 4.0
 """The credit of a new engine, the largest credit, and the largest debt, in decode steps."""
+MAX_SURPLUS = 8.0
+"""The most decode steps that an answer may lose again of what drafts have gained for it, where its text changes."""
 MOST_LOST = 1.0
 """The credit that is enough for any draft; one that takes longer leaves a debt. The first runs at a size, which prepare it, are
 charged at most as much."""
@@ -26,7 +28,7 @@ MIN_GAIN = 1.02
 """The least expected speed-up; a smaller one is within the error of the costs."""
 LEAST_CHANCE = 0.05
 """A token that is accepted with a smaller probability is not checked."""
-PROBE_AFTER, PROBE_RARELY_AFTER = 32, 128
+PROBE_AFTER, PROBE_RARELY_AFTER = 32, 256
 """The numbers of decode steps without a draft after which one is checked although it should not pay: one that promises at least
 ``PROBE_GAIN``, and any."""
 PROBE_GAIN = 0.75
@@ -66,7 +68,8 @@ class PlainCall:
 class DraftPlan:
     """The drafts of a call, one per decoding sequence and empty where none pays, and the ``variant`` that holds them all.
 
-    ``model_seconds`` is the expected time of the draft model's steps, and ``spent_seconds`` the time that it took.
+    ``model_seconds`` is the expected time of the draft model's steps, and ``spent_seconds`` the time that it took. ``answers``:
+    the sequences that draft.
     """
 
     call: PlainCall
@@ -74,6 +77,7 @@ class DraftPlan:
     drafts: tuple[Draft, ...] = ()
     model_seconds: float = 0.0
     spent_seconds: float = 0.0
+    answers: Sequence[AnswerDrafts] = ()
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,12 @@ class DraftPlanner:
 
     A call with drafts takes longer, and gives more tokens if some are accepted. Drafts are added if the tokens per second that
     they promise are more than without: costs come from the cost model, and the probability of acceptance from the drafts of the
-    same kind that were checked lately. The promise may be wrong. Therefore a *credit* is kept, in decode steps: a draft must be
-    covered by it as if no token were accepted. The tokens that drafts gain are added to it, the time that they took is taken
-    from it, and each decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower by that share, and not
-    by more. The credit also pays for single drafts that find out whether the text has changed. ``model`` is the draft model;
-    None without one. ``is_possible``: whether rejected tokens can be cut off; a recurrent state cannot be.
+    same kind that were checked lately. The promise may be wrong. Therefore a *credit* is kept, in decode steps: it must cover
+    what a draft costs, times the probability that no token is accepted. The tokens that drafts gain are added to it, the time
+    that they took is taken from it, and each decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower
+    by that share, and not by more. Where drafts have gained much, some of it may be lost again in the same answer. The credit
+    also pays for single drafts that find out whether the text has changed. ``model`` is the draft model; None without one.
+    ``is_possible``: whether rejected tokens can be cut off; a recurrent state cannot be.
     """
 
     def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
@@ -124,7 +129,8 @@ class DraftPlanner:
         room = self._runner.cache.slots.num_free - call.num_rows
         proposed = [self._proposal(state, call, room) for state in states]
         chances = self._chances(states, proposed)[: max(room, 0)]
-        option = self._best(call, chances, proposed) if chances else None
+        answers = [state.drafts for state in states if state.drafts is not None]
+        option = self._best(call, chances, proposed, self._credit + _surplus(answers)) if chances else None
         lengths = [0] * len(states)
         for chance in chances[: option.most] if option is not None else ():
             lengths[chance.index] += 1
@@ -134,11 +140,11 @@ class DraftPlanner:
                 spent = 0.0 if length else DRAFT_SECONDS if draft.tokens else NO_DRAFT_SECONDS
                 state.drafts.pause(int(spent * longest))
         if option is None:
-            return DraftPlan(call, call.variant)
+            return DraftPlan(call, call.variant, answers=answers)
         drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
         modelled = [i for i, draft in enumerate(drafts) if draft.kind == KIND and draft.tokens]
         if self.model is None or not modelled:
-            return DraftPlan(call, option.variant, tuple(drafts))
+            return DraftPlan(call, option.variant, tuple(drafts), answers=answers)
         model, before = self.model, self.model.seconds
         expected = max(lengths[i] for i in modelled) * model.step_seconds(len(modelled))
         for i, draft in zip(modelled, model.propose([(states[i], lengths[i]) for i in modelled]), strict=True):
@@ -146,7 +152,7 @@ class DraftPlanner:
         for i in modelled:
             states[i].add_draft_seconds(model.seconds - before)
         variant = self._variant_for(call, sum(len(draft.tokens) for draft in drafts))
-        return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before)
+        return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before, answers)
 
     def skip(self) -> None:
         """Count a decode step in which no request was due for a draft."""
@@ -171,7 +177,7 @@ class DraftPlanner:
             self._num_drafted += 1
             self._num_due = int(self._num_drafted >= REFRESH_AFTER)
             self._num_plain = 0
-        gained = num_accepted / call.num_decoding - lost
+        gained = _beyond_surplus(plan.answers, num_accepted / call.num_decoding - lost)
         self._credit = max(-MAX_DEBT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
 
     def _steps_lost(self, plan: DraftPlan, seconds: float) -> float:
@@ -246,7 +252,9 @@ class DraftPlanner:
             likely = [chance for chance in chances if not chance.place]
         return sorted(likely, key=lambda chance: (-chance.probability, chance.place, chance.index))
 
-    def _best(self, call: PlainCall, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> _Option | None:
+    def _best(
+        self, call: PlainCall, chances: Sequence[_Chance], proposed: Sequence[Draft], credit: float
+    ) -> _Option | None:
         """Return the variant that gives the most tokens per second, and how many drafted tokens it checks; None without drafts.
 
         If none pays, there is one all the same when the time has come to probe.
@@ -260,7 +268,7 @@ class DraftPlanner:
             held = min(option.most, len(chances))
             more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
             risk = more - min(sure, held) / count
-            if not held or min(risk, MOST_LOST) > self._credit:
+            if not held or min(risk, MOST_LOST) * (1.0 - chances[0].probability) > credit:
                 continue
             is_known = self._runner.costs.is_stable(option.variant)
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
@@ -308,6 +316,18 @@ class DraftPlanner:
         costs, around = self._runner.costs, self._overheads
         more_around = around[True] - around[False] if len(around) > 1 else 0.0
         return costs(variant) - costs(call.variant) + more_around
+
+
+def _surplus(answers: Sequence[AnswerDrafts]) -> float:
+    return sum(answer.surplus for answer in answers) / max(len(answers), 1)
+
+
+def _beyond_surplus(answers: Sequence[AnswerDrafts], gained: float) -> float:
+    """Add what a call has gained to the surplus of its answers, or take a loss from it. Return what the credit has to bear."""
+    change = max(gained, -_surplus(answers))
+    for answer in answers:
+        answer.surplus = max(0.0, min(answer.surplus + change, MAX_SURPLUS))
+    return gained if gained > 0 else gained - change
 
 
 def _options(index: VariantIndex, call: PlainCall, past: int) -> list[_Option]:
