@@ -147,5 +147,9 @@ def shown(value: object) -> str:
 
 def last_line(error: BaseException) -> str:
     """Return the last line of a message: OpenVINO puts its own source files and lines before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        text = str(error)
+    except Exception:  # an exception of a user may have any __str__
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -55,8 +55,8 @@ def check_may_wait() -> None:
     """
     if getattr(_here, "owns_device", False):
         raise StaticLLMError(
-            f"the thread {threading.current_thread().name!r} runs the calls of a device and would wait for itself: call this on "
-            "another thread"
+            f"the thread {threading.current_thread().name!r} runs the calls of a device and would wait for itself, or let all "
+            "requests wait: call this on another thread"
         )
 
 

@@ -33,7 +33,7 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.threads import check_process, owned_device, start_thread
+from staticllm.threads import check_may_wait, check_process, owned_device, start_thread
 
 Result = TypeVar("Result")
 
@@ -197,9 +197,11 @@ class Engine:
 
         Raises:
             ClosedError: the engine was closed.
+            StaticLLMError: this is a device's thread, which would wait for itself.
             Exception: ``function`` raised it.
         """
         self.check_process()
+        check_may_wait()
         with self._wake:
             self._start()
             future = self._callbacks.add(function)

@@ -46,6 +46,8 @@ class EngineRequest:
         num_sequences: Number of answers; the prompt runs once, and the answers share its slots.
         max_new_tokens: The most tokens per answer; None if only the slots limit them.
         stop_token_ids: Tokens that end an answer; the first ``min_new_tokens`` tokens cannot be one of them.
+        late_token_ids: Other tokens that the first ``min_new_tokens`` tokens cannot be: those that end no answer because of
+            ``ignore_eos``.
         min_new_tokens: The fewest tokens per answer.
         priority: Requests with a higher priority are served first.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
@@ -66,6 +68,7 @@ class EngineRequest:
     num_sequences: int = 1
     max_new_tokens: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    late_token_ids: frozenset[int] = frozenset()
     min_new_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
@@ -86,7 +89,7 @@ class EngineRequest:
         processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
-        plain["adapters"] = list(self.adapters)
+        plain["adapters"], plain["late_token_ids"] = list(self.adapters), sorted(self.late_token_ids)
         del plain["id"], plain["owner"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
@@ -104,8 +107,9 @@ class EngineRequest:
         prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
         nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
         texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
-        adapters = tuple(plain.pop("adapters", ()))
-        return cls(prompt, sampling, stop_token_ids=stops, stop_strings=texts, adapters=adapters, **{**plain, **nested})
+        adapters, late = tuple(plain.pop("adapters", ())), frozenset(plain.pop("late_token_ids", ()))
+        given = {**plain, **nested, "stop_token_ids": stops, "late_token_ids": late}
+        return cls(prompt, sampling, stop_strings=texts, adapters=adapters, **given)
 
 
 _NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "grammar": Grammar}
@@ -146,9 +150,8 @@ class SequenceState:
         self._num_drafted = self._num_accepted = 0  # tokens of drafts that were checked since the last token
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
-        processors = processors_for(
-            request.sampling, request.prompt, vocab_size, request.min_new_tokens, request.stop_token_ids
-        )
+        late = request.stop_token_ids | request.late_token_ids
+        processors = processors_for(request.sampling, request.prompt, vocab_size, request.min_new_tokens, late)
         rng = np.random.default_rng(request.seed + index)
         masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
         self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)

@@ -144,18 +144,18 @@ def processors_for(
     prompt: Sequence[int],
     vocab_size: int,
     min_new_tokens: int = 0,
-    stop_token_ids: Collection[int] = (),
+    late_token_ids: Collection[int] = (),
 ) -> list[LogitsProcessor]:
     """Return the processors that a request's options need, in the order in which they are applied.
 
     The order is that of GenAI, with ours where llamacpp has them: bias, forbidden tokens, penalties, DRY. ``prompt`` holds
-    token ids below ``vocab_size``. None of ``stop_token_ids`` is chosen among the first ``min_new_tokens`` tokens.
+    token ids below ``vocab_size``. None of ``late_token_ids`` is chosen among the first ``min_new_tokens`` tokens.
     """
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
         processors.append(LogitBias(params.logit_bias, vocab_size))
-    if min_new_tokens > 0 and stop_token_ids:
-        processors.append(MinNewTokens(min_new_tokens, stop_token_ids, vocab_size))
+    if min_new_tokens > 0 and late_token_ids:
+        processors.append(MinNewTokens(min_new_tokens, late_token_ids, vocab_size))
     if params.bad_words:
         processors.append(BadWords(params.bad_words, prompt, vocab_size))
     if params.no_repeat_ngram_size:

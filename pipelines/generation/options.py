@@ -87,10 +87,10 @@ class GenerationOptions:
     """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` it is empty. ``beams`` is None without beam search, and ``drafts`` without drafts.
-    ``extra`` holds the options that GenAI does not have; those among them that choose tokens are also in ``sampling``, except
-    texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``.
-    ``adapters`` are None for those of the pipeline.
+    ``eos_token_id``; with ``ignore_eos`` they end nothing, and are in ``ignored_token_ids``. ``beams`` is None without beam
+    search, and ``drafts`` without drafts. ``extra`` holds the options that GenAI does not have; those among them that choose
+    tokens are also in ``sampling``, except texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``)
+    or ``structured_output_config``. ``adapters`` are None for those of the pipeline.
     """
 
     sampling: SamplingParams
@@ -109,6 +109,7 @@ class GenerationOptions:
     extra: ExtraOptions = field(default_factory=ExtraOptions)
     grammar: Grammar | None = None
     adapters: tuple[AdapterUse, ...] | None = None
+    ignored_token_ids: frozenset[int] = frozenset()
 
     @property
     def num_sequences(self) -> int:
@@ -227,12 +228,14 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
     min_new_tokens = whole("min_new_tokens", options["min_new_tokens"], 0)
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
+    ignored = stop_ids if _flag(options, "ignore_eos") else set[int]()
     return GenerationOptions(
         sampling=_sampling(options, extra, ngram_size),
         max_new_tokens=max_new_tokens,
         max_length=_limit(options, "max_length", 1),
         min_new_tokens=min_new_tokens,
-        stop_token_ids=frozenset() if _flag(options, "ignore_eos") else frozenset(stop_ids),
+        stop_token_ids=frozenset(stop_ids - ignored),
+        ignored_token_ids=frozenset(ignored),
         stop_strings=_stop_strings(options["stop_strings"]),
         include_stop_str_in_output=_flag(options, "include_stop_str_in_output"),
         echo=echo,

@@ -1,6 +1,6 @@
 """Logits processors that a user made: objects like ours, or functions ``(input_ids, scores) -> scores`` on numpy arrays.
 
-They run on the engine's thread. An exception in one ends only its own request; a slow one delays all requests.
+They run on the engine's thread. An exception in one, of whatever kind, ends only its own request; a slow one delays all requests.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class _Guarded:
 
     @property
     def remedy(self) -> str:
-        return str(getattr(self._processor, "remedy", "")) or f"let the logits_processor {self._name} allow more tokens"
+        usual = f"let the logits_processor {self._name} allow more tokens"
+        return str(self._call(lambda: str(getattr(self._processor, "remedy", "")) or usual))
 
     @property
     def is_active(self) -> bool:
@@ -115,7 +116,7 @@ class _Guarded:
     def _call(self, function: Callable[[], object]) -> object:
         try:
             return function()
-        except Exception as error:
+        except BaseException as error:  # SystemExit and its like must not end the engine's thread, which serves others
             raise GenerationConfigError(
                 f"the logits_processor {self._name} failed: {type(error).__name__}: {last_line(error)}"
             ) from error

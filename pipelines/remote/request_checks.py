@@ -54,8 +54,8 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
     if request.grammar is not None:
         request.grammar.check()
     check_scales(request.adapters, num_adapters)
-    if not all(type(id) is int for id in request.stop_token_ids):
-        raise ConfigError("stop_token_ids must be whole numbers")
+    if not all(type(id) is int for id in request.stop_token_ids | request.late_token_ids):
+        raise ConfigError("stop_token_ids and late_token_ids must be whole numbers")
     _check_stop_strings(request)
     _check_beams(request)
     _check_drafts(request)

@@ -20,7 +20,7 @@ from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOu
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
 from staticllm.pipelines.text.results import Results, results_of
-from staticllm.threads import check_process, start_thread
+from staticllm.threads import check_may_wait, check_process, start_thread
 
 POLL_SECONDS = 0.5
 """The longest single wait of a reader: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
@@ -272,7 +272,13 @@ class GenerationHandle:
         return self.outputs(timeout)[0]
 
     def _enter(self, token: object, until: float | None) -> bool:
-        """Wait until this is the reader or the end has been read, in waits of ``POLL_SECONDS``; False after ``until``."""
+        """Wait until this is the reader or the end has been read, in waits of ``POLL_SECONDS``; False after ``until``.
+
+        Raises:
+            StaticLLMError: this is the engine's thread, on which a user's processor runs.
+        """
+        if not self.is_done:
+            check_may_wait()
         while not self.is_done:
             rest = POLL_SECONDS if until is None else min(POLL_SECONDS, max(until - time.monotonic(), 0))
             if self._role.enter(token, rest):

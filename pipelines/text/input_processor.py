@@ -247,6 +247,7 @@ class InputProcessor:
             num_sequences=options.num_sequences,
             max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
             stop_token_ids=options.stop_token_ids,
+            late_token_ids=options.ignored_token_ids,
             min_new_tokens=options.min_new_tokens,
             priority=call.priority,
             deadline=call.deadline,

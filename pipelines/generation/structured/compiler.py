@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
 from staticllm.pipelines.generation.structured.grammar import Grammar
@@ -19,8 +21,12 @@ from staticllm.pipelines.generation.structured.translation import lark_of, tree_
 from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
+TRIED_TOKENS = 3
+"""The tokens of an answer that a new grammar is tried with, so that one that is too complex is refused at once."""
+ENDLESS = "ff_tokens"
+"""What llguidance says of tokens that must follow each other for ever; ``TokenBounds`` finds that too, and has better words."""
 MAX_KEPT = 64
 """The most grammars that are kept compiled."""
 
@@ -98,8 +104,8 @@ class GrammarCompiler:
         inner = LLMatcher(tokenizer, lark, log_level=0)
         if not inner.is_error():
             inner.compute_bitmask()  # the first one is slow, and may find the grammar too complex
-        if inner.is_error():
-            reason = reason_of(inner.get_error(), grammar, tree_of(grammar))
+        if message := inner.get_error() or _error_after(inner):
+            reason = reason_of(message, grammar, tree_of(grammar))
             raise GenerationConfigError(f"the grammar ({grammar.kind}) cannot be compiled: {reason}")
         return Matcher(inner, vocab_size, tokenizer.eos_token)
 
@@ -142,6 +148,20 @@ class GrammarCompiler:
                 f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
                 f"one has at least {fewest:.0f} tokens: raise it, or MIN_RESPONSE_LEN if that limits it"
             )
+
+
+def _error_after(start: LLMatcher) -> str:
+    """Return the error of llguidance after the first tokens of one answer, for example of too many choices; "" without one."""
+    inner = start.deep_copy()
+    for _ in range(TRIED_TOKENS):
+        if inner.is_stopped():
+            break
+        bits = np.frombuffer(inner.compute_bitmask(), np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little"))[:1].tolist()
+        if inner.is_error() or not tokens or not inner.consume_tokens(tokens):
+            break
+    message = str(inner.get_error())
+    return "" if ENDLESS in message else message
 
 
 class _WrappedTokenizer:

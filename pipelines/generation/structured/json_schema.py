@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.schemas.negation import Exact
+from staticllm.pipelines.generation.structured.schemas.numbers import adds_bounds, with_exact_bounds
 from staticllm.pipelines.generation.structured.schemas.rewriting import rewritten
 
 WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
@@ -83,8 +85,8 @@ def prepared(schema: Any) -> Any:
         raise GenerationConfigError("nothing satisfies the JSON schema: its parts contradict each other")
     if schema is True:
         schema = {}
-    closes = "allOf" not in _names(schema)
-    return {**_prepared(schema, closes), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    rules = _Rules("allOf" not in _names(schema), adds_bounds(schema))
+    return {**_prepared(schema, rules), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _names(schema: object) -> set[str]:
@@ -94,13 +96,21 @@ def _names(schema: object) -> set[str]:
     return {name for value in schema for name in _names(value)} if isinstance(schema, list) else set()
 
 
-def _prepared(schema: Any, closes: bool) -> Any:
+@dataclass(frozen=True)
+class _Rules:
+    """Whether objects that list their properties have no others, and whether several parts of the schema bound one number."""
+
+    closes: bool
+    adds_bounds: bool
+
+
+def _prepared(schema: Any, rules: _Rules) -> Any:
     if isinstance(schema, list):
-        return [_prepared(value, closes) for value in schema]
+        return [_prepared(value, rules) for value in schema]
     if not isinstance(schema, dict):
         return schema
     is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
-    closes = closes and not is_combined and not isinstance(schema, Exact)
+    rules = replace(rules, closes=rules.closes and not is_combined and not isinstance(schema, Exact))
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
@@ -108,13 +118,13 @@ def _prepared(schema: Any, closes: bool) -> Any:
         if name == "pattern" and isinstance(value, str):
             found[name] = _with_text_classes(value)
         elif name in MAPS and isinstance(value, dict):
-            parts = {key: _prepared(each, closes) for key, each in value.items()}
+            parts = {key: _prepared(each, rules) for key, each in value.items()}
             is_patterns = name == "patternProperties"
             found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
         else:
-            found[name] = value if name in LITERAL else _prepared(value, closes)
-    found = _rewritten(found)
-    if closes and _lists_its_properties(schema):
+            found[name] = value if name in LITERAL else _prepared(value, rules)
+    found = with_exact_bounds(_rewritten(found), rules.adds_bounds)
+    if rules.closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
     return found
 

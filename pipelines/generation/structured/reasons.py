@@ -40,11 +40,15 @@ _WORDS = (
     (r"Resource '(?:json-schema:///)?(.*?)' is not present.*", r"'\1' is another document: put what it has into $defs"),
     (r"Pointer '(.*)' does not exist", r"the $ref '#\1' leads nowhere: add it to $defs"),
     (r"Anchor '(.*)' does not exist", r"the $ref '#\1' leads nowhere: add the $anchor, or use '#/$defs/…'"),
-    (r"Failed to generate regex for float range.*", "the bounds of a number are too large: leave them out, or use smaller ones"),
+    (r"Failed to generate regex for (?:float|integer) range.*",
+     "the bounds of a number are too large: leave them out, or use smaller ones"),
     (r"Value for 'multipleOf' has too many digits.*", "multipleOf has too many digits: use a simpler number"),
     (r"(.*)lookarounds not supported yet; \w+ in regex (.*)", r"the regex \2 has a place such as \\b: leave it out"),
     (r"unrecognized flag: '(.)'(.*)", r"a group that begins with (?\1 is not supported\2"),
     (r"decimal literal invalid: '(\d+)'", r"the number \1 is too large: use a smaller one"),
+    (r".*Current row has (\d+) items; max is (\d+).*",
+     r"\1 choices at one place, \2 are the most: use fewer optional properties or choices, or require some of them"),
+    (r".*too many expressions constructed.*", "it is too large: repeat less often, and nest fewer repetitions"),
 )  # fmt: skip
 """What llguidance says of a grammar → what we say."""
 

@@ -56,7 +56,13 @@ def _of_schema(value: Any) -> Grammar:
     """Return the grammar of a JSON schema: its text, a mapping, or a model of pydantic."""
     for method in ("model_json_schema", "json_schema"):  # a model's class, and a TypeAdapter
         if callable(getattr(value, method, None)):
-            value = getattr(value, method)()
+            try:
+                value = getattr(value, method)()
+            except Exception as error:  # of pydantic, or of the user's own class
+                reason = (str(error).strip().splitlines() or [""])[0]
+                raise GenerationConfigError(
+                    f"json_schema={shown(value)} makes no JSON schema: {type(error).__name__}: {reason}"
+                ) from error
             break
     if isinstance(value, Mapping):
         try:

@@ -235,7 +235,7 @@ def test_with_penalties_minimum_and_log_probabilities():
     from staticllm.pipelines.generation.logits_processors import processors_for
 
     mask = mask_of(COMPILER, Grammar("regex", "(yes|no)+"))
-    processors = processors_for(params, [1, 2], VOCAB, min_new_tokens=4, stop_token_ids=[END])
+    processors = processors_for(params, [1, 2], VOCAB, min_new_tokens=4, late_token_ids=[END])
     sampler, rng, text = Sampler(params, [*processors, mask], np.random.default_rng(0)), np.random.default_rng(1), b""
     for _ in range(40):
         logits = rng.normal(0, 1, VOCAB).astype(np.float32)
@@ -254,7 +254,7 @@ def test_no_token_left_is_an_error_of_one_line():
     mask = mask_of(COMPILER, Grammar("choice", '["yes"]'))
     from staticllm.pipelines.generation.logits_processors import processors_for
 
-    processors = processors_for(SamplingParams(), [1], VOCAB, min_new_tokens=50, stop_token_ids=[END])
+    processors = processors_for(SamplingParams(), [1], VOCAB, min_new_tokens=50, late_token_ids=[END])
     sampler = Sampler(SamplingParams(), [*processors, mask], np.random.default_rng(0))
     with pytest.raises(GenerationConfigError, match=r"no token can be chosen.*lower min_new_tokens"):
         for _ in range(9):
