@@ -208,9 +208,12 @@ class OutputProcessor:
         return "".join([self._detokenizer.push(token) for token in tokens])
 
     def _keep_tokens_of(self, text: str) -> None:
-        """Drop the tokens after a stop string: those at the end that add nothing to the kept text."""
+        """Drop the tokens of a stop string: those at the end that add anything beyond the kept text.
+
+        As in GenAI, a token that the stop string shares with the text before it is dropped as a whole; the text keeps its part.
+        """
         tokens, sent = self._tokens, len(self._tokens) - len(self._unsent)
-        while len(tokens) > sent and len(self._decode(tokens[:-1])) >= len(text):
+        while len(tokens) > sent and len(self._decode(tokens)) > len(text):
             tokens.pop()
         self._unsent = tokens[sent:]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ Inputs: TypeAlias = str | Sequence[str] | Messages | TokenInputs
 
 
 MAX_ENDING_CHARS = 256
+_HALF_PAIRS = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which JSON can name and UTF-8 cannot hold: models write them into the arguments of calls."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOpti
         "eos_token": tokenizer.get_eos_token(),
         "pad_token": tokenizer.get_pad_token(),
     }
-    text = _rendered(tokenizer.chat_template, turns, tokens, tools, extra)
+    text = _HALF_PAIRS.sub("\ufffd", _rendered(tokenizer.chat_template, turns, tokens, tools, extra))
     seconds = time.perf_counter() - start
     return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds, text[-MAX_ENDING_CHARS:])
 

@@ -164,3 +164,51 @@ def test_a_sampled_answer_has_the_score_of_its_draw(ours, default, fields):
     common = set(found) & set(expected)
     assert len(common) >= 2 and len({round(found[text], 3) for text in common}) >= 2
     assert [found[text] for text in common] == pytest.approx([expected[text] for text in common], abs=1e-3)
+
+
+class Recorder(genai.StreamerBase):
+    def __init__(self):
+        super().__init__()
+        self.tokens = []
+
+    def write(self, tokens):
+        self.tokens += tokens if isinstance(tokens, list) else [tokens]
+        return genai.StreamingStatus.RUNNING
+
+    def end(self):
+        pass
+
+
+class Unchanged(genai.IncrementalParser):
+    def parse(self, message, delta, tokens=None):
+        return delta
+
+    def reset(self):
+        pass
+
+
+class Parsed(genai.TextParserStreamer):
+    def write(self, message):
+        return genai.StreamingStatus.RUNNING
+
+
+@pytest.mark.parametrize("stop", ["fox", " fox", "little fox"])
+@pytest.mark.parametrize("is_included", [False, True])
+def test_streamers_get_nothing_of_a_stop_string(ours, stateful, stop, is_included):
+    """Of the text before it, a token that the stop string shares is missing in both; ours has its part in the text."""
+    options = {"max_new_tokens": 25, "stop_strings": {stop}, "include_stop_str_in_output": is_included}
+    found = []
+    for pipe in (ours, stateful):
+        recorder, parsed = Recorder(), Parsed(pipe.get_tokenizer(), [Unchanged()])
+        text = str(pipe.generate(PROMPTS[1], streamer=recorder, **options))
+        pipe.generate(PROMPTS[1], streamer=parsed, **options)
+        found.append((recorder.tokens, dict(parsed.get_parsed_message()), text.rstrip()))
+    assert found[0] == found[1]
+    assert found[0][2].endswith("fox") == is_included
+
+
+def test_tokens_that_may_not_come_early_are_forbidden_although_they_end_nothing(ours, stateful):
+    options = {"ignore_eos": True, "min_new_tokens": 60, "max_new_tokens": 60}
+    found = [pipe.generate([PROMPTS[0]], **options).texts for pipe in (ours, stateful)]
+    assert found[0] == found[1]
+    assert ours.generate([PROMPTS[0]], **options | {"min_new_tokens": 0}).texts != found[0], "it made a difference"

@@ -22,7 +22,7 @@ _PREFIXES = ("failed to compile JSON schema: ", "Unsatisfiable schema: ")
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _UNKNOWN = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _REMEDIES = {
-    "contains": f"give the array a maxItems of at most {MAX_PLACES}, or leave it out",
+    "contains": f"give the array a maxItems of at most {MAX_PLACES} and no minContains or maxContains, or leave it out",
     "uniqueItems": "give items an enum of few values, or leave it out",
 }
 _WORDS = (

@@ -179,3 +179,23 @@ def test_a_failing_processor_ends_only_its_request(pipe):
 def test_options_also_come_in_a_dict():
     with fake_pipeline("It is sunny.", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=64) as pipe:
         assert "sunny" in pipe.generate("How is it?", {"dry_multiplier": 0.5, "max_new_tokens": 30})
+
+
+def test_a_processor_that_waits_for_its_own_pipeline_ends_its_request_and_hangs_nothing(pipe):
+    plain = tokens_of(pipe)
+
+    def asks(input_ids, scores):
+        pipe.generate("a", max_new_tokens=1)
+
+    def waits(input_ids, scores):
+        pipe.submit("a", max_new_tokens=1).result(20)
+
+    def saves(input_ids, scores):
+        pipe.engine.run_between_steps(lambda: None)
+
+    for processor in (asks, waits, saves):
+        other = pipe.submit(PROMPT, max_new_tokens=24, ignore_eos=True)
+        with pytest.raises(GenerationConfigError, match="would wait for itself") as caught:
+            pipe.submit(PROMPT, max_new_tokens=3, logits_processor=processor).result(20)
+        one_line(caught)
+        assert other.output(20).tokens == plain

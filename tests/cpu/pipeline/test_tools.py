@@ -85,6 +85,23 @@ def test_a_conversation_goes_on_with_the_message():
         assert second.finish_reasons == ["stop"]
 
 
+@pytest.mark.parametrize("name", ["weather", r"weather\ud83d"])
+def test_a_conversation_goes_on_after_a_call_with_half_of_a_surrogate_pair(name):
+    """Models write such escapes, JSON allows them, and no tokenizer encodes them."""
+    prompts = []
+
+    def reply(prompt):
+        prompts.append(prompt)
+        return CALL.replace("weather", name).replace("Berlin", r"\ud83d")
+
+    with pipe_of(reply) as pipe:
+        messages = [{"role": "user", "content": "How is it?"}]
+        first = pipe.generate(messages, tools=[WEATHER])
+        assert first.tool_calls[0][0].parsed_arguments == {"city": "\ud83d"}
+        pipe.generate([*messages, first.messages[0].to_dict()], tools=[WEATHER])
+        assert '{"city": "\ufffd"}' in prompts[1]
+
+
 @pytest.mark.parametrize("arguments", [{"city": "Berlin"}, '{"city": "Berlin"}'])
 def test_a_template_that_takes_arguments_as_text_gets_text(arguments):
     template = "{% for c in messages[0].tool_calls or [] %}{{ 'args ' + c.function.arguments }}{% endfor %}"

@@ -112,6 +112,32 @@ def forbidding(input_ids, scores):
     scores[:] = -np.inf
 
 
+def leaving(input_ids, scores):
+    raise SystemExit(3)
+
+
+def interrupting(input_ids, scores):
+    raise KeyboardInterrupt
+
+
+class NamelessError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def nameless(input_ids, scores):
+    raise NamelessError
+
+
+class BadRemedy(Upwards):
+    def process(self, logits):
+        logits[:] = -np.inf
+
+    @property
+    def remedy(self):
+        raise ValueError("no remedy")
+
+
 class BadAccept(Upwards):
     def accept(self, token):
         raise KeyError(token)
@@ -125,6 +151,10 @@ class BadAccept(Upwards):
         (not_a_number, "not_a_number made logits that are NaN or inf"),
         (forbidding, "no token can be chosen: .* let the logits_processor forbidding allow more tokens"),
         (BadAccept(), "the logits_processor BadAccept failed: KeyError"),
+        (leaving, "the logits_processor leaving failed: SystemExit: 3"),
+        (interrupting, "the logits_processor interrupting failed: KeyboardInterrupt"),
+        (nameless, "the logits_processor nameless failed: NamelessError: NamelessError"),
+        (BadRemedy(), "the logits_processor BadRemedy failed: ValueError: no remedy"),
     ],
 )
 def test_a_fault_ends_its_own_request_with_one_line(given, said):
