@@ -13,10 +13,9 @@ from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
-from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.loop_waker import in_thread, running_waker
-from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta
+from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta, kept_outputs
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
 from staticllm.pipelines.text.results import Results, results_of
@@ -261,7 +260,7 @@ class GenerationHandle:
         finally:
             self._role.leave(token)
         self._raise_error()
-        return _kept([self._outputs[index] for index in range(len(self._processors))], self._prepared.options)
+        return kept_outputs([self._outputs[index] for index in range(len(self._processors))], self._prepared.options)
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.
@@ -395,11 +394,3 @@ class GenerationHandle:
     def __del__(self) -> None:
         if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):
             self._client.cancel(self._prepared.request.id)
-
-
-def _kept(outputs: list[RequestOutput], options: GenerationOptions) -> list[RequestOutput]:
-    """Return the answers that were requested: with ``best_of`` the most likely, and of a search those that it found."""
-    if options.extra.best_of:
-        return sorted(outputs, key=lambda output: -output.score)[: options.num_return_sequences]
-    is_search = options.beams is not None
-    return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]

@@ -11,6 +11,7 @@ from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.engine.output_queue import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
+from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.parsing.events import Event, message_of
@@ -245,3 +246,11 @@ class OutputProcessor:
         raw.m_batch_sizes.extend([1] * len(times))
         raw.token_infer_durations.extend(seconds * MICRO for seconds in calls[1:])
         return metrics
+
+
+def kept_outputs(outputs: list[RequestOutput], options: GenerationOptions) -> list[RequestOutput]:
+    """Return the answers that were requested: with ``best_of`` the most likely, and of a search those that it found."""
+    if options.extra.best_of:
+        return sorted(outputs, key=lambda output: -output.score)[: options.num_return_sequences]
+    is_search = options.beams is not None
+    return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]

@@ -77,7 +77,8 @@ def _take_value(source: Source) -> Steps[str]:
             if char == "\\":
                 chars.append(char)
                 source.take()
-                char = yield from source.peek()
+                if not (char := (yield from source.peek())):
+                    raise MalformedError("a value without an end")
             elif char == quote:
                 quote = ""
         elif char in "\"'":

@@ -122,6 +122,7 @@ CASES = [
     (BARE, 'See: {"name": "now", "parameters": {}}', 'See: {"name": "now", "parameters": {}}', "", []),
     (PYTHON, "[weather(city='Berlin', days=2, opts={'a': None}), now()]", "", "",
      [("weather", {"city": "Berlin", "days": 2, "opts": {"a": None}}), ("now", {})]),
+    (PYTHON, "<|python_start|>[weather(city='x\\", "<|python_start|>[weather(city='x\\", "", []),
     (PYTHON, '<|python_start|>[weather(city="a, (b)", opts={"t": true})]<|python_end|>', "", "",
      [("weather", {"city": "a, (b)", "opts": {"t": True}})]),
     (PYTHON, "[1, 2, 3] is a list", "[1, 2, 3] is a list", "", []),
