@@ -38,6 +38,8 @@ CELL_SECONDS, MOST_SECONDS = 4.0, 12.0
 """The seconds that batches of one engine and number of clients should take per round; more than the second are not measured."""
 BULK, REFERENCE = {"minilm": 512, "bge-large": 32}, "st torch"
 CHATS = ("chat shared", "chat separate")
+LARGER = Path.home() / ".cache" / "staticllm" / "bench" / "qwen2-0.5b"
+"""Chats with this model of ``make_bench_model.py`` are measured, too, if it is there."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,9 @@ def beside_chat(figures: Figures, path: str, options: argparse.Namespace) -> Non
     """Measure chats and documents alone and together, on one engine and on two pipelines, in turns."""
     with ExitStack() as stack:
         workers = {name: start(name, stack, path, options.threads) for name in CHATS}
+        for name in CHATS if LARGER.is_dir() else ():
+            chat = Worker(name, path, threads=options.threads, chat=str(LARGER))
+            workers[f"{name}, {LARGER.name}"] = stack.enter_context(chat)
         for number in range(options.rounds + 1):
             for name, worker in in_turn(workers, number):
                 stream, bulk = worker.do("stream", seed=number), worker.do("bulk", seed=number)

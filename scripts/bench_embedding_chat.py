@@ -17,12 +17,12 @@ NUM_NEW, BULK_TEXTS, PROMPTS = 120, 64, 4
 
 
 class Chat:
-    """The demo model and an encoder in one process."""
+    """A language model, the demo model unless ``chat`` is the folder of another one, and an encoder in one process."""
 
-    def __init__(self, path: str, is_shared: bool, threads: int) -> None:
+    def __init__(self, path: str, is_shared: bool, threads: int, chat: str | None) -> None:
         from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
 
-        self._llm = StaticLLMPipeline(demo_model_path(), "CPU", INFERENCE_NUM_THREADS=threads)
+        self._llm = StaticLLMPipeline(chat or demo_model_path(), "CPU", INFERENCE_NUM_THREADS=threads)
         shared: dict[str, Any] = {"engine": self._llm.engine} if is_shared else {}
         self._encoder = StaticEmbeddingPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **shared)
         self._llm.wait_until_complete()

@@ -79,8 +79,10 @@ def targets(figures: Figures, names: Sequence[str], clients: Sequence[int]) -> r
             ratio = figures.ratio(Figure(measure, "ours"), Figure(measure, best))
             table += _judged(f"best other ({best}): {count} clients, texts/s", ratio, OTHERS_TARGET)
     for measure, (title, limit) in CHAT_TARGETS.items():
-        ratio = figures.ratio(Figure(f"{measure}_both", "chat shared"), Figure(f"{measure}_alone", "chat shared"))
-        table += _judged(title, ratio, limit, is_least=measure == "texts")
+        shared = [kind for kind in figures.values.get(f"{measure}_alone", {}) if kind.startswith("chat shared")]
+        for kind in shared:
+            ratio = figures.ratio(Figure(f"{measure}_both", kind), Figure(f"{measure}_alone", kind))
+            table += _judged(title + kind.removeprefix("chat shared"), ratio, limit, is_least=measure == "texts")
     return table
 
 
@@ -113,7 +115,7 @@ def chat(figures: Figures) -> report.Table:
     names = {"gap_ms": "longest gap, ms", "ttft_ms": "TTFT, ms", "texts": "texts/s"}
     table = [["", "engine", "alone", "together", "together / alone"]]
     for measure, title in names.items():
-        for kind in ("chat shared", "chat separate"):
+        for kind in figures.values.get(f"{measure}_alone", {}):
             before, after = figures.median(f"{measure}_alone", kind), figures.median(f"{measure}_both", kind)
             ratio = figures.ratio(Figure(f"{measure}_both", kind), Figure(f"{measure}_alone", kind))
             if before is not None and after is not None and ratio is not None:

@@ -287,7 +287,7 @@ def main() -> None:
     if what["kind"].startswith("chat"):
         from bench_embedding_chat import Chat
 
-        engine: Any = Chat(what["path"], what["kind"] == "chat shared", threads)
+        engine: Any = Chat(what["path"], what["kind"] == "chat shared", threads, properties.get("chat"))
     else:
         engine = KINDS[what["kind"]](what["path"], properties, threads)
     print(json.dumps({"seconds": time.perf_counter() - begin, "later_seconds": 0.0}), flush=True)
