@@ -13,11 +13,10 @@ from staticllm.pipelines.generation.extra_options import ToolOptions, function_o
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.plain_text import STRING_KEYWORDS
+from staticllm.pipelines.generation.structured.schemas.parameters import object_schema
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
-
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:
-    schema: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else ANY_OBJECT
+    schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, f"the tool {name!r}")
     _check_names(format.syntax, name, schema)
     if format.syntax == "xml":
         return _xml_call(format.call, name, schema)

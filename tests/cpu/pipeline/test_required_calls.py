@@ -170,6 +170,40 @@ def test_parameters_of_a_wrong_type_are_refused(pipes, name, parameters):
     assert str(pipes[name].generate("Hello", max_new_tokens=2))
 
 
+FLAG = {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        FLAG,
+        {**FLAG, "type": ["object", "null"]},
+        {"type": ["string", "object"], **FLAG},
+    ],
+)
+def test_arguments_are_an_object_where_the_schema_allows_other_values_too(pipes, name, parameters):
+    assert set(call_of(pipes[name], parameters)) == {"a"}
+
+
+@pytest.mark.parametrize("name", ["hermes", "functionary31"])
+def test_arguments_of_any_kind_are_an_object_too(pipes, name):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=60)
+    (call,) = result.tool_calls[0]
+    assert call.arguments.startswith("{")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("type", ["array", ["null", "string"], [], 5])
+def test_parameters_that_are_no_object_get_one_line(pipes, name, type):
+    with pytest.raises(
+        GenerationConfigError, match=r"the parameters of the tool 'f' have type=.*: must be 'object'"
+    ) as caught:
+        call_of(pipes[name], {"type": type})
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "name, function, parameter",
     [("pythonic", "get-weather", "a"), ("pythonic", "time", "a-b"), ("xml", "two words", "a"), ("xml", "time", "a>b")],
