@@ -70,11 +70,14 @@ class RequestOutput:
 
 
 def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
-    """Return what parses the answer; None for plain text. A required call stays one where ``max_new_tokens`` cuts it off."""
+    """Return what parses the answer; None for plain text."""
     if prepared.format is None:
         return None
-    is_required = prepared.options.extra.tool_options.is_call_required
-    return MessageParser(prepared.format, prepared.tools, keeps_cut_calls=is_required)
+    return MessageParser(prepared.format, prepared.tools, is_constrained=_is_call_required(prepared))
+
+
+def _is_call_required(prepared: PreparedRequest) -> bool:
+    return prepared.options.extra.tool_options.is_call_required
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,13 @@ class OutputProcessor:
         self._events += events
         return events
 
-    def _parse_rest(self, text: str) -> list[Event]:
-        """Parse the last piece of the text, and return the last events."""
+    def _parse_rest(self, text: str, reason: FinishReason) -> list[Event]:
+        """Parse the last piece of the text, and return the last events. A required call stays one where the limit cuts it off."""
         events = self._parse(text)
-        last = [] if self._parser is None else self._parser.finish()
+        if self._parser is None:
+            return events
+        is_cut = reason == FinishReason.LENGTH and _is_call_required(self._prepared)
+        last = self._parser.cut() if is_cut else self._parser.finish()
         self._events += last
         return events + last
 
@@ -174,7 +180,7 @@ class OutputProcessor:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
         received, options = self._received, self._prepared.options
-        events = self._parse_rest(rest)
+        events = self._parse_rest(rest, reason)
         message = None if self._parser is None else message_of(self._events)
         if message is not None and message.tool_calls and reason == FinishReason.STOP:
             reason = FinishReason.TOOL_CALL

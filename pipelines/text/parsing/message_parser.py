@@ -31,7 +31,7 @@ _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
 class MessageParser:
     """Parses one answer. However its text is split, the events concatenate to the same.
 
-    A call that is malformed or cut off becomes content, with all its text, except with ``keeps_cut_calls``. Calls in reasoning
+    A call that is malformed or cut off becomes content, with all its text; ``cut`` keeps one that is cut off. Calls in reasoning
     are not looked for.
 
     Args:
@@ -39,8 +39,7 @@ class MessageParser:
         tools: The functions that may be called, as OpenAI's API takes them. They say of what type the values are where the
             format does not. Calls without markers are found only if they name one of them; without tools, any name will do.
         new_id: Makes the id of a call.
-        keeps_cut_calls: Whether a call that the end of the answer cuts off stays a call, with the arguments so far, once its name
-            is known. For answers that a grammar keeps well-formed.
+        is_constrained: Whether a grammar keeps the answer well-formed, as it does with a required call.
     """
 
     def __init__(
@@ -48,12 +47,12 @@ class MessageParser:
         format: MessageFormat,
         tools: Iterable[Mapping[str, Any]] = (),
         new_id: Callable[[], str] = new_call_id,
-        keeps_cut_calls: bool = False,
+        is_constrained: bool = False,
     ) -> None:
         functions = [function_of(tool) for tool in tools]
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
-        self._source, self._output = Source(), Output(self._types, new_id, keeps_cut_calls)
+        self._source, self._output = Source(), Output(self._types, new_id, is_constrained)
         self._steps = self._whole_answer()
         self._is_over = False
         self._advance()
@@ -70,6 +69,14 @@ class MessageParser:
         self._advance()
         self._output.finish()
         return self._output.take_events()
+
+    def cut(self) -> list[Event]:
+        """End a constrained answer that is cut off, in place of ``finish``.
+
+        A call whose name is known stays one, with the arguments so far.
+        """
+        self._output.keeps_cut_calls = True
+        return self.finish()
 
     def _advance(self) -> None:
         if not self._is_over:

@@ -28,15 +28,16 @@ class Output:
 
     A block is a call or reasoning with its markers. Whitespace directly before and after blocks is layout and left out; so is
     that at the ends of reasoning. ``names`` are the functions that may be called by a text without markers; ``has_content`` says
-    whether any text for the user, except whitespace, was found. With ``keeps_cut_calls``, a call that ends too early stays one,
-    and nothing follows it.
+    whether any text for the user, except whitespace, was found, and ``is_constrained`` whether a grammar keeps the answer
+    well-formed. While ``keeps_cut_calls`` is set, a call that ends too early stays one, and nothing follows it.
     """
 
     def __init__(
-        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, keeps_cut_calls: bool = False
+        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, is_constrained: bool = False
     ) -> None:
         self.names = frozenset(names)
-        self._keeps_cut_calls = keeps_cut_calls
+        self.is_constrained = is_constrained
+        self.keeps_cut_calls = False
         self._new_id = new_id
         self._events: list[Event] = []
         self._num_calls = 0
@@ -54,7 +55,7 @@ class Output:
 
     def content(self, text: str) -> None:
         """Add text for the user."""
-        if self._keeps_cut_calls and self._num_calls:
+        if self.keeps_cut_calls and self._num_calls:
             return  # nothing but a part of the call's end
         if self._drops_space:
             text = text.lstrip()
@@ -114,7 +115,7 @@ class Output:
 
     def break_block(self, text: str) -> None:
         """End a block that is none: its ``text`` is content."""
-        if self._is_in_call and self._keeps_cut_calls:
+        if self._is_in_call and self.keeps_cut_calls:
             self.end_call()
             self.close_block()
             return

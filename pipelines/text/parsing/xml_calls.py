@@ -53,7 +53,8 @@ def take_parameter_value(
     """Take a value and the tag ``end`` behind it, and write it as JSON.
 
     Values of type string are written as they come; others when they are complete: as they are if they are JSON, else as a
-    string. ``has_line_breaks``: one line break at each end is layout.
+    string. ``has_line_breaks``: one line break at each end is layout. In a constrained answer, the strings in a JSON value may
+    contain ``end``.
 
     Raises:
         MalformedError: the end is missing.
@@ -63,6 +64,12 @@ def take_parameter_value(
         output.arguments('"')
         found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
         output.arguments('"' if found else "")
+    elif output.is_constrained and (yield from source.skip_space()) in ("{", "[", '"'):
+        chars: list[str] = []
+        yield from take_json(source, chars.append)
+        output.arguments(value_as_json("".join(chars)))
+        yield from source.skip_space()
+        found = end if (yield from source.skip(end)) else ""
     else:
         pieces: list[str] = []
         found = yield from source.text_until((end,), lambda text: pieces.append(push(text)))

@@ -335,8 +335,8 @@ def test_a_required_call_that_is_cut_off_keeps_its_arguments(name):
     whole = message_of(events_of(format, [text])).tool_calls[0].arguments
     lengths = set()
     for length in range(len(text) + 1):
-        parser = MessageParser(format, TOOLS, keeps_cut_calls=True)
-        events = parser.push(text[:length]) + parser.finish()
+        parser = MessageParser(format, TOOLS, is_constrained=True)
+        events = parser.push(text[:length]) + parser.cut()
         message = message_of(events)
         assert not any(isinstance(event, CallBroken) for event in events)
         begun, ended = ([event for event in events if isinstance(event, kind)] for kind in (CallBegin, CallEnd))
@@ -348,3 +348,28 @@ def test_a_required_call_that_is_cut_off_keeps_its_arguments(name):
             lengths.add(len(call.arguments))
     assert len(lengths) > (1 if name == "python" else 12)
     assert len(whole) in lengths
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_required_call_that_ends_too_early_without_a_limit_is_content(name):
+    """A stop string ends it, for example: its arguments would be no JSON."""
+    format, text = CUT[name]
+    for length in range(len(text)):
+        parser = MessageParser(format, TOOLS, is_constrained=True)
+        message = message_of(parser.push(text[:length]) + parser.finish())
+        for call in message.tool_calls:
+            assert set(call.parsed_arguments) == {"city", "days"}
+        assert message.tool_calls or message.content.strip() == text[:length].strip()
+
+
+def test_json_in_a_constrained_answer_may_contain_the_tag_that_ends_a_parameter():
+    tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "array"}, "b": {"type": "integer"}}}}]
+    value = '["x</parameter>\\n<parameter=b>", {"c": "</function>"}]'
+    parameters = f"<parameter=a>\n{value}\n</parameter>\n<parameter=b>\n5\n</parameter>\n"
+    text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+    for size in (1, 7, len(text)):
+        parser = MessageParser(XML, tools, is_constrained=True)
+        events = [event for place in range(0, len(text), size) for event in parser.push(text[place : place + size])]
+        message = message_of(events + parser.finish())
+        assert [call.parsed_arguments for call in message.tool_calls] == [{"a": json.loads(value), "b": 5}]
+        assert message.content == ""
