@@ -17,7 +17,7 @@ from staticllm.pipelines.generation.structured.nodes import (
     Shortest,
     Text,
 )
-from staticllm.pipelines.generation.structured.plain_text import plain_text
+from staticllm.pipelines.generation.structured.plain_text import limited_text
 from staticllm.pipelines.generation.structured.regex import rust_regex
 
 SPACE = Pattern(r"[ \t\n]{0,8}")
@@ -39,7 +39,9 @@ def xml_parameters(schema: Any) -> Node:
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts: list[Node] = []
     for name, value in properties.items():
-        body = Sequence((SPACE, Text(f"<parameter={name}>"), *_value({**shared, **value}, schema)))
+        body = Sequence(
+            (SPACE, Text("<parameter="), Text(name, is_plain=True), Text(">"), *_value({**shared, **value}, schema))
+        )
         parts.append(body if name in required else Repeat(body, 0, 1))
     return Sequence((*parts, SPACE))
 
@@ -49,8 +51,8 @@ def _value(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[Node, ..
     if schema.get("type") != "string" or "enum" in schema or "const" in schema:
         return SPACE, Schema(prepared(dict(schema))), SPACE, Text(END)
     if "pattern" in schema:
-        limits = plain_text({name: value for name, value in schema.items() if name != "pattern"}, END)
+        limits = limited_text({name: value for name, value in schema.items() if name != "pattern"}, END)
         return AllOf((*limits.regexes, rust_regex(str(schema["pattern"]))), END), Text(END)
     if "format" in schema:
-        return plain_text(schema, END), Text(END)
+        return limited_text(schema, END), Text(END)
     return (Shortest((END,), int(schema.get("minLength", 0)), schema.get("maxLength")),)

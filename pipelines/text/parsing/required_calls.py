@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +21,14 @@ from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATO
 
 @dataclass(frozen=True)
 class Text:
-    """A text that must come as it is. It may contain special tokens."""
+    """A text of the model's format that must come as it is. It may contain special tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A text of a tool, such as its name, that must come as it is. It contains no special tokens, whatever it says."""
 
     text: str
 
@@ -49,20 +56,13 @@ class LimitedText:
 
 
 @dataclass(frozen=True)
-class OneText:
-    """One of several texts."""
-
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class OptionalParts:
     """Parts that may be there or not."""
 
-    parts: tuple[Text | Json | FreeText | LimitedText | OneText, ...]
+    parts: tuple[Text | PlainText | Json | FreeText | LimitedText, ...]
 
 
-Part: TypeAlias = Text | Json | FreeText | LimitedText | OneText | OptionalParts
+Part: TypeAlias = Text | PlainText | Json | FreeText | LimitedText | OptionalParts
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,8 @@ def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
         elif isinstance(part, LimitedText):
             limits = {name: part.schema[name] for name in STRING_KEYWORDS if name in part.schema}
             elements.append({"type": "string", "json_schema": limits, "excluded": part.excluded})
-        elif isinstance(part, OneText):
-            texts = [{"type": "const_string", "value": text} for text in part.texts]
-            elements.append(texts[0] if len(texts) == 1 else {"type": "or", "elements": texts})
+        elif isinstance(part, PlainText):
+            elements.append({"type": "plain_string", "value": part.text})
         elif isinstance(part, OptionalParts):
             elements.append({"type": "optional", "content": _sequence(part.parts)})
         else:
@@ -193,45 +192,69 @@ def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, .
         return _key_value_call(format.call, name, schema)
     if format.syntax in ("python", "fenced"):
         return _python_call(format, name, schema)
-    before, after = _around_json(format, name)
-    return (Text(before), Json(schema), Text(after)) if after else (Text(before), Json(schema))
+    around = _around_json(format)
+    written = json.dumps(name)[1:-1] if around.before_name.endswith('"') else name
+    parts = (Text(around.before_name), PlainText(written), Text(around.after_name), Json(schema), Text(around.end))
+    return tuple(part for part in parts if part not in (Text(""), PlainText("")))
 
 
-def _around_json(format: MessageFormat, name: str) -> tuple[str, str]:
-    """Return what stands before and after the arguments where they are one JSON object."""
-    (begin, end), quoted = format.call, f'{{"name": {json.dumps(name)}, '
-    if format.syntax == "separated":
-        before = f"function{SEPARATOR}{name}\n{FENCE}json\n" if format.is_fenced else f"{name}{SEPARATOR}"
-        return f"{begin}{CALL[0]}{before}", f"\n{FENCE}{CALL[1]}{end}" if format.is_fenced else f"{CALL[1]}{end}"
+@dataclass(frozen=True)
+class _Around:
+    """What stands around the name of a function and its arguments, where these are one JSON object."""
+
+    before_name: str
+    after_name: str
+    end: str
+
+
+def _around_json(format: MessageFormat) -> _Around:
+    (begin, end), quoted = format.call, '{"name": "'
+    if format.syntax == "separated" and format.is_fenced:
+        before = f"{begin}{CALL[0]}function{SEPARATOR}"
+        return _Around(before, f"\n{FENCE}json\n", f"\n{FENCE}{CALL[1]}{end}")
+    if format.syntax == "named" and format.has_args_marker:
+        return _Around(begin, ARGS, "")
     wrappers = {
-        "tagged": (f'{begin}\n{quoted}"arguments": ', f"}}\n{end}"),
-        "bare_json": (f'{quoted}"parameters": ', "}"),
-        "named": (f"{begin}{name}{ARGS}", "") if format.has_args_marker else (f'{begin}[{quoted}"arguments": ', "}]"),
-        "json_function": (f"{FUNCTION}{name}>", "</function>"),
-        "recipients": (f"{'' if format.is_call_open else begin}{name}{end}", ""),
-        "harmony": (f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
+        "separated": _Around(f"{begin}{CALL[0]}", SEPARATOR, f"{CALL[1]}{end}"),
+        "tagged": _Around(f"{begin}\n{quoted}", '", "arguments": ', f"}}\n{end}"),
+        "bare_json": _Around(quoted, '", "parameters": ', "}"),
+        "named": _Around(f"{begin}[{quoted}", '", "arguments": ', "}]"),
+        "json_function": _Around(FUNCTION, ">", "</function>"),
+        "recipients": _Around("" if format.is_call_open else begin, end, ""),
+        "harmony": _Around("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
     }
     return wrappers[format.syntax]
 
 
 def _xml_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    inner = _tagged_members(schema, lambda key: (f"<parameter={key}>\n", "\n", "</parameter>\n"))
+    inner = _tagged_members(schema, _Tags("<parameter=", ">\n", "\n", "</parameter>", "\n"))
     opening, closing = (f"{tags[0]}\n", f"\n{tags[1]}") if tags[0] else ("", "")
-    return Text(f"{opening}{FUNCTION}{name}>\n"), *inner, Text(f"</function>{closing}")
+    return Text(f"{opening}{FUNCTION}"), PlainText(name), Text(">\n"), *inner, Text(f"</function>{closing}")
 
 
 def _key_value_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    (key_begin, key_end), (begin, end) = ARG_KEY, ARG_VALUE
-    inner = _tagged_members(schema, lambda key: (f"{key_begin}{key}{key_end}\n{begin}", "", f"{end}\n"))
-    return Text(f"{tags[0]}{name}\n"), *inner, Text(tags[1])
+    inner = _tagged_members(schema, _Tags(ARG_KEY[0], f"{ARG_KEY[1]}\n{ARG_VALUE[0]}", "", ARG_VALUE[1], "\n"))
+    return Text(tags[0]), PlainText(name), Text("\n"), *inner, Text(tags[1])
 
 
-def _tagged_members(schema: Mapping[str, Any], tags_of: Callable[[str], tuple[str, str, str]]) -> list[Part]:
-    """Return the parameters with tags: the one before a value, the layout after it, and the tag that ends it."""
+@dataclass(frozen=True)
+class _Tags:
+    """What stands around a parameter's name and value: the tag ``end`` has layout on both sides."""
+
+    before_name: str
+    after_name: str
+    layout: str
+    end: str
+    after: str
+
+
+def _tagged_members(schema: Mapping[str, Any], tags: _Tags) -> list[Part]:
+    """Return the parameters with tags around their names and values: strings have no quotes, and all else is JSON."""
     found: list[Part] = []
     for key, value, is_required in _members(schema):
-        begin, layout, end = tags_of(key)
-        parts = (Text(begin), _plain_value(value, layout, end.strip()), Text(layout + end))
+        written = LimitedText(value, tags.end) if value.get("type") == "string" else Json(value)
+        end = Text(tags.layout + tags.end + tags.after)
+        parts = (Text(tags.before_name), PlainText(key), Text(tags.after_name), written, end)
         found += parts if is_required else (OptionalParts(parts),)
     return found
 
@@ -243,12 +266,12 @@ def _python_call(format: MessageFormat, name: str, schema: Mapping[str, Any]) ->
     arguments: list[Part] = []
     for key, value, is_required in _members(schema):
         comma = ", " if arguments else ""
-        parts = (Text(f"{comma}{key}="), Json(value))
+        parts = (*([Text(comma)] if comma else []), PlainText(key), Text("="), Json(value))
         if is_required:
             arguments += parts
         elif arguments:  # an optional first argument would leave the comma open
             arguments.append(OptionalParts(parts))
-    return Text(f"{begin}{name}("), *arguments, Text(f"){end}")
+    return Text(begin), PlainText(name), Text("("), *arguments, Text(f"){end}")
 
 
 def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
@@ -261,13 +284,3 @@ def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}  # references go to these
     for key, value in sorted(properties.items(), key=lambda item: item[0] not in required):
         yield key, {**shared, **value} if isinstance(value, Mapping) else {}, key in required
-
-
-def _plain_value(schema: Mapping[str, Any], layout: str, end: str) -> Json | FreeText | LimitedText | OneText:
-    """Return a value before ``layout`` and the tag ``end``: strings have no quotes, and all else is JSON."""
-    if schema.get("type") != "string":
-        return Json(schema)
-    texts = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(texts, list) and all(isinstance(text, str) and text for text in texts):
-        return OneText(tuple(texts))
-    return LimitedText(schema, end) if set(schema) & set(STRING_KEYWORDS) else FreeText(layout + end)

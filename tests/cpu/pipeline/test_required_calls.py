@@ -161,6 +161,59 @@ def test_keywords_that_nothing_satisfies_get_one_line(pipes, name, value):
     assert str(pipes[name].generate("Hello", max_new_tokens=2))
 
 
+@pytest.mark.parametrize("name", ["xml", "glm"])
+@pytest.mark.parametrize(
+    "value", [{"enum": [""]}, {"enum": ["abcd", "de"], "maxLength": 2}, {"enum": ["a", "b1"], "pattern": "1"}]
+)
+def test_texts_of_a_list_satisfy_the_other_keywords_too(pipes, name, value):
+    parameters = {"type": "object", "properties": {"unit": {"type": "string", **value}}, "required": ["unit"]}
+    jsonschema.validate(call_of(pipes[name], parameters), parameters)
+
+
+@pytest.mark.parametrize("name, end", [("xml", "</parameter>"), ("glm", "</arg_value>")])
+@pytest.mark.parametrize("keyword", ["const", "enum", "pattern"])
+def test_texts_with_the_tag_that_ends_a_value_get_one_line(pipes, name, end, keyword):
+    value = {"type": "string", keyword: ["fine", f"a{end}b"] if keyword == "enum" else f"a{end}b"}
+    with pytest.raises(GenerationConfigError, match=f"{keyword} has 'a{end}b'.*use tool_choice='auto'") as caught:
+        call_of(pipes[name], {"type": "object", "properties": {"unit": value}, "required": ["unit"]})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_json_may_contain_the_tag_that_ends_a_value(pipes, name):
+    text = "a</parameter>\n<parameter=b></arg_value></function>"
+    value = {"type": "array", "items": {"const": text}, "minItems": 2, "maxItems": 2}
+    parameters = {"type": "object", "properties": {"unit": value}, "required": ["unit"], "additionalProperties": False}
+    assert call_of(pipes[name], parameters) == {"unit": [text, text]}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("text", ["a<|assistant|>b", "<s>", "<tool_call></tool_call>"])
+def test_texts_of_a_tool_are_no_special_tokens(pipes, name, text):
+    value = {"type": "string", "enum": [text]}
+    parameters = {"type": "object", "properties": {"unit": value}, "required": ["unit"], "additionalProperties": False}
+    assert call_of(pipes[name], parameters) == {"unit": text}
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
+@pytest.mark.parametrize("function", ["a<s>b", "<|assistant|>", 'a"\\<s>'])
+def test_names_of_functions_are_no_special_tokens(pipes, name, function):
+    tools = [{"type": "function", "function": {"name": function, "parameters": TIME}}]
+    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=99)
+    assert [call.name for call in result.tool_calls[0]] == [function]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_required_call_that_a_stop_string_ends_is_content(pipes, name):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": TIME}}]
+    result = pipes[name].generate(
+        "Call.", tools=tools, tool_choice="required", max_new_tokens=200, stop_strings=["UTC", "CET"]
+    )
+    assert [str(reason) for reason in result.finish_reasons] == ["stop"]
+    assert result.tool_calls == [[]]
+    assert result.messages[0].content.strip() == result.texts[0].strip()
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("parameters", [{"properties": 5}, {"properties": {"a": {}}, "required": 5}])
 def test_parameters_of_a_wrong_type_are_refused(pipes, name, parameters):

@@ -149,6 +149,34 @@ def test_the_text_of_a_special_token_in_a_structural_tag_is_the_token():
     assert OTHER_SPECIAL not in allowed_tokens(plain), "only structural tags mean tokens"
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "plain_string", "value": "<other>"},
+        {"type": "string", "json_schema": {"const": "<other>"}, "excluded": "</f>"},
+        {"type": "string", "json_schema": {"enum": ["<other>"], "maxLength": 9}, "excluded": "</f>"},
+    ],
+)
+def test_plain_strings_have_no_special_tokens(form):
+    mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(tag(form))))
+    for token in encode("<f><other></f>"):
+        assert OTHER_SPECIAL not in allowed_tokens(mask)
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+    assert allowed_tokens(mask) == {END}
+
+
+def test_a_name_of_a_parameter_in_xml_has_no_special_tokens():
+    schema = {"type": "object", "properties": {"<other>": {"type": "integer"}}, "required": ["<other>"]}
+    mask = mask_of(
+        COMPILER, Grammar("structural_tag", json.dumps({"type": "qwen_xml_parameter", "json_schema": schema}))
+    )
+    for token in encode("<parameter=<other>>5"):
+        assert OTHER_SPECIAL not in allowed_tokens(mask)
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+
+
 def test_a_trigger_in_free_text_must_be_followed_by_one_of_its_tags():
     form = {"type": "triggered_tags", "triggers": ["<f"], "tags": TAGS}
     mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(form)))
