@@ -13,6 +13,7 @@ from staticllm.pipelines.generation.structured.schemas.facts import listed_value
 LIMITS = ("pattern", "minLength", "maxLength", "format")
 STRING_KEYWORDS = ("const", "enum", *LIMITS)
 MAX_LENGTH = 1 << 20
+_COMBINERS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if")
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMATS = {
@@ -21,6 +22,11 @@ _FORMATS = {
     "ipv4": r"((25[0-5]|(2[0-4]|1?[0-9])?[0-9])\.){3}(25[0-5]|(2[0-4]|1?[0-9])?[0-9])",
 }  # fmt: skip
 """The formats that are enforced; JSON Schema lets the others be mere annotations."""
+
+
+def is_plain(schema: Mapping[str, Any]) -> bool:
+    """Return whether the values of a schema are strings of which these keywords say all."""
+    return schema.get("type") == "string" and not any(name in schema for name in _COMBINERS)
 
 
 def plain_text(schema: Mapping[str, Any], excluded: str) -> Node:

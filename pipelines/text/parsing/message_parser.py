@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import function_of
+from staticllm.pipelines.generation.structured.schemas.parameters import Owner, Parameter, listed_parameters
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.parsing.formats import FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.harmony import take_harmony
@@ -174,7 +176,13 @@ class MessageParser:
 
 def _types_of(function: Mapping[str, Any]) -> Types:
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    if not isinstance(properties, Mapping):
+    if not isinstance(parameters, Mapping):
         return {}
-    return {str(name): schema for name, schema in properties.items() if isinstance(schema, Mapping)}
+    try:
+        listed = listed_parameters(parameters, Owner("", ""))
+    except GenerationConfigError:  # then what is listed is known at least
+        properties = parameters.get("properties")
+        listed = [] if not isinstance(properties, Mapping) else [
+            Parameter(str(name), schema, False) for name, schema in properties.items() if isinstance(schema, Mapping)
+        ]  # fmt: skip
+    return {parameter.name: parameter.schema for parameter in listed}

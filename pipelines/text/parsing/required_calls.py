@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.plain_text import STRING_KEYWORDS
-from staticllm.pipelines.generation.structured.schemas.parameters import object_schema
+from staticllm.pipelines.generation.structured.plain_text import STRING_KEYWORDS, is_plain
+from staticllm.pipelines.generation.structured.schemas.parameters import (
+    Owner,
+    Parameter,
+    listed_parameters,
+    object_schema,
+)
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
@@ -59,10 +64,17 @@ class LimitedText:
 class OptionalParts:
     """Parts that may be there or not."""
 
-    parts: tuple[Text | PlainText | Json | FreeText | LimitedText, ...]
+    parts: tuple[Part, ...]
 
 
-Part: TypeAlias = Text | PlainText | Json | FreeText | LimitedText | OptionalParts
+@dataclass(frozen=True)
+class OneOf:
+    """One of several sequences of parts."""
+
+    choices: tuple[tuple[Part, ...], ...]
+
+
+Part: TypeAlias = Text | PlainText | Json | FreeText | LimitedText | OptionalParts | OneOf
 
 
 @dataclass(frozen=True)
@@ -77,8 +89,7 @@ class RequiredCalls:
 
     def to_structural_tag(self) -> dict[str, Any]:
         """Return these answers as the JSON of a structural tag, with the formats of xgrammar and GenAI."""
-        choices = [_sequence(call) for call in self.calls]
-        call = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
+        call = _choice(self.calls)
         lead = _elements(self.lead)
         format = {"type": "sequence", "elements": [*lead, call]} if lead else call
         return {"type": "structural_tag", "format": format}
@@ -86,6 +97,11 @@ class RequiredCalls:
 
 def _sequence(parts: Sequence[Part]) -> dict[str, Any]:
     return {"type": "sequence", "elements": _elements(parts)}
+
+
+def _choice(choices: Sequence[Sequence[Part]]) -> dict[str, Any]:
+    elements = [_sequence(each) for each in choices]
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
 def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -105,6 +121,8 @@ def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
             elements.append({"type": "plain_string", "value": part.text})
         elif isinstance(part, OptionalParts):
             elements.append({"type": "optional", "content": _sequence(part.parts)})
+        elif isinstance(part, OneOf):
+            elements.append(_choice(part.choices))
         else:
             text, end = part.text.removeprefix(end), ""
             elements += [{"type": "const_string", "value": text}] if text else []
@@ -172,11 +190,15 @@ _WITH_PARAMETERS = ("python", "fenced", "xml", "key_value")
 """Syntaxes in which parameters are no part of a JSON object."""
 
 
-def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
+def owner_of(name: str) -> Owner:
+    """Return what errors say of the parameters of the function ``name``."""
+    return Owner(f"the parameters of the tool {shown(name)}", "leave it out, or use tool_choice='auto'")
+
+
+def _check_names(syntax: str, name: str, parameters: Sequence[Parameter]) -> None:
     known = _NAMES.get(syntax)
-    parameters = schema.get("properties", {}) if syntax in _WITH_PARAMETERS else {}
-    for each in (name, *(parameters if isinstance(parameters, Mapping) else ())):
-        if known is not None and not known.fullmatch(str(each)):
+    for each in (name, *(parameter.name for parameter in parameters)):
+        if known is not None and not known.fullmatch(each):
             raise GenerationConfigError(
                 f"a required call of {name!r}: the name {each!r} cannot be written in the model's format of calls; rename it, "
                 "or use tool_choice='auto'"
@@ -184,14 +206,16 @@ def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:
-    schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, f"the tool {name!r}")
-    _check_names(format.syntax, name, schema)
+    schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, owner_of(name))
+    listed = listed_parameters(schema, owner_of(name)) if format.syntax in _WITH_PARAMETERS else []
+    listed.sort(key=lambda parameter: not parameter.is_required)
+    _check_names(format.syntax, name, listed)
     if format.syntax == "xml":
-        return _xml_call(format.call, name, schema)
+        return _xml_call(format.call, name, listed)
     if format.syntax == "key_value":
-        return _key_value_call(format.call, name, schema)
+        return _key_value_call(format.call, name, listed)
     if format.syntax in ("python", "fenced"):
-        return _python_call(format, name, schema)
+        return _python_call(format, name, listed)
     around = _around_json(format)
     written = json.dumps(name)[1:-1] if around.before_name.endswith('"') else name
     parts = (Text(around.before_name), PlainText(written), Text(around.after_name), Json(schema), Text(around.end))
@@ -226,14 +250,14 @@ def _around_json(format: MessageFormat) -> _Around:
     return wrappers[format.syntax]
 
 
-def _xml_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    inner = _tagged_members(schema, _Tags("<parameter=", ">\n", "\n", "</parameter>", "\n"))
+def _xml_call(tags: tuple[str, str], name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
+    inner = _tagged(parameters, _Tags("<parameter=", ">\n", "\n", "</parameter>", "\n"))
     opening, closing = (f"{tags[0]}\n", f"\n{tags[1]}") if tags[0] else ("", "")
     return Text(f"{opening}{FUNCTION}"), PlainText(name), Text(">\n"), *inner, Text(f"</function>{closing}")
 
 
-def _key_value_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    inner = _tagged_members(schema, _Tags(ARG_KEY[0], f"{ARG_KEY[1]}\n{ARG_VALUE[0]}", "", ARG_VALUE[1], "\n"))
+def _key_value_call(tags: tuple[str, str], name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
+    inner = _tagged(parameters, _Tags(ARG_KEY[0], f"{ARG_KEY[1]}\n{ARG_VALUE[0]}", "", ARG_VALUE[1], "\n"))
     return Text(tags[0]), PlainText(name), Text("\n"), *inner, Text(tags[1])
 
 
@@ -248,39 +272,32 @@ class _Tags:
     after: str
 
 
-def _tagged_members(schema: Mapping[str, Any], tags: _Tags) -> list[Part]:
+def _tagged(parameters: Sequence[Parameter], tags: _Tags) -> list[Part]:
     """Return the parameters with tags around their names and values: strings have no quotes, and all else is JSON."""
     found: list[Part] = []
-    for key, value, is_required in _members(schema):
-        written = LimitedText(value, tags.end) if value.get("type") == "string" else Json(value)
+    for each in parameters:
+        value = LimitedText(each.schema, tags.end) if is_plain(each.schema) else Json(each.schema)
         end = Text(tags.layout + tags.end + tags.after)
-        parts = (Text(tags.before_name), PlainText(key), Text(tags.after_name), written, end)
-        found += parts if is_required else (OptionalParts(parts),)
+        parts = (Text(tags.before_name), PlainText(each.name), Text(tags.after_name), value, end)
+        found += parts if each.is_required else (OptionalParts(parts),)
     return found
 
 
-def _python_call(format: MessageFormat, name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+def _python_call(format: MessageFormat, name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
     begin, end = (f"{format.call[0]}[", f"]{format.call[1]}")
     if format.syntax == "fenced":
         begin, end = f"{format.call[0]}\n{FENCE}python\n", f"\n{FENCE}\n{format.call[1]}"
-    arguments: list[Part] = []
-    for key, value, is_required in _members(schema):
-        comma = ", " if arguments else ""
-        parts = (*([Text(comma)] if comma else []), PlainText(key), Text("="), Json(value))
-        if is_required:
-            arguments += parts
-        elif arguments:  # an optional first argument would leave the comma open
-            arguments.append(OptionalParts(parts))
-    return Text(begin), PlainText(name), Text("("), *arguments, Text(f"){end}")
+    arguments = [(each.is_required, (PlainText(each.name), Text("="), Json(each.schema))) for each in parameters]
+    required = [parts for is_required, parts in arguments if is_required]
+    optional = [parts for is_required, parts in arguments if not is_required]
+    return Text(begin), PlainText(name), Text("("), *_with_commas(required, optional), Text(f"){end}")
 
 
-def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
-    """Yield name, schema and whether it is required of each parameter; the required ones come first."""
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, (list, tuple)):
-        raise GenerationConfigError(
-            "the parameters of a tool have properties or required of a wrong type: must be an object and a list"
-        )
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}  # references go to these
-    for key, value in sorted(properties.items(), key=lambda item: item[0] not in required):
-        yield key, {**shared, **value} if isinstance(value, Mapping) else {}, key in required
+def _with_commas(required: Sequence[tuple[Part, ...]], optional: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
+    """Return arguments with commas between them. Without a required one, any of the optional ones may be the first."""
+    comma = Text(", ")
+    if not required and optional:
+        firsts = [_with_commas([parts], optional[place + 1 :]) for place, parts in enumerate(optional)]
+        return (OptionalParts((OneOf(tuple(firsts)),)),)
+    between = [part for parts in required for part in (comma, *parts)][1:]
+    return *between, *(OptionalParts((comma, *parts)) for parts in optional)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from staticllm.pipelines.generation.structured.plain_text import is_plain
 from staticllm.pipelines.text.parsing.json_text import take_json
 from staticllm.pipelines.text.parsing.output import Output
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
@@ -60,7 +61,7 @@ def take_parameter_value(
         MalformedError: the end is missing.
     """
     push = _Trimmed().push if has_line_breaks else str
-    if schema.get("type") == "string":
+    if schema.get("type") == "string" and not (output.is_constrained and not is_plain(schema)):
         output.arguments('"')
         found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
         output.arguments('"' if found else "")

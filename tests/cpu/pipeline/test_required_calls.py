@@ -247,6 +247,83 @@ def test_arguments_of_any_kind_are_an_object_too(pipes, name):
     assert call.arguments.startswith("{")
 
 
+WITHOUT_AN_OBJECT = ("xml", "glm", "pythonic", "minicpm")
+"""Formats in which the arguments are no JSON object, so that only the parameters can be enforced."""
+TWO = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": [7, 8]}}}
+ONE_OF_TWO = [{"required": ["a"]}, {"required": ["b"]}]
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_OBJECT)
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"oneOf": ONE_OF_TWO}, {"anyOf": ONE_OF_TWO}, {"not": {"required": ["a"]}}, {"const": {"a": True}},
+        {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"minProperties": 1}, {"maxProperties": 1},
+        {"dependentRequired": {"a": ["b"]}}, {"additionalProperties": {"type": "integer"}}, {"allOf": [{"oneOf": ONE_OF_TWO}]},
+        {"$ref": "#/$defs/c", "$defs": {"c": {"minProperties": 1}}}, {"patternProperties": {"a": False}},
+        {"propertyNames": {"const": "a"}}, {"$ref": "#/$defs/missing"}, {"$ref": "#"}, {"allOf": 5},
+        {"allOf": [{"properties": {"c": {}}, "additionalProperties": False}]},
+    ],
+)  # fmt: skip
+def test_what_a_format_without_an_object_cannot_enforce_gets_one_line(pipes, name, keywords):
+    with pytest.raises(
+        GenerationConfigError, match=r"the parameters of the tool 'f' have .*use tool_choice='auto'"
+    ) as caught:
+        call_of(pipes[name], {**TWO, **keywords})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_OBJECT)
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"required": ["c"], "additionalProperties": False}, "require 'c', which properties lacks"),
+        ({"properties": {"a": False}, "required": ["a"]}, "require 'a', whose schema is false"),
+        ({"properties": {"a": 1}}, "have 'a' with the schema 1"),
+        ({"properties": {"a": None}, "required": ["a"]}, "have 'a' with the schema None"),
+        ({"required": [5]}, "have properties or required of a wrong type"),
+    ],
+)
+def test_parameters_that_nothing_satisfies_get_one_line(pipes, name, keywords, message):
+    with pytest.raises(GenerationConfigError, match=f"the parameters of the tool 'f' {message}") as caught:
+        call_of(pipes[name], {**TWO, **keywords})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/p", "$defs": {"p": {**TWO, "required": ["a"], "additionalProperties": False}}},
+        {**TWO, "required": ["b"], "description": "d", "$id": "http://x.org/y", "strict": True, "minProperties": 1},
+        {**TWO, "properties": {"a": {"$ref": "#/properties/b"}, "b": {"enum": [7, 8]}}, "required": ["a"]},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}, "b": {"const": 7}},
+            "required": ["a", "b"], "additionalProperties": False,
+        },
+        {
+            "type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/$defs/q"}}, "additionalProperties": False,
+            "$defs": {"q": {"anyOf": [{"$ref": "#/$defs/r"}]}, "r": {"const": 4}},
+        },
+        {**FLAG, "properties": {"a": {"type": "string", "anyOf": [{"const": "x"}, {"const": "12"}]}}},
+    ],
+)  # fmt: skip
+def test_what_all_formats_can_enforce(pipes, name, parameters):
+    found = call_of(pipes[name], parameters)
+    jsonschema.validate(found, {key: value for key, value in parameters.items() if key != "$id"})
+    assert found
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_OBJECT)
+def test_parameters_of_all_of_are_listed(pipes, name):
+    more = {"properties": {"c": {"type": "string", "const": "5"}}, "required": ["c"]}
+    parameters = {"allOf": [{**TWO, "required": ["a"]}, more, {"type": "object"}]}
+    found = call_of(pipes[name], parameters)
+    jsonschema.validate(found, parameters)
+    assert found["c"] == "5"
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("type", ["array", ["null", "string"], [], 5])
 def test_parameters_that_are_no_object_get_one_line(pipes, name, type):

@@ -11,7 +11,13 @@ from staticllm.pipelines.text.parsing.events import message_of
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format, takes_tools
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
 from staticllm.pipelines.text.parsing.required_calls import (
-    FreeText, Json, LimitedText, OptionalParts, PlainText, Text, required_calls,
+    FreeText,
+    Json,
+    LimitedText,
+    OptionalParts,
+    PlainText,
+    Text,
+    required_calls,
 )  # fmt: skip
 
 THINK = ("<think>", "</think>")
