@@ -373,3 +373,38 @@ def test_json_in_a_constrained_answer_may_contain_the_tag_that_ends_a_parameter(
         message = message_of(events + parser.finish())
         assert [call.parsed_arguments for call in message.tool_calls] == [{"a": json.loads(value), "b": 5}]
         assert message.content == ""
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "None", "None"),
+        ({"type": "null"}, "None", None),
+        ({"type": "null"}, "null", None),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "True", True),
+        ({"$ref": "#/$defs/flag"}, "True", True),
+        ({"type": "string"}, "True", "True"),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"type": "integer"}, "True", "True"),
+        ({}, "True", "True"),
+        ({"type": 5}, "True", "True"),
+        ({"type": "boolean", "allOf": 5}, "True", "True"),
+    ],
+)
+@pytest.mark.parametrize("is_xml", [True, False])
+def test_literals_of_python_are_read_as_the_schema_says(schema, text, value, is_xml):
+    parameters = {"properties": {"a": schema}, "$defs": {"flag": {"type": "boolean"}}}
+    key_value = MessageFormat("key_value", ("<tool_call>", "</tool_call>"))
+    parser = MessageParser(XML if is_xml else key_value, [{"name": "f", "parameters": parameters}])
+    parameter = (
+        f"<parameter=a>{text}</parameter></function>"
+        if is_xml
+        else f"<arg_key>a</arg_key><arg_value>{text}</arg_value>"
+    )
+    call = f"<tool_call>{'<function=f>' if is_xml else 'f'}\n{parameter}</tool_call>"
+    message = message_of(parser.push(call) + parser.finish())
+    assert [call.parsed_arguments for call in message.tool_calls] == [{"a": value}]
