@@ -15,6 +15,7 @@ from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.parsing.events import Event, message_of
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.pipelines.text.parsing.output import ExpectedCalls
 from staticllm.results import AssistantMessage
 
 
@@ -73,7 +74,9 @@ def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
     """Return what parses the answer; None for plain text."""
     if prepared.format is None:
         return None
-    return MessageParser(prepared.format, prepared.tools, is_constrained=_is_call_required(prepared))
+    choice = prepared.options.extra.tool_options.choice
+    calls: ExpectedCalls = "required" if _is_call_required(prepared) else "none" if choice == "none" else "auto"
+    return MessageParser(prepared.format, prepared.tools, calls=calls)
 
 
 def _is_call_required(prepared: PreparedRequest) -> bool:

@@ -13,7 +13,7 @@ from staticllm.pipelines.text.parsing.formats import FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.harmony import take_harmony
 from staticllm.pipelines.text.parsing.json_calls import take_bare_objects, take_call_objects, take_named_calls
 from staticllm.pipelines.text.parsing.key_value_calls import take_key_value_call
-from staticllm.pipelines.text.parsing.output import Output, new_call_id
+from staticllm.pipelines.text.parsing.output import ExpectedCalls, Output, new_call_id
 from staticllm.pipelines.text.parsing.python_calls import take_python_calls
 from staticllm.pipelines.text.parsing.recipients import take_recipients
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
@@ -41,7 +41,7 @@ class MessageParser:
         tools: The functions that may be called, as OpenAI's API takes them. They say of what type the values are where the
             format does not. Calls without markers are found only if they name one of them; without tools, any name will do.
         new_id: Makes the id of a call.
-        is_constrained: Whether a grammar keeps the answer well-formed, as it does with a required call.
+        calls: ``none`` makes content of calls; ``required`` says that a grammar constrains the answer to a call.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class MessageParser:
         format: MessageFormat,
         tools: Iterable[Mapping[str, Any]] = (),
         new_id: Callable[[], str] = new_call_id,
-        is_constrained: bool = False,
+        calls: ExpectedCalls = "auto",
     ) -> None:
         functions = [function_of(tool) for tool in tools]
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
-        self._source, self._output = Source(), Output(self._types, new_id, is_constrained)
+        self._source, self._output = Source(), Output(self._types, new_id, calls)
         self._steps = self._whole_answer()
         self._is_over = False
         self._advance()
@@ -73,7 +73,7 @@ class MessageParser:
         return self._output.take_events()
 
     def cut(self) -> list[Event]:
-        """End a constrained answer that is cut off, in place of ``finish``.
+        """End an answer with a required call that is cut off, in place of ``finish``.
 
         A call whose name is known stays one, with the arguments so far.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection
+from typing import Literal
 
 from staticllm.pipelines.text.parsing.events import (
     ArgumentsDelta,
@@ -17,6 +18,9 @@ from staticllm.pipelines.text.parsing.events import (
 )
 from staticllm.pipelines.text.parsing.source import MalformedError
 
+ExpectedCalls = Literal["auto", "none", "required"]
+"""Whether an answer may have calls, is read as if it had none, or must be a call, to which a grammar constrains it."""
+
 
 def new_call_id() -> str:
     """Return an id for a call, which no other call has."""
@@ -29,14 +33,16 @@ class Output:
     A block is a call or reasoning with its markers. Whitespace directly before and after blocks is layout and left out; so is
     that at the ends of reasoning. ``names`` are the functions that may be called by a text without markers; ``has_content`` says
     whether any text for the user, except whitespace, was found, and ``is_constrained`` whether a grammar keeps the answer
-    well-formed. While ``keeps_cut_calls`` is set, a call that ends too early stays one, and nothing follows it.
+    well-formed. With ``calls`` as ``none``, all calls are content. While ``keeps_cut_calls`` is set, a call that ends too early
+    stays one, and nothing follows it.
     """
 
     def __init__(
-        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, is_constrained: bool = False
+        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, calls: ExpectedCalls = "auto"
     ) -> None:
         self.names = frozenset(names)
-        self.is_constrained = is_constrained
+        self.is_constrained = calls == "required"
+        self._has_calls = calls != "none"
         self.keeps_cut_calls = False
         self._new_id = new_id
         self._events: list[Event] = []
@@ -87,7 +93,13 @@ class Output:
         self._space, self._drops_space = "", True
 
     def begin_call(self, name: str) -> None:
-        """Begin a call whose name is known."""
+        """Begin a call whose name is known.
+
+        Raises:
+            MalformedError: no calls are looked for.
+        """
+        if not self._has_calls:
+            raise MalformedError("calls are content")
         self._events.append(CallBegin(self._num_calls, self._new_id(), name))
         self._is_in_call = True
 
@@ -95,7 +107,7 @@ class Output:
         """Begin a call that no marker announced.
 
         Raises:
-            MalformedError: there is no such function.
+            MalformedError: there is no such function, or no calls are looked for.
         """
         if self.names and name not in self.names:
             raise MalformedError(f"no function is called {name!r}")

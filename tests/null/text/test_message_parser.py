@@ -335,7 +335,7 @@ def test_a_required_call_that_is_cut_off_keeps_its_arguments(name):
     whole = message_of(events_of(format, [text])).tool_calls[0].arguments
     lengths = set()
     for length in range(len(text) + 1):
-        parser = MessageParser(format, TOOLS, is_constrained=True)
+        parser = MessageParser(format, TOOLS, calls="required")
         events = parser.push(text[:length]) + parser.cut()
         message = message_of(events)
         assert not any(isinstance(event, CallBroken) for event in events)
@@ -355,7 +355,7 @@ def test_a_required_call_that_ends_too_early_without_a_limit_is_content(name):
     """A stop string ends it, for example: its arguments would be no JSON."""
     format, text = CUT[name]
     for length in range(len(text)):
-        parser = MessageParser(format, TOOLS, is_constrained=True)
+        parser = MessageParser(format, TOOLS, calls="required")
         message = message_of(parser.push(text[:length]) + parser.finish())
         for call in message.tool_calls:
             assert set(call.parsed_arguments) == {"city", "days"}
@@ -368,7 +368,7 @@ def test_json_in_a_constrained_answer_may_contain_the_tag_that_ends_a_parameter(
     parameters = f"<parameter=a>\n{value}\n</parameter>\n<parameter=b>\n5\n</parameter>\n"
     text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
     for size in (1, 7, len(text)):
-        parser = MessageParser(XML, tools, is_constrained=True)
+        parser = MessageParser(XML, tools, calls="required")
         events = [event for place in range(0, len(text), size) for event in parser.push(text[place : place + size])]
         message = message_of(events + parser.finish())
         assert [call.parsed_arguments for call in message.tool_calls] == [{"a": json.loads(value), "b": 5}]
@@ -408,3 +408,20 @@ def test_literals_of_python_are_read_as_the_schema_says(schema, text, value, is_
     call = f"<tool_call>{'<function=f>' if is_xml else 'f'}\n{parameter}</tool_call>"
     message = message_of(parser.push(call) + parser.finish())
     assert [call.parsed_arguments for call in message.tool_calls] == [{"a": value}]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_without_calls_a_call_is_content(name):
+    format, text = CUT[name]
+    for size in (1, 5, len(text)):
+        parser = MessageParser(format, TOOLS, calls="none")
+        events = [event for place in range(0, len(text), size) for event in parser.push(text[place : place + size])]
+        assert merged(events + parser.finish()) == [ContentDelta(text)]
+
+
+def test_without_calls_reasoning_is_found():
+    parser = MessageParser(TAGGED, TOOLS, calls="none")
+    text = '<think>Hm.</think>Look: <tool_call>{"name": "now"}</tool_call>'
+    message = message_of(parser.push(text) + parser.finish())
+    assert (message.reasoning_content, message.tool_calls) == ("Hm.", ())
+    assert message.content == 'Look: <tool_call>{"name": "now"}</tool_call>'
