@@ -190,7 +190,7 @@ _WITH_PARAMETERS = ("python", "fenced", "xml", "key_value")
 """Syntaxes in which parameters are no part of a JSON object."""
 
 
-def owner_of(name: str) -> Owner:
+def _owner_of(name: str) -> Owner:
     """Return what errors say of the parameters of the function ``name``."""
     return Owner(f"the parameters of the tool {shown(name)}", "leave it out, or use tool_choice='auto'")
 
@@ -206,8 +206,8 @@ def _check_names(syntax: str, name: str, parameters: Sequence[Parameter]) -> Non
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:
-    schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, owner_of(name))
-    listed = listed_parameters(schema, owner_of(name)) if format.syntax in _WITH_PARAMETERS else []
+    schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, _owner_of(name))
+    listed = listed_parameters(schema, _owner_of(name)) if format.syntax in _WITH_PARAMETERS else []
     listed.sort(key=lambda parameter: not parameter.is_required)
     _check_names(format.syntax, name, listed)
     if format.syntax == "xml":
