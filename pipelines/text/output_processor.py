@@ -16,6 +16,7 @@ from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.parsing.events import Event, message_of
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.pipelines.text.parsing.output import ExpectedCalls
 from staticllm.results import AssistantMessage
 
 
@@ -71,11 +72,16 @@ class RequestOutput:
 
 
 def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
-    """Return what parses the answer; None for plain text. A required call stays one where ``max_new_tokens`` cuts it off."""
+    """Return what parses the answer; None for plain text."""
     if prepared.format is None:
         return None
-    is_required = prepared.options.extra.tool_options.is_call_required
-    return MessageParser(prepared.format, prepared.tools, keeps_cut_calls=is_required)
+    choice = prepared.options.extra.tool_options.choice
+    calls: ExpectedCalls = "required" if _is_call_required(prepared) else "none" if choice == "none" else "auto"
+    return MessageParser(prepared.format, prepared.tools, calls=calls)
+
+
+def _is_call_required(prepared: PreparedRequest) -> bool:
+    return prepared.options.extra.tool_options.is_call_required
 
 
 @dataclass(frozen=True)
@@ -162,10 +168,13 @@ class OutputProcessor:
         self._events += events
         return events
 
-    def _parse_rest(self, text: str) -> list[Event]:
-        """Parse the last piece of the text, and return the last events."""
+    def _parse_rest(self, text: str, reason: FinishReason) -> list[Event]:
+        """Parse the last piece of the text, and return the last events. A required call stays one where the limit cuts it off."""
         events = self._parse(text)
-        last = [] if self._parser is None else self._parser.finish()
+        if self._parser is None:
+            return events
+        is_cut = reason == FinishReason.LENGTH and _is_call_required(self._prepared)
+        last = self._parser.cut() if is_cut else self._parser.finish()
         self._events += last
         return events + last
 
@@ -175,7 +184,7 @@ class OutputProcessor:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
         rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
         received, options = self._received, self._prepared.options
-        events = self._parse_rest(rest)
+        events = self._parse_rest(rest, reason)
         message = None if self._parser is None else message_of(self._events)
         if message is not None and message.tool_calls and reason == FinishReason.STOP:
             reason = FinishReason.TOOL_CALL

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.structured.schemas.facts import LITERAL
 from staticllm.pipelines.generation.structured.schemas.negation import Exact
 from staticllm.pipelines.generation.structured.schemas.numbers import adds_bounds, with_exact_bounds
 from staticllm.pipelines.generation.structured.schemas.rewriting import rewritten
@@ -24,7 +25,6 @@ ANNOTATIONS = frozenset(["deprecated", "contentSchema"])
 """Keywords that say nothing about what is valid, and that llguidance does not know."""
 _COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "dependentSchemas", "dependentRequired")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
-LITERAL = ("const", "enum", "default", "examples")
 MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?!\])|\[", re.DOTALL)
 _CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f"

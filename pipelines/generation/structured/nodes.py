@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Text:
-    """Exactly this text."""
+    """Exactly this text. ``is_plain``: also where it has the text of a special token, it is written with other tokens."""
 
     text: str
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,10 @@ def in_order(parts: list[Node]) -> Node:
 def with_special_tokens(node: Node, special: Mapping[str, int]) -> Node:
     """Return a tree in which special tokens, by their text, stand for their text: a model writes them as these tokens.
 
-    Free text ends with a special token only if its end begins with one; it cannot contain special tokens itself.
+    Plain text has none. Free text ends with a special token only if its end begins with one; it cannot contain special tokens
+    itself.
     """
-    if isinstance(node, Text):
+    if isinstance(node, Text) and not node.is_plain:
         pieces = [Text(piece) if isinstance(piece, str) else Token(piece) for piece in split_at(node.text, special)]
         return in_order(list(pieces)) if pieces else node
     if isinstance(node, Shortest):
@@ -220,7 +222,7 @@ class LarkWriter:
 
     def _regular_text(self, node: Node) -> str:
         """Return the name of the terminal of a node; the empty text has none."""
-        if isinstance(node, Reference) or node == Text(""):
+        if isinstance(node, Reference) or (isinstance(node, Text) and not node.text):
             return self._terminal_text(node)
         return self._named("T", node, lambda: self._terminal_text(node), "T{}: {}")
 

@@ -17,11 +17,13 @@ from staticllm.pipelines.generation.structured.nodes import (
     Shortest,
     Text,
 )
-from staticllm.pipelines.generation.structured.plain_text import plain_text
+from staticllm.pipelines.generation.structured.plain_text import is_plain, limited_text
 from staticllm.pipelines.generation.structured.regex import rust_regex
+from staticllm.pipelines.generation.structured.schemas.parameters import Owner, listed_parameters
 
 SPACE = Pattern(r"[ \t\n]{0,8}")
 END = "</parameter>"
+_OWNER = Owner("parameters in XML", "leave it out, or use JSON")
 
 
 def xml_parameters(schema: Any) -> Node:
@@ -30,27 +32,25 @@ def xml_parameters(schema: Any) -> Node:
     Strings are written as they are, and with an ``enum`` or ``const`` in quotes, as GenAI does. All else is JSON.
 
     Raises:
-        GenerationConfigError: the schema is not that of an object with properties.
+        GenerationConfigError: the schema is malformed, lists no properties, or says more than the format can enforce.
     """
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
+    if not isinstance(schema, Mapping) or not schema.keys() & {"properties", "required", "$ref", "allOf"}:
         raise GenerationConfigError("parameters in XML need the schema of an object with properties: add them")
-    required = schema.get("required", [])
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts: list[Node] = []
-    for name, value in properties.items():
-        body = Sequence((SPACE, Text(f"<parameter={name}>"), *_value({**shared, **value}, schema)))
-        parts.append(body if name in required else Repeat(body, 0, 1))
+    for parameter in listed_parameters(schema, _OWNER):
+        name = Text(parameter.name, is_plain=True)
+        body = Sequence((SPACE, Text("<parameter="), name, Text(">"), *_value(parameter.schema)))
+        parts.append(body if parameter.is_required else Repeat(body, 0, 1))
     return Sequence((*parts, SPACE))
 
 
-def _value(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[Node, ...]:
+def _value(schema: Mapping[str, Any]) -> tuple[Node, ...]:
     """Return a value and the end of its parameter."""
-    if schema.get("type") != "string" or "enum" in schema or "const" in schema:
+    if not is_plain(schema) or "enum" in schema or "const" in schema:
         return SPACE, Schema(prepared(dict(schema))), SPACE, Text(END)
     if "pattern" in schema:
-        limits = plain_text({name: value for name, value in schema.items() if name != "pattern"}, END)
+        limits = limited_text({name: value for name, value in schema.items() if name != "pattern"}, END)
         return AllOf((*limits.regexes, rust_regex(str(schema["pattern"]))), END), Text(END)
     if "format" in schema:
-        return plain_text(schema, END), Text(END)
+        return limited_text(schema, END), Text(END)
     return (Shortest((END,), int(schema.get("minLength", 0)), schema.get("maxLength")),)

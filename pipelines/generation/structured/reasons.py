@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.json_schema import LITERAL, MAPS
+from staticllm.pipelines.generation.structured.json_schema import MAPS
 from staticllm.pipelines.generation.structured.matcher import first_line
 from staticllm.pipelines.generation.structured.nodes import Choice, Node, Reference, Repeat, Rules, Schema, children
 from staticllm.pipelines.generation.structured.regex import python_reason, with_place
+from staticllm.pipelines.generation.structured.schemas.facts import LITERAL
 from staticllm.pipelines.generation.structured.schemas.rewriting import MAX_PLACES, OVERLAPPING
 from staticllm.pipelines.generation.structured.translation import SyntaxTree
 

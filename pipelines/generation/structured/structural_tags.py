@@ -1,8 +1,9 @@
 """Translates structural tags, which mix free text with parts that a grammar governs, into a syntax tree.
 
-The formats and their names are those of xgrammar's JSON, which GenAI's ``StructuredOutputConfig`` also writes, and our own
-``string``: a string of a JSON schema without quotes, which does not contain the text ``excluded``. Free text in a
-tag ends with the first occurrence of the tag's end; free text elsewhere goes on to the end of the answer.
+The formats and their names are those of xgrammar's JSON, which GenAI's ``StructuredOutputConfig`` also writes, and two of our
+own. ``string`` is a string of a JSON schema without quotes, which does not contain the text ``excluded``. ``plain_string`` is a
+``const_string`` without special tokens. Free text in a tag ends with the first occurrence of the tag's end; free text elsewhere
+goes on to the end of the answer.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class StructuralTag:
         self._depth = self._num_grammars = 0
         self._writers: dict[str, Callable[[Format, Ends], Node]] = {
             "const_string": lambda form, ends: Text(_text(form, "value")),
+            "plain_string": lambda form, ends: Text(_text(form, "value"), is_plain=True),
             "json_schema": lambda form, ends: self._schema(form),
             "qwen_xml_parameter": lambda form, ends: xml_parameters(_schema_of(form)),
             "string": lambda form, ends: plain_text(_schema_of(form), _text(form, "excluded")),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import function_of
+from staticllm.pipelines.generation.structured.schemas.parameters import Owner, Parameter, listed_parameters
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.parsing.formats import FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.harmony import take_harmony
 from staticllm.pipelines.text.parsing.json_calls import take_bare_objects, take_call_objects, take_named_calls
 from staticllm.pipelines.text.parsing.key_value_calls import take_key_value_call
-from staticllm.pipelines.text.parsing.output import Output, new_call_id
+from staticllm.pipelines.text.parsing.output import ExpectedCalls, Output, new_call_id
 from staticllm.pipelines.text.parsing.python_calls import take_python_calls
 from staticllm.pipelines.text.parsing.recipients import take_recipients
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
@@ -31,7 +33,7 @@ _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
 class MessageParser:
     """Parses one answer. However its text is split, the events concatenate to the same.
 
-    A call that is malformed or cut off becomes content, with all its text, except with ``keeps_cut_calls``. Calls in reasoning
+    A call that is malformed or cut off becomes content, with all its text; ``cut`` keeps one that is cut off. Calls in reasoning
     are not looked for.
 
     Args:
@@ -39,8 +41,7 @@ class MessageParser:
         tools: The functions that may be called, as OpenAI's API takes them. They say of what type the values are where the
             format does not. Calls without markers are found only if they name one of them; without tools, any name will do.
         new_id: Makes the id of a call.
-        keeps_cut_calls: Whether a call that the end of the answer cuts off stays a call, with the arguments so far, once its name
-            is known. For answers that a grammar keeps well-formed.
+        calls: ``none`` makes content of calls; ``required`` says that a grammar constrains the answer to a call.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class MessageParser:
         format: MessageFormat,
         tools: Iterable[Mapping[str, Any]] = (),
         new_id: Callable[[], str] = new_call_id,
-        keeps_cut_calls: bool = False,
+        calls: ExpectedCalls = "auto",
     ) -> None:
         functions = [function_of(tool) for tool in tools]
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
-        self._source, self._output = Source(), Output(self._types, new_id, keeps_cut_calls)
+        self._source, self._output = Source(), Output(self._types, new_id, calls)
         self._steps = self._whole_answer()
         self._is_over = False
         self._advance()
@@ -70,6 +71,14 @@ class MessageParser:
         self._advance()
         self._output.finish()
         return self._output.take_events()
+
+    def cut(self) -> list[Event]:
+        """End an answer with a required call that is cut off, in place of ``finish``.
+
+        A call whose name is known stays one, with the arguments so far.
+        """
+        self._output.keeps_cut_calls = True
+        return self.finish()
 
     def _advance(self) -> None:
         if not self._is_over:
@@ -167,7 +176,13 @@ class MessageParser:
 
 def _types_of(function: Mapping[str, Any]) -> Types:
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    if not isinstance(properties, Mapping):
+    if not isinstance(parameters, Mapping):
         return {}
-    return {str(name): schema for name, schema in properties.items() if isinstance(schema, Mapping)}
+    try:
+        listed = listed_parameters(parameters, Owner("", ""))
+    except GenerationConfigError:  # then what is listed is known at least
+        properties = parameters.get("properties")
+        listed = [] if not isinstance(properties, Mapping) else [
+            Parameter(str(name), schema, False) for name, schema in properties.items() if isinstance(schema, Mapping)
+        ]  # fmt: skip
+    return {parameter.name: parameter.schema for parameter in listed}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection
+from typing import Literal
 
 from staticllm.pipelines.text.parsing.events import (
     ArgumentsDelta,
@@ -17,6 +18,9 @@ from staticllm.pipelines.text.parsing.events import (
 )
 from staticllm.pipelines.text.parsing.source import MalformedError
 
+ExpectedCalls = Literal["auto", "none", "required"]
+"""Whether an answer may have calls, is read as if it had none, or must be a call, to which a grammar constrains it."""
+
 
 def new_call_id() -> str:
     """Return an id for a call, which no other call has."""
@@ -28,15 +32,18 @@ class Output:
 
     A block is a call or reasoning with its markers. Whitespace directly before and after blocks is layout and left out; so is
     that at the ends of reasoning. ``names`` are the functions that may be called by a text without markers; ``has_content`` says
-    whether any text for the user, except whitespace, was found. With ``keeps_cut_calls``, a call that ends too early stays one,
-    and nothing follows it.
+    whether any text for the user, except whitespace, was found, and ``is_constrained`` whether a grammar keeps the answer
+    well-formed. With ``calls`` as ``none``, all calls are content. While ``keeps_cut_calls`` is set, a call that ends too early
+    stays one, and nothing follows it.
     """
 
     def __init__(
-        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, keeps_cut_calls: bool = False
+        self, names: Collection[str], new_id: Callable[[], str] = new_call_id, calls: ExpectedCalls = "auto"
     ) -> None:
         self.names = frozenset(names)
-        self._keeps_cut_calls = keeps_cut_calls
+        self.is_constrained = calls == "required"
+        self._has_calls = calls != "none"
+        self.keeps_cut_calls = False
         self._new_id = new_id
         self._events: list[Event] = []
         self._num_calls = 0
@@ -54,7 +61,7 @@ class Output:
 
     def content(self, text: str) -> None:
         """Add text for the user."""
-        if self._keeps_cut_calls and self._num_calls:
+        if self.keeps_cut_calls and self._num_calls:
             return  # nothing but a part of the call's end
         if self._drops_space:
             text = text.lstrip()
@@ -86,7 +93,13 @@ class Output:
         self._space, self._drops_space = "", True
 
     def begin_call(self, name: str) -> None:
-        """Begin a call whose name is known."""
+        """Begin a call whose name is known.
+
+        Raises:
+            MalformedError: no calls are looked for.
+        """
+        if not self._has_calls:
+            raise MalformedError("calls are content")
         self._events.append(CallBegin(self._num_calls, self._new_id(), name))
         self._is_in_call = True
 
@@ -94,7 +107,7 @@ class Output:
         """Begin a call that no marker announced.
 
         Raises:
-            MalformedError: there is no such function.
+            MalformedError: there is no such function, or no calls are looked for.
         """
         if self.names and name not in self.names:
             raise MalformedError(f"no function is called {name!r}")
@@ -114,7 +127,7 @@ class Output:
 
     def break_block(self, text: str) -> None:
         """End a block that is none: its ``text`` is content."""
-        if self._is_in_call and self._keeps_cut_calls:
+        if self._is_in_call and self.keeps_cut_calls:
             self.end_call()
             self.close_block()
             return

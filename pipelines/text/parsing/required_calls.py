@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.plain_text import STRING_KEYWORDS
+from staticllm.pipelines.generation.structured.plain_text import STRING_KEYWORDS, is_plain
+from staticllm.pipelines.generation.structured.schemas.parameters import (
+    Owner,
+    Parameter,
+    listed_parameters,
+    object_schema,
+)
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-
 
 @dataclass(frozen=True)
 class Text:
-    """A text that must come as it is. It may contain special tokens."""
+    """A text of the model's format that must come as it is. It may contain special tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A text of a tool, such as its name, that must come as it is. It contains no special tokens, whatever it says."""
 
     text: str
 
@@ -50,20 +61,20 @@ class LimitedText:
 
 
 @dataclass(frozen=True)
-class OneText:
-    """One of several texts."""
-
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class OptionalParts:
     """Parts that may be there or not."""
 
-    parts: tuple[Text | Json | FreeText | LimitedText | OneText, ...]
+    parts: tuple[Part, ...]
 
 
-Part: TypeAlias = Text | Json | FreeText | LimitedText | OneText | OptionalParts
+@dataclass(frozen=True)
+class OneOf:
+    """One of several sequences of parts."""
+
+    choices: tuple[tuple[Part, ...], ...]
+
+
+Part: TypeAlias = Text | PlainText | Json | FreeText | LimitedText | OptionalParts | OneOf
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,7 @@ class RequiredCalls:
 
     def to_structural_tag(self) -> dict[str, Any]:
         """Return these answers as the JSON of a structural tag, with the formats of xgrammar and GenAI."""
-        choices = [_sequence(call) for call in self.calls]
-        call = choices[0] if len(choices) == 1 else {"type": "or", "elements": choices}
+        call = _choice(self.calls)
         lead = _elements(self.lead)
         format = {"type": "sequence", "elements": [*lead, call]} if lead else call
         return {"type": "structural_tag", "format": format}
@@ -87,6 +97,11 @@ class RequiredCalls:
 
 def _sequence(parts: Sequence[Part]) -> dict[str, Any]:
     return {"type": "sequence", "elements": _elements(parts)}
+
+
+def _choice(choices: Sequence[Sequence[Part]]) -> dict[str, Any]:
+    elements = [_sequence(each) for each in choices]
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
 def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -102,11 +117,12 @@ def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
         elif isinstance(part, LimitedText):
             limits = {name: part.schema[name] for name in STRING_KEYWORDS if name in part.schema}
             elements.append({"type": "string", "json_schema": limits, "excluded": part.excluded})
-        elif isinstance(part, OneText):
-            texts = [{"type": "const_string", "value": text} for text in part.texts]
-            elements.append(texts[0] if len(texts) == 1 else {"type": "or", "elements": texts})
+        elif isinstance(part, PlainText):
+            elements.append({"type": "plain_string", "value": part.text})
         elif isinstance(part, OptionalParts):
             elements.append({"type": "optional", "content": _sequence(part.parts)})
+        elif isinstance(part, OneOf):
+            elements.append(_choice(part.choices))
         else:
             text, end = part.text.removeprefix(end), ""
             elements += [{"type": "const_string", "value": text}] if text else []
@@ -174,11 +190,15 @@ _WITH_PARAMETERS = ("python", "fenced", "xml", "key_value")
 """Syntaxes in which parameters are no part of a JSON object."""
 
 
-def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
+def _owner_of(name: str) -> Owner:
+    """Return what errors say of the parameters of the function ``name``."""
+    return Owner(f"the parameters of the tool {shown(name)}", "leave it out, or use tool_choice='auto'")
+
+
+def _check_names(syntax: str, name: str, parameters: Sequence[Parameter]) -> None:
     known = _NAMES.get(syntax)
-    parameters = schema.get("properties", {}) if syntax in _WITH_PARAMETERS else {}
-    for each in (name, *(parameters if isinstance(parameters, Mapping) else ())):
-        if known is not None and not known.fullmatch(str(each)):
+    for each in (name, *(parameter.name for parameter in parameters)):
+        if known is not None and not known.fullmatch(each):
             raise GenerationConfigError(
                 f"a required call of {name!r}: the name {each!r} cannot be written in the model's format of calls; rename it, "
                 "or use tool_choice='auto'"
@@ -186,89 +206,98 @@ def _check_names(syntax: str, name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, ...]:
-    schema: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else ANY_OBJECT
-    _check_names(format.syntax, name, schema)
+    schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, _owner_of(name))
+    listed = listed_parameters(schema, _owner_of(name)) if format.syntax in _WITH_PARAMETERS else []
+    listed.sort(key=lambda parameter: not parameter.is_required)
+    _check_names(format.syntax, name, listed)
     if format.syntax == "xml":
-        return _xml_call(format.call, name, schema)
+        return _xml_call(format.call, name, listed)
     if format.syntax == "key_value":
-        return _key_value_call(format.call, name, schema)
+        return _key_value_call(format.call, name, listed)
     if format.syntax in ("python", "fenced"):
-        return _python_call(format, name, schema)
-    before, after = _around_json(format, name)
-    return (Text(before), Json(schema), Text(after)) if after else (Text(before), Json(schema))
+        return _python_call(format, name, listed)
+    around = _around_json(format)
+    written = json.dumps(name)[1:-1] if around.before_name.endswith('"') else name
+    parts = (Text(around.before_name), PlainText(written), Text(around.after_name), Json(schema), Text(around.end))
+    return tuple(part for part in parts if part not in (Text(""), PlainText("")))
 
 
-def _around_json(format: MessageFormat, name: str) -> tuple[str, str]:
-    """Return what stands before and after the arguments where they are one JSON object."""
-    (begin, end), quoted = format.call, f'{{"name": {json.dumps(name)}, '
-    if format.syntax == "separated":
-        before = f"function{SEPARATOR}{name}\n{FENCE}json\n" if format.is_fenced else f"{name}{SEPARATOR}"
-        return f"{begin}{CALL[0]}{before}", f"\n{FENCE}{CALL[1]}{end}" if format.is_fenced else f"{CALL[1]}{end}"
+@dataclass(frozen=True)
+class _Around:
+    """What stands around the name of a function and its arguments, where these are one JSON object."""
+
+    before_name: str
+    after_name: str
+    end: str
+
+
+def _around_json(format: MessageFormat) -> _Around:
+    (begin, end), quoted = format.call, '{"name": "'
+    if format.syntax == "separated" and format.is_fenced:
+        before = f"{begin}{CALL[0]}function{SEPARATOR}"
+        return _Around(before, f"\n{FENCE}json\n", f"\n{FENCE}{CALL[1]}{end}")
+    if format.syntax == "named" and format.has_args_marker:
+        return _Around(begin, ARGS, "")
     wrappers = {
-        "tagged": (f'{begin}\n{quoted}"arguments": ', f"}}\n{end}"),
-        "bare_json": (f'{quoted}"parameters": ', "}"),
-        "named": (f"{begin}{name}{ARGS}", "") if format.has_args_marker else (f'{begin}[{quoted}"arguments": ', "}]"),
-        "json_function": (f"{FUNCTION}{name}>", "</function>"),
-        "recipients": (f"{'' if format.is_call_open else begin}{name}{end}", ""),
-        "harmony": (f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
+        "separated": _Around(f"{begin}{CALL[0]}", SEPARATOR, f"{CALL[1]}{end}"),
+        "tagged": _Around(f"{begin}\n{quoted}", '", "arguments": ', f"}}\n{end}"),
+        "bare_json": _Around(quoted, '", "parameters": ', "}"),
+        "named": _Around(f"{begin}[{quoted}", '", "arguments": ', "}]"),
+        "json_function": _Around(FUNCTION, ">", "</function>"),
+        "recipients": _Around("" if format.is_call_open else begin, end, ""),
+        "harmony": _Around("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
     }
     return wrappers[format.syntax]
 
 
-def _xml_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    inner = _tagged_members(schema, lambda key: (f"<parameter={key}>\n", "\n", "</parameter>\n"))
+def _xml_call(tags: tuple[str, str], name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
+    inner = _tagged(parameters, _Tags("<parameter=", ">\n", "\n", "</parameter>", "\n"))
     opening, closing = (f"{tags[0]}\n", f"\n{tags[1]}") if tags[0] else ("", "")
-    return Text(f"{opening}{FUNCTION}{name}>\n"), *inner, Text(f"</function>{closing}")
+    return Text(f"{opening}{FUNCTION}"), PlainText(name), Text(">\n"), *inner, Text(f"</function>{closing}")
 
 
-def _key_value_call(tags: tuple[str, str], name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
-    (key_begin, key_end), (begin, end) = ARG_KEY, ARG_VALUE
-    inner = _tagged_members(schema, lambda key: (f"{key_begin}{key}{key_end}\n{begin}", "", f"{end}\n"))
-    return Text(f"{tags[0]}{name}\n"), *inner, Text(tags[1])
+def _key_value_call(tags: tuple[str, str], name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
+    inner = _tagged(parameters, _Tags(ARG_KEY[0], f"{ARG_KEY[1]}\n{ARG_VALUE[0]}", "", ARG_VALUE[1], "\n"))
+    return Text(tags[0]), PlainText(name), Text("\n"), *inner, Text(tags[1])
 
 
-def _tagged_members(schema: Mapping[str, Any], tags_of: Callable[[str], tuple[str, str, str]]) -> list[Part]:
-    """Return the parameters with tags: the one before a value, the layout after it, and the tag that ends it."""
+@dataclass(frozen=True)
+class _Tags:
+    """What stands around a parameter's name and value: the tag ``end`` has layout on both sides."""
+
+    before_name: str
+    after_name: str
+    layout: str
+    end: str
+    after: str
+
+
+def _tagged(parameters: Sequence[Parameter], tags: _Tags) -> list[Part]:
+    """Return the parameters with tags around their names and values: strings have no quotes, and all else is JSON."""
     found: list[Part] = []
-    for key, value, is_required in _members(schema):
-        begin, layout, end = tags_of(key)
-        parts = (Text(begin), _plain_value(value, layout, end.strip()), Text(layout + end))
-        found += parts if is_required else (OptionalParts(parts),)
+    for each in parameters:
+        value = LimitedText(each.schema, tags.end) if is_plain(each.schema) else Json(each.schema)
+        end = Text(tags.layout + tags.end + tags.after)
+        parts = (Text(tags.before_name), PlainText(each.name), Text(tags.after_name), value, end)
+        found += parts if each.is_required else (OptionalParts(parts),)
     return found
 
 
-def _python_call(format: MessageFormat, name: str, schema: Mapping[str, Any]) -> tuple[Part, ...]:
+def _python_call(format: MessageFormat, name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
     begin, end = (f"{format.call[0]}[", f"]{format.call[1]}")
     if format.syntax == "fenced":
         begin, end = f"{format.call[0]}\n{FENCE}python\n", f"\n{FENCE}\n{format.call[1]}"
-    arguments: list[Part] = []
-    for key, value, is_required in _members(schema):
-        comma = ", " if arguments else ""
-        parts = (Text(f"{comma}{key}="), Json(value))
-        if is_required:
-            arguments += parts
-        elif arguments:  # an optional first argument would leave the comma open
-            arguments.append(OptionalParts(parts))
-    return Text(f"{begin}{name}("), *arguments, Text(f"){end}")
+    arguments = [(each.is_required, (PlainText(each.name), Text("="), Json(each.schema))) for each in parameters]
+    required = [parts for is_required, parts in arguments if is_required]
+    optional = [parts for is_required, parts in arguments if not is_required]
+    return Text(begin), PlainText(name), Text("("), *_with_commas(required, optional), Text(f"){end}")
 
 
-def _members(schema: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any], bool]]:
-    """Yield name, schema and whether it is required of each parameter; the required ones come first."""
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, (list, tuple)):
-        raise GenerationConfigError(
-            "the parameters of a tool have properties or required of a wrong type: must be an object and a list"
-        )
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}  # references go to these
-    for key, value in sorted(properties.items(), key=lambda item: item[0] not in required):
-        yield key, {**shared, **value} if isinstance(value, Mapping) else {}, key in required
-
-
-def _plain_value(schema: Mapping[str, Any], layout: str, end: str) -> Json | FreeText | LimitedText | OneText:
-    """Return a value before ``layout`` and the tag ``end``: strings have no quotes, and all else is JSON."""
-    if schema.get("type") != "string":
-        return Json(schema)
-    texts = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(texts, list) and all(isinstance(text, str) and text for text in texts):
-        return OneText(tuple(texts))
-    return LimitedText(schema, end) if set(schema) & set(STRING_KEYWORDS) else FreeText(layout + end)
+def _with_commas(required: Sequence[tuple[Part, ...]], optional: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
+    """Return arguments with commas between them. Without a required one, any of the optional ones may be the first."""
+    comma = Text(", ")
+    if not required and optional:
+        firsts = [_with_commas([parts], optional[place + 1 :]) for place, parts in enumerate(optional)]
+        return (OptionalParts((OneOf(tuple(firsts)),)),)
+    between = [part for parts in required for part in (comma, *parts)][1:]
+    return *between, *(OptionalParts((comma, *parts)) for parts in optional)

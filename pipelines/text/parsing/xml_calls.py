@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from staticllm.pipelines.generation.structured.plain_text import is_plain
+from staticllm.pipelines.generation.structured.schemas.facts import ANY, InexpressibleError, SchemaFacts
 from staticllm.pipelines.text.parsing.json_text import take_json
 from staticllm.pipelines.text.parsing.output import Output
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
 
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
 Types = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each parameter, by its name."""
 
@@ -53,20 +56,27 @@ def take_parameter_value(
     """Take a value and the tag ``end`` behind it, and write it as JSON.
 
     Values of type string are written as they come; others when they are complete: as they are if they are JSON, else as a
-    string. ``has_line_breaks``: one line break at each end is layout.
+    string, except Python's literals where the schema has booleans or null, and no strings. ``has_line_breaks``: one line break
+    at each end is layout. In a constrained answer, the strings in a JSON value may contain ``end``.
 
     Raises:
         MalformedError: the end is missing.
     """
     push = _Trimmed().push if has_line_breaks else str
-    if schema.get("type") == "string":
+    if schema.get("type") == "string" and not (output.is_constrained and not is_plain(schema)):
         output.arguments('"')
         found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
         output.arguments('"' if found else "")
+    elif output.is_constrained and (yield from source.skip_space()) in ("{", "[", '"'):
+        chars: list[str] = []
+        yield from take_json(source, chars.append)
+        output.arguments(value_as_json("".join(chars)))
+        yield from source.skip_space()
+        found = end if (yield from source.skip(end)) else ""
     else:
         pieces: list[str] = []
         found = yield from source.text_until((end,), lambda text: pieces.append(push(text)))
-        output.arguments(value_as_json("".join(pieces)) if found else "")
+        output.arguments(_typed_json("".join(pieces), schema) if found else "")
     if not found:
         raise MalformedError("a parameter without an end")
 
@@ -89,6 +99,19 @@ class _Trimmed:
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _typed_json(text: str, schema: Mapping[str, Any]) -> str:
+    """Return the JSON text of a value, whose type is not a string, where the schema says how to read Python's literals."""
+    literal = _LITERALS.get(text.strip())
+    if literal is not None:
+        try:
+            types = SchemaFacts(schema).atoms(schema)
+        except (InexpressibleError, TypeError):  # a malformed schema
+            types = ANY
+        if "string" not in types and ("null" if literal == "null" else "boolean") in types:
+            return literal
+    return value_as_json(text)
 
 
 def value_as_json(text: str) -> str:

@@ -161,6 +161,59 @@ def test_keywords_that_nothing_satisfies_get_one_line(pipes, name, value):
     assert str(pipes[name].generate("Hello", max_new_tokens=2))
 
 
+@pytest.mark.parametrize("name", ["xml", "glm"])
+@pytest.mark.parametrize(
+    "value", [{"enum": [""]}, {"enum": ["abcd", "de"], "maxLength": 2}, {"enum": ["a", "b1"], "pattern": "1"}]
+)
+def test_texts_of_a_list_satisfy_the_other_keywords_too(pipes, name, value):
+    parameters = {"type": "object", "properties": {"unit": {"type": "string", **value}}, "required": ["unit"]}
+    jsonschema.validate(call_of(pipes[name], parameters), parameters)
+
+
+@pytest.mark.parametrize("name, end", [("xml", "</parameter>"), ("glm", "</arg_value>")])
+@pytest.mark.parametrize("keyword", ["const", "enum", "pattern"])
+def test_texts_with_the_tag_that_ends_a_value_get_one_line(pipes, name, end, keyword):
+    value = {"type": "string", keyword: ["fine", f"a{end}b"] if keyword == "enum" else f"a{end}b"}
+    with pytest.raises(GenerationConfigError, match=f"{keyword} has 'a{end}b'.*use tool_choice='auto'") as caught:
+        call_of(pipes[name], {"type": "object", "properties": {"unit": value}, "required": ["unit"]})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_json_may_contain_the_tag_that_ends_a_value(pipes, name):
+    text = "a</parameter>\n<parameter=b></arg_value></function>"
+    value = {"type": "array", "items": {"const": text}, "minItems": 2, "maxItems": 2}
+    parameters = {"type": "object", "properties": {"unit": value}, "required": ["unit"], "additionalProperties": False}
+    assert call_of(pipes[name], parameters) == {"unit": [text, text]}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("text", ["a<|assistant|>b", "<s>", "<tool_call></tool_call>"])
+def test_texts_of_a_tool_are_no_special_tokens(pipes, name, text):
+    value = {"type": "string", "enum": [text]}
+    parameters = {"type": "object", "properties": {"unit": value}, "required": ["unit"], "additionalProperties": False}
+    assert call_of(pipes[name], parameters) == {"unit": text}
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
+@pytest.mark.parametrize("function", ["a<s>b", "<|assistant|>", 'a"\\<s>'])
+def test_names_of_functions_are_no_special_tokens(pipes, name, function):
+    tools = [{"type": "function", "function": {"name": function, "parameters": TIME}}]
+    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=99)
+    assert [call.name for call in result.tool_calls[0]] == [function]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_required_call_that_a_stop_string_ends_is_content(pipes, name):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": TIME}}]
+    result = pipes[name].generate(
+        "Call.", tools=tools, tool_choice="required", max_new_tokens=200, stop_strings=["UTC", "CET"]
+    )
+    assert [str(reason) for reason in result.finish_reasons] == ["stop"]
+    assert result.tool_calls == [[]]
+    assert result.messages[0].content.strip() == result.texts[0].strip()
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("parameters", [{"properties": 5}, {"properties": {"a": {}}, "required": 5}])
 def test_parameters_of_a_wrong_type_are_refused(pipes, name, parameters):
@@ -168,6 +221,117 @@ def test_parameters_of_a_wrong_type_are_refused(pipes, name, parameters):
         call_of(pipes[name], parameters)
     assert "\n" not in str(caught.value)
     assert str(pipes[name].generate("Hello", max_new_tokens=2))
+
+
+FLAG = {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        FLAG,
+        {**FLAG, "type": ["object", "null"]},
+        {"type": ["string", "object"], **FLAG},
+    ],
+)
+def test_arguments_are_an_object_where_the_schema_allows_other_values_too(pipes, name, parameters):
+    assert set(call_of(pipes[name], parameters)) == {"a"}
+
+
+@pytest.mark.parametrize("name", ["hermes", "functionary31"])
+def test_arguments_of_any_kind_are_an_object_too(pipes, name):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=60)
+    (call,) = result.tool_calls[0]
+    assert call.arguments.startswith("{")
+
+
+WITHOUT_AN_OBJECT = ("xml", "glm", "pythonic", "minicpm")
+"""Formats in which the arguments are no JSON object, so that only the parameters can be enforced."""
+TWO = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": [7, 8]}}}
+ONE_OF_TWO = [{"required": ["a"]}, {"required": ["b"]}]
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_OBJECT)
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"oneOf": ONE_OF_TWO}, {"anyOf": ONE_OF_TWO}, {"not": {"required": ["a"]}}, {"const": {"a": True}},
+        {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"minProperties": 1}, {"maxProperties": 1},
+        {"dependentRequired": {"a": ["b"]}}, {"additionalProperties": {"type": "integer"}}, {"allOf": [{"oneOf": ONE_OF_TWO}]},
+        {"$ref": "#/$defs/c", "$defs": {"c": {"minProperties": 1}}}, {"patternProperties": {"a": False}},
+        {"propertyNames": {"const": "a"}}, {"$ref": "#/$defs/missing"}, {"$ref": "#"}, {"allOf": 5},
+        {"allOf": [{"properties": {"c": {}}, "additionalProperties": False}]},
+    ],
+)  # fmt: skip
+def test_what_a_format_without_an_object_cannot_enforce_gets_one_line(pipes, name, keywords):
+    with pytest.raises(
+        GenerationConfigError, match=r"the parameters of the tool 'f' have .*use tool_choice='auto'"
+    ) as caught:
+        call_of(pipes[name], {**TWO, **keywords})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_OBJECT)
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"required": ["c"], "additionalProperties": False}, "require 'c', which properties lacks"),
+        ({"properties": {"a": False}, "required": ["a"]}, "require 'a', whose schema is false"),
+        ({"properties": {"a": 1}}, "have 'a' with the schema 1"),
+        ({"properties": {"a": None}, "required": ["a"]}, "have 'a' with the schema None"),
+        ({"required": [5]}, "have properties or required of a wrong type"),
+    ],
+)
+def test_parameters_that_nothing_satisfies_get_one_line(pipes, name, keywords, message):
+    with pytest.raises(GenerationConfigError, match=f"the parameters of the tool 'f' {message}") as caught:
+        call_of(pipes[name], {**TWO, **keywords})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/p", "$defs": {"p": {**TWO, "required": ["a"], "additionalProperties": False}}},
+        {**TWO, "required": ["b"], "description": "d", "$id": "http://x.org/y", "strict": True, "minProperties": 1},
+        {**TWO, "properties": {"a": {"$ref": "#/properties/b"}, "b": {"enum": [7, 8]}}, "required": ["a"]},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}, "b": {"const": 7}},
+            "required": ["a", "b"], "additionalProperties": False,
+        },
+        {
+            "type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/$defs/q"}}, "additionalProperties": False,
+            "$defs": {"q": {"anyOf": [{"$ref": "#/$defs/r"}]}, "r": {"const": 4}},
+        },
+        {**FLAG, "properties": {"a": {"type": "string", "anyOf": [{"const": "x"}, {"const": "12"}]}}},
+    ],
+)  # fmt: skip
+def test_what_all_formats_can_enforce(pipes, name, parameters):
+    found = call_of(pipes[name], parameters)
+    jsonschema.validate(found, {key: value for key, value in parameters.items() if key != "$id"})
+    assert found
+
+
+@pytest.mark.parametrize("name", WITHOUT_AN_OBJECT)
+def test_parameters_of_all_of_are_listed(pipes, name):
+    more = {"properties": {"c": {"type": "string", "const": "5"}}, "required": ["c"]}
+    parameters = {"allOf": [{**TWO, "required": ["a"]}, more, {"type": "object"}]}
+    found = call_of(pipes[name], parameters)
+    jsonschema.validate(found, parameters)
+    assert found["c"] == "5"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("type", ["array", ["null", "string"], [], 5])
+def test_parameters_that_are_no_object_get_one_line(pipes, name, type):
+    with pytest.raises(
+        GenerationConfigError, match=r"the parameters of the tool 'f' have type=.*: must be 'object'"
+    ) as caught:
+        call_of(pipes[name], {"type": type})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

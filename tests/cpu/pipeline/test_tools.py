@@ -66,6 +66,15 @@ def test_calls_are_parsed_where_tools_are_passed():
         assert bare.tool_calls[0][0].name == "weather"
 
 
+def test_a_call_is_content_where_tool_choice_is_none():
+    with pipe_of(ANSWER) as pipe:
+        for options in ({"tools": [WEATHER]}, {"parse_tools": True}):
+            result = pipe.generate("How?", tool_choice="none", **options)
+            assert result.finish_reasons == ["stop"]
+            assert result.tool_calls == [[]]
+            assert result.messages[0].content.strip() == ANSWER.strip()
+
+
 def test_a_conversation_goes_on_with_the_message():
     prompts = []
 

@@ -130,6 +130,18 @@ def test_two_calls_and_a_broken_one(fake):
     assert found.message.tool_calls is None and "sorry" in found.message.content and found.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("tools", [{"tools": TOOLS}, {}])
+def test_a_call_is_content_where_tool_choice_is_none(fake, tools):
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": 2}}</tool_call>'
+    asked = [{"role": "user", "content": f"Q ANSWER:<think>hm</think>{call}"}]
+    options = {"model": "demo", "messages": asked, "tool_choice": "none", "max_tokens": 200, **tools}
+    found = fake.chat.completions.create(**options).choices[0]
+    assert (found.message.content, found.message.tool_calls, found.finish_reason) == (call, None, "stop")
+    assert found.message.reasoning_content == "hm"
+    message, calls, reason = streamed(fake, **options)
+    assert (message["content"], calls, reason) == (call, [], "stop")
+
+
 def test_half_characters_never_reach_a_client(fake):
     text = "naïve café 🦊🐻 東京 – done"
     options = {"model": "demo", "messages": [{"role": "user", "content": f"Q ANSWER:{text}"}], "max_tokens": 200}

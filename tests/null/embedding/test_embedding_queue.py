@@ -219,12 +219,14 @@ def test_waiting_for_a_cancelled_future_ends():
 def test_the_callback_of_a_late_text_may_submit_again(ends_in):
     queue = EmbeddingQueue(Adder(), 100)
     late, again = request(1, deadline=time.perf_counter() - 1), request(2)
-    late.future.add_done_callback(lambda _: queue.submit(again))
+    submitted = threading.Event()
+    late.future.add_done_callback(lambda _: (queue.submit(again), submitted.set()))
     queue.submit(late)
     thread = threading.Thread(target=getattr(queue, ends_in), daemon=True)
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
+    assert submitted.wait(5), "callbacks run on a thread of their own"
     run_all(queue)
     assert again.future.result(0).tolist() == [[16, 8]]
 

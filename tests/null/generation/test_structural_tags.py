@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from grammars import END, OTHER_SPECIAL, compiler_of, encode, mask_of, random_answer, text_of
 
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.extra_options import extra_options
 from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.text.parsing.formats import MessageFormat
+from staticllm.pipelines.text.parsing.required_calls import required_calls
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1
@@ -149,6 +153,34 @@ def test_the_text_of_a_special_token_in_a_structural_tag_is_the_token():
     assert OTHER_SPECIAL not in allowed_tokens(plain), "only structural tags mean tokens"
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "plain_string", "value": "<other>"},
+        {"type": "string", "json_schema": {"const": "<other>"}, "excluded": "</f>"},
+        {"type": "string", "json_schema": {"enum": ["<other>"], "maxLength": 9}, "excluded": "</f>"},
+    ],
+)
+def test_plain_strings_have_no_special_tokens(form):
+    mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(tag(form))))
+    for token in encode("<f><other></f>"):
+        assert OTHER_SPECIAL not in allowed_tokens(mask)
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+    assert allowed_tokens(mask) == {END}
+
+
+def test_a_name_of_a_parameter_in_xml_has_no_special_tokens():
+    schema = {"type": "object", "properties": {"<other>": {"type": "integer"}}, "required": ["<other>"]}
+    mask = mask_of(
+        COMPILER, Grammar("structural_tag", json.dumps({"type": "qwen_xml_parameter", "json_schema": schema}))
+    )
+    for token in encode("<parameter=<other>>5"):
+        assert OTHER_SPECIAL not in allowed_tokens(mask)
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+
+
 def test_a_trigger_in_free_text_must_be_followed_by_one_of_its_tags():
     form = {"type": "triggered_tags", "triggers": ["<f"], "tags": TAGS}
     mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(form)))
@@ -158,3 +190,65 @@ def test_a_trigger_in_free_text_must_be_followed_by_one_of_its_tags():
         mask.accept(token)
     mask.accept(ord("f"))
     assert allowed_tokens(mask) == {ord(">")}
+
+
+INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"minProperties": 1}, {"maxProperties": 1}, {"dependentRequired": {"a": ["b"]}}, {"not": {"required": ["a"]}},
+        {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"required": ["c"], "additionalProperties": False},
+        {"type": "array"}, {"properties": {"a": False}, "required": ["a"]}, {"properties": {"a": 5}}, {"const": {}},
+    ],
+)  # fmt: skip
+def test_what_parameters_in_xml_cannot_say_gets_one_line(keywords):
+    form = {"type": "qwen_xml_parameter", "json_schema": {**INTEGERS, **keywords}}
+    with pytest.raises(GenerationConfigError, match=r"parameters in XML (have|require) ") as caught:
+        mask_of(COMPILER, Grammar("structural_tag", json.dumps(form)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({**INTEGERS, "required": ["c"]}, "<parameter=c>true</parameter>"),
+        ({"$ref": "#/$defs/p", "$defs": {"p": {**INTEGERS, "required": ["a"]}}}, "<parameter=a>5</parameter>"),
+        ({**INTEGERS, "allOf": [{"required": ["b"]}]}, "<parameter=b>5</parameter>"),
+        (
+            {"properties": {"a": {"$ref": "#/properties/b"}, "b": {"enum": [7]}}, "required": ["a"]},
+            "<parameter=a>7</parameter>",
+        ),
+        ({**INTEGERS, "minProperties": 0, "maxProperties": 2, "title": "t", "additionalProperties": True}, ""),
+        ({"properties": {"a": False}}, ""),
+        (
+            {"properties": {"a": {"type": "string", "anyOf": [{"const": "x"}]}}, "required": ["a"]},
+            '<parameter=a>"x"</parameter>',
+        ),
+    ],
+)
+def test_what_parameters_in_xml_can_say(schema, text):
+    mask = mask_of(
+        COMPILER, Grammar("structural_tag", json.dumps({"type": "qwen_xml_parameter", "json_schema": schema}))
+    )
+    for token in encode(text):
+        assert END not in allowed_tokens(mask)
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+    assert END in allowed_tokens(mask)
+
+
+@pytest.mark.parametrize("required", [[], ["b"]])
+@pytest.mark.parametrize("given", [[], ["a"], ["b"], ["c"], ["a", "b"], ["a", "c"], ["b", "c"], ["a", "b", "c"]])
+def test_any_of_the_optional_arguments_in_python_may_be_there(required, given):
+    parameters = {"type": "object", "properties": {key: {"const": 5} for key in "abc"}, "required": required}
+    tools = [{"name": "f", "parameters": parameters}]
+    options = extra_options({"tools": tools, "tool_choice": "required"}, False).tool_options
+    tag = required_calls(MessageFormat("python"), options).to_structural_tag()
+    mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(tag)))
+    names = [*required, *(name for name in given if name not in required)]
+    for token in encode(f"[f({', '.join(f'{name}=5' for name in names)})]"):
+        assert token in allowed_tokens(mask)
+        mask.accept(token)
+    assert allowed_tokens(mask) == {END}

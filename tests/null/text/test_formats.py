@@ -10,7 +10,15 @@ from staticllm.pipelines.generation.extra_options import extra_options
 from staticllm.pipelines.text.parsing.events import message_of
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format, takes_tools
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
-from staticllm.pipelines.text.parsing.required_calls import FreeText, Json, OptionalParts, Text, required_calls
+from staticllm.pipelines.text.parsing.required_calls import (
+    FreeText,
+    Json,
+    LimitedText,
+    OptionalParts,
+    PlainText,
+    Text,
+    required_calls,
+)  # fmt: skip
 
 THINK = ("<think>", "</think>")
 TAGS = ("<tool_call>", "</tool_call>")
@@ -95,10 +103,10 @@ def text_of(parts, with_optional):
     """Return a text that the parts allow."""
     texts, key = [], ""
     for part in parts:
-        if isinstance(part, Text):
+        if isinstance(part, (Text, PlainText)):
             texts.append(part.text)
             key = next((name for name in WRITTEN if name in part.text), key)
-        elif isinstance(part, FreeText):
+        elif isinstance(part, LimitedText):
             texts.append(WRITTEN[key][1])
         elif isinstance(part, Json):
             is_object = part.schema.get("type") == "object"
@@ -130,16 +138,20 @@ def test_what_a_required_call_allows_is_what_the_parser_reads(format, with_optio
 
 
 def test_any_function_may_be_called_where_a_call_is_required():
+    def named(name):
+        return Text('<tool_call>\n{"name": "'), PlainText(name)
+
     required = required_calls(FORMATS[0], options("required"))
     assert required.calls == (
-        (Text('<tool_call>\n{"name": "weather", "arguments": '), Json(SCHEMA), Text("}\n</tool_call>")),
-        (Text('<tool_call>\n{"name": "now", "arguments": '), Json({"type": "object"}), Text("}\n</tool_call>")),
+        (*named("weather"), Text('", "arguments": '), Json(SCHEMA), Text("}\n</tool_call>")),
+        (*named("now"), Text('", "arguments": '), Json({"type": "object"}), Text("}\n</tool_call>")),
     )
     assert required.lead == ()
     thinking = MessageFormat("tagged", TAGS, THINK, is_reasoning_open=True)
     assert required_calls(thinking, options("required")).lead == (FreeText("</think>"), Text("</think>\n\n"))
     xml = required_calls(FORMATS[1], options("required")).calls[0]
-    assert [type(part) for part in xml] == [Text, Text, FreeText, Text, OptionalParts, Text]
+    city = [Text, PlainText, Text, LimitedText, Text]
+    assert [type(part) for part in xml] == [Text, PlainText, Text, *city, OptionalParts, Text]
 
 
 def written(form, with_optional):
@@ -155,7 +167,9 @@ def written(form, with_optional):
     if kind == "json_schema":
         both = '{"city": "Berlin", "days": 3}' if with_optional else '{"city": "Berlin"}'
         return {"object": both, "string": '"Berlin"', "integer": "3"}[form["json_schema"]["type"]]
-    assert kind == "const_string"
+    if kind == "string":
+        return "Berlin"
+    assert kind in ("const_string", "plain_string")
     assert form["value"]
     return form["value"]
 

@@ -173,8 +173,8 @@ def written(form, key=""):
         return "".join(texts)
     if kind == "optional":
         return written(form["content"], key)
-    if kind == "tag":
-        return "Berlin" + form["end"]
+    if kind == "string":
+        return "Berlin"
     if kind == "json_schema":
         schema = form["json_schema"]
         if "properties" in schema or not key:

@@ -14,6 +14,8 @@ Atoms: TypeAlias = frozenset[str]
 ANY: Atoms = frozenset(["null", "boolean", "integer", "fraction", "string", "array", "object"])
 """The types of JSON values, with numbers in two parts, as schemas distinguish them."""
 NUMBERS: Atoms = frozenset(["integer", "fraction"])
+LITERAL = ("const", "enum", "default", "examples")
+"""Keywords whose values are JSON values, not schemas."""
 MAX_DEPTH = 40
 MAX_CHARS = 60
 """The longest text that a regular expression excludes: each character is a group within the one before it."""

@@ -1,0 +1,139 @@
+"""Tests how ``tool_choice`` and schemas change what a parser finds: required calls that are cut off, no calls, types."""
+
+import json
+
+import pytest
+
+from staticllm.pipelines.text.parsing.events import CallBegin, CallBroken, CallEnd, ContentDelta, merged, message_of
+from staticllm.pipelines.text.parsing.formats import MessageFormat
+from staticllm.pipelines.text.parsing.message_parser import MessageParser
+
+TAGS = ("<tool_call>", "</tool_call>")
+TAGGED = MessageFormat("tagged", TAGS, ("<think>", "</think>"))
+XML = MessageFormat("xml", TAGS)
+TOOLS = [
+    {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}},
+    {"name": "now"},
+]
+
+CUT = {
+    "tagged": (TAGGED, '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome <b>", "days": 3}}\n</tool_call>'),
+    "xml": (
+        XML,
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    "named": (MessageFormat("named", ("[TOOL_CALLS]", "")), '[TOOL_CALLS]weather[ARGS]{"city": "Rome <b>", "days": 3}'),
+    "bare": (
+        MessageFormat("bare_json", ("<|python_tag|>", "")),
+        '{"name": "weather", "parameters": {"city": "Rome <b>", "days": 3}}',
+    ),
+    "python": (
+        MessageFormat("python", ("<|python_start|>", "<|python_end|>")),
+        '<|python_start|>[weather(city="Rome <b>", days=3)]<|python_end|>',
+    ),
+    "harmony": (
+        MessageFormat("harmony"),
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome <b>", "days": 3}<|call|>',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_required_call_that_is_cut_off_keeps_its_arguments(name):
+    """Wherever the text ends: the arguments are the beginning of the whole ones, and nothing of the call is content."""
+    format, text = CUT[name]
+    parser = MessageParser(format, TOOLS)
+    whole = message_of(parser.push(text) + parser.finish()).tool_calls[0].arguments
+    lengths = set()
+    for length in range(len(text) + 1):
+        parser = MessageParser(format, TOOLS, calls="required")
+        events = parser.push(text[:length]) + parser.cut()
+        message = message_of(events)
+        assert not any(isinstance(event, CallBroken) for event in events)
+        begun, ended = ([event for event in events if isinstance(event, kind)] for kind in (CallBegin, CallEnd))
+        assert len(begun) == len(ended) == len(message.tool_calls)
+        if message.tool_calls:
+            (call,) = message.tool_calls
+            assert (call.name, message.content) == ("weather", "")
+            assert whole.startswith(call.arguments)
+            lengths.add(len(call.arguments))
+    assert len(lengths) > (1 if name == "python" else 12)
+    assert len(whole) in lengths
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_required_call_that_ends_too_early_without_a_limit_is_content(name):
+    """A stop string ends it, for example: its arguments would be no JSON."""
+    format, text = CUT[name]
+    for length in range(len(text)):
+        parser = MessageParser(format, TOOLS, calls="required")
+        message = message_of(parser.push(text[:length]) + parser.finish())
+        for call in message.tool_calls:
+            assert set(call.parsed_arguments) == {"city", "days"}
+        assert message.tool_calls or message.content.strip() == text[:length].strip()
+
+
+def test_json_in_a_constrained_answer_may_contain_the_tag_that_ends_a_parameter():
+    tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "array"}, "b": {"type": "integer"}}}}]
+    value = '["x</parameter>\\n<parameter=b>", {"c": "</function>"}]'
+    parameters = f"<parameter=a>\n{value}\n</parameter>\n<parameter=b>\n5\n</parameter>\n"
+    text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+    for size in (1, 7, len(text)):
+        parser = MessageParser(XML, tools, calls="required")
+        events = [event for place in range(0, len(text), size) for event in parser.push(text[place : place + size])]
+        message = message_of(events + parser.finish())
+        assert [call.parsed_arguments for call in message.tool_calls] == [{"a": json.loads(value), "b": 5}]
+        assert message.content == ""
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "None", "None"),
+        ({"type": "null"}, "None", None),
+        ({"type": "null"}, "null", None),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "True", True),
+        ({"$ref": "#/$defs/flag"}, "True", True),
+        ({"type": "string"}, "True", "True"),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"type": "integer"}, "True", "True"),
+        ({}, "True", "True"),
+        ({"type": 5}, "True", "True"),
+        ({"type": "boolean", "allOf": 5}, "True", "True"),
+    ],
+)
+@pytest.mark.parametrize("is_xml", [True, False])
+def test_literals_of_python_are_read_as_the_schema_says(schema, text, value, is_xml):
+    parameters = {"properties": {"a": schema}, "$defs": {"flag": {"type": "boolean"}}}
+    key_value = MessageFormat("key_value", ("<tool_call>", "</tool_call>"))
+    parser = MessageParser(XML if is_xml else key_value, [{"name": "f", "parameters": parameters}])
+    parameter = (
+        f"<parameter=a>{text}</parameter></function>"
+        if is_xml
+        else f"<arg_key>a</arg_key><arg_value>{text}</arg_value>"
+    )
+    call = f"<tool_call>{'<function=f>' if is_xml else 'f'}\n{parameter}</tool_call>"
+    message = message_of(parser.push(call) + parser.finish())
+    assert [call.parsed_arguments for call in message.tool_calls] == [{"a": value}]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_without_calls_a_call_is_content(name):
+    format, text = CUT[name]
+    for size in (1, 5, len(text)):
+        parser = MessageParser(format, TOOLS, calls="none")
+        events = [event for place in range(0, len(text), size) for event in parser.push(text[place : place + size])]
+        assert merged(events + parser.finish()) == [ContentDelta(text)]
+
+
+def test_without_calls_reasoning_is_found():
+    parser = MessageParser(TAGGED, TOOLS, calls="none")
+    text = '<think>Hm.</think>Look: <tool_call>{"name": "now"}</tool_call>'
+    message = message_of(parser.push(text) + parser.finish())
+    assert (message.reasoning_content, message.tool_calls) == ("Hm.", ())
+    assert message.content == 'Look: <tool_call>{"name": "now"}</tool_call>'
