@@ -67,17 +67,18 @@ def plan_calls(
     most = {size: min(_most_texts(v) for v in variants if v.rows == size) for size in sizes} if is_packable else {}
     found = [
         _divide(_fill(lengths, sizes, size, most, prefixes), costs, is_packable)
-        for size in _sizes_to_try(lengths, sizes, costs)
+        for size in _sizes_to_try(lengths, sizes, costs, prefixes is not None)
     ]
     return min(found, key=lambda plan: plan[0])[1]
 
 
 def _sizes_to_try(
-    lengths: Sequence[int], sizes: Sequence[int], costs: Sequence[tuple[EncoderVariant, float]]
+    lengths: Sequence[int], sizes: Sequence[int], costs: Sequence[tuple[EncoderVariant, float]], are_alike: bool
 ) -> Sequence[int]:
     """Return the sizes of sequences that can make a difference, of many texts those with the cheapest tokens.
 
-    Smaller ones than that of the shortest text, and larger ones than that of all texts together, give the same sequences.
+    Smaller ones than that of the shortest text, and larger ones than that of all texts together, give the same sequences. If
+    texts ``are_alike``, the largest sequences have the fewest tokens, though not the cheapest.
     """
     first, last = (bisect_left(sizes, tokens) for tokens in (min(lengths), sum(lengths)))
     useful = sizes[first : last + 1]
@@ -87,7 +88,8 @@ def _sizes_to_try(
     for variant, seconds in costs:
         mean = seconds / (variant.batch * variant.rows)
         per_token[variant.rows] = min(mean, per_token.get(variant.rows, mean))
-    return sorted(useful, key=lambda size: (per_token[size], size))[:BULK_SIZES]
+    cheapest = sorted(useful, key=lambda size: (per_token[size], size))[:BULK_SIZES]
+    return cheapest if not are_alike or useful[-1] in cheapest else [*cheapest, useful[-1]]
 
 
 def _most_texts(variant: EncoderVariant) -> int:

@@ -136,6 +136,17 @@ def test_a_query_before_many_texts_takes_rows_once():
     assert rows(shared) <= 0.6 * rows(plain)
 
 
+def test_many_texts_share_their_beginning_in_the_largest_sequences_although_their_tokens_cost_more():
+    """Of 40 texts not all sizes are tried, and a token is the cheapest in sequences that hold one text."""
+    rng = np.random.default_rng(6)
+    query = rng.integers(0, 99, 40)
+    texts = [TokenizedText(np.concatenate((query, rng.integers(0, 99, 20)))) for _ in range(40)]
+    variants = tuple(EncoderVariant(1, rows, rows // 4) for rows in (60, 64, 72, 80, 96, 256))
+    seconds = {variant: variant.rows * (1.05 if variant.rows == 256 else 1.0) for variant in variants}
+    calls = plan_calls([60] * 40, variants, seconds.__getitem__, True, find_groups(texts))
+    assert {call.variant.rows for call in calls} == {256}
+
+
 def test_texts_that_are_the_same_take_the_rows_of_one():
     texts = [text(*range(60))] * 8
     (call,) = plan_calls([60] * 8, VARIANTS, cost, True, find_groups(texts))
