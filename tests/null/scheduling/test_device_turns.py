@@ -36,9 +36,13 @@ class World:
         thread = threading.Thread(target=self.turns.take, args=(ask,))
         thread.start()
         self.asks.append((ask, thread))
-        while not (ask in self.turns._waiting or ask in self.turns._running):
-            pass
+        while not self._has(ask):
+            assert thread.is_alive() or self._has(ask)
         return ask
+
+    def _has(self, ask):
+        with self.turns._lock:  # an ask that comes is granted, or not, while it is held
+            return ask in self.turns._waiting or ask in self.turns._running
 
     def give(self, ask, seconds=None, due=None):
         self.clock.now += ask.seconds if seconds is None else seconds
@@ -121,7 +125,9 @@ def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
     call = world.ask(1, 0.2)
     short = world.ask(2, 0.01)
     steps = []
-    while call not in world.running:
+    for _ in range(200):
+        if call in world.running:
+            break
         if engine in world.running:
             world.give(engine, 0.02, due=world.clock.now + 0.02 + 0.08)
             steps.append(world.clock.now)
