@@ -252,9 +252,10 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
 def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
     count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
     if best_of and (best_of < count or not options["do_sample"]):
+        remedy = f"raise it to {count}" if best_of < count else "set do_sample=True"
         wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"
         raise GenerationConfigError(
-            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; set do_sample=True"
+            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; {remedy}"
         )
     num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
     if num_beams > 1 and count > num_beams:
