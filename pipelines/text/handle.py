@@ -14,7 +14,7 @@ from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.loop_waker import in_thread, running_waker
+from staticllm.pipelines.text.loop_waker import OutputSignal, in_thread, running_waker
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta, kept_outputs
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
@@ -112,15 +112,17 @@ class GenerationHandle:
                 for delta in batch:
                     yield delta
 
-    def batches_async(self) -> AsyncGenerator[list[TextDelta], None]:
-        """Yield the increments like ``deltas_async``, in lists of those that are ready at once; none of them waits for another.
+    def batches_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
+        """Yield the increments like ``deltas_async``, in lists of those that are ready at once.
+
+        From the third list on there are ``least_gap`` seconds between two lists, except before the end, which comes at once.
 
         Raises:
             GenerationConfigError, StaticLLMError: as for ``deltas``.
         """
         self._check_single()
         self._processors[0].wants_text = True
-        return self._batches_async()
+        return self._batches_async(least_gap)
 
     def _check_parsed(self) -> None:
         if self._prepared.format is None:
@@ -145,10 +147,10 @@ class GenerationHandle:
                 if delta.text:
                     yield delta.text
 
-    async def _batches_async(self) -> AsyncGenerator[list[TextDelta], None]:
+    async def _batches_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
         check_process(self._pid)
         waker, token = running_waker(), object()
-        has_output = waker.event()
+        signal = OutputSignal(waker, least_gap)
         if self.is_done:
             self._raise_error()
             return
@@ -156,25 +158,26 @@ class GenerationHandle:
             raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
 
         def wake(output: Output) -> None:
-            if not has_output.is_set():
-                waker.wake(has_output)
+            signal.set(isinstance(output, Finished))
 
         self._queue.add_listener(wake)
         try:
             if (first := self._take_first()) is not None:
                 yield [first]
             while not self.is_done:
-                has_output.clear()  # before the queue is read: what comes later sets it
+                signal.clear()
                 batch: list[TextDelta] = []
                 try:
                     num_taken = self._take_ready(batch)
                 finally:
                     if batch:
                         yield batch
-                if not num_taken:
-                    await has_output.wait()
-                elif num_taken == MAX_BATCH:
+                if num_taken == MAX_BATCH:
                     await waker.yield_to_loop()  # a long backlog must not hold up the loop
+                elif num_taken:
+                    await signal.pause()
+                else:
+                    await signal.wait()
         finally:
             self._queue.remove_listener(wake)
             self._role.leave(token)

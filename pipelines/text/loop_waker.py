@@ -58,6 +58,50 @@ class LoopWaker:
             self._events.popleft().set()
 
 
+class OutputSignal:
+    """Tells one reader of an event loop that outputs have come: at once, or at most once per ``least_gap`` seconds and at the end.
+
+    The reader calls ``clear``, takes what is there, and awaits ``wait`` if there was nothing, else ``pause``. A wake-up of the loop
+    takes the processor for longer than the decoding of a token, and takes it from the engine.
+    """
+
+    def __init__(self, waker: LoopWaker, least_gap: float = 0.0) -> None:
+        self._waker, self._least_gap = waker, least_gap
+        self._event = waker.event()
+        self._until = 0.0
+        self._is_pausing = self._has_ended = False
+
+    def set(self, is_end: bool) -> None:
+        """Say that an output has come, or the last one. Any thread may call."""
+        self._has_ended |= is_end
+        if not self._event.is_set() and (is_end or not self._is_pausing):
+            self._waker.wake(self._event)
+
+    def clear(self) -> None:
+        """Forget the outputs so far. To be called before they are taken, so that later ones are not missed."""
+        self._event.clear()
+
+    async def wait(self) -> None:
+        """Wait for an output that came after ``clear``."""
+        await self._event.wait()
+
+    async def pause(self) -> None:
+        """Wait until ``least_gap`` seconds have passed since the previous pause was over, or until the last output has come."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        self._is_pausing = self._least_gap > 0
+        while self._until > loop.time() and not self._has_ended:
+            self._event.clear()
+            timer = loop.call_at(self._until, self._event.set)
+            try:
+                await self._event.wait()
+            finally:
+                timer.cancel()
+        self._is_pausing = False
+        self._until = loop.time() + self._least_gap
+
+
 _WAKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
