@@ -59,10 +59,10 @@ class LoopWaker:
 
 
 class OutputSignal:
-    """Tells one reader of an event loop that outputs have come: at once, or at most once per ``least_gap`` seconds and at the end.
+    """Tells one reader of an event loop that outputs have come: at once, or once per ``least_gap`` seconds and at the end.
 
-    The reader calls ``clear``, takes what is there, and awaits ``wait`` if there was nothing, else ``pause``. A wake-up of the loop
-    takes the processor for longer than the decoding of a token, and takes it from the engine.
+    The reader calls ``clear``, takes what is there, and awaits ``wait`` if there was nothing, else ``pause``. A wake-up of the
+    loop takes the processor for longer than the decoding of a token, and takes it from the engine.
     """
 
     def __init__(self, waker: LoopWaker, least_gap: float = 0.0) -> None:

@@ -35,8 +35,11 @@ class AnswerEnd:
 
 
 STREAM_GAP = 0.005
-"""The seconds between two messages of a stream whose tokens come faster. Each wake-up of the event loop slows the engine: with one
-per token, the embedded model has 0.74 of its speed, with one per 5 ms 0.98 (``scripts/bench_server.py``). Nobody sees 5 ms."""
+"""The seconds between two messages of a stream whose tokens come faster; nobody sees them.
+
+Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
+0.98 (``scripts/bench_server.py``).
+"""
 Part = AnswerDelta | AnswerEnd
 Submit = Callable[[], GenerationHandle]
 
