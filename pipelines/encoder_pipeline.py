@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 import os
 import time
 from abc import ABC, abstractmethod
@@ -172,8 +173,8 @@ class EncoderPipeline:
 
 
 def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number, which ``True`` is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Return whether a value is a whole number, which ``True`` is not; those of numpy are."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_serving(overflow: object, max_waiting: object, on_progress: object) -> None:

@@ -14,6 +14,7 @@ from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import take_options
@@ -30,6 +31,7 @@ from staticllm.pipelines.encoder_pipeline import (
 )
 from staticllm.pipelines.engine.jobs import JobHost
 
+SCORE_WORDS = ("no", "yes")
 Scores = NDArray[np.float32]
 Ranking = list[tuple[int, float]]
 
@@ -103,7 +105,7 @@ class StaticRerankPipeline(EncoderPipeline):
         overflow: Overflow = "truncate",
         max_waiting: int = 1 << 20,
         activation: Activation | None = None,
-        score_words: tuple[str, str] = ("no", "yes"),
+        score_words: tuple[str, str] | None = None,
         on_progress: OnProgress | None = None,
         **properties: object,
     ) -> None:
@@ -117,9 +119,10 @@ class StaticRerankPipeline(EncoderPipeline):
             engine: The engine of another pipeline on the same device, as for ``StaticEmbeddingPipeline``.
             overflow: Whether texts that do not fit into ``max_length`` with their query are truncated or refused.
             max_waiting: The most texts that may wait.
-            activation: What makes scores of logits: ``sigmoid``, ``identity`` or ``softmax``. None: what ``config.json`` says to
+            activation: What makes scores of logits: ``sigmoid``, ``identity`` or ``softmax``. None: what the model's files say to
                 sentence-transformers' CrossEncoder; without that the sigmoid of one label, or the softmax of several.
-            score_words: The tokens for a bad and for a good text, if the model is a causal language model.
+            score_words: The tokens for a bad and for a good text, if the model is a causal language model. None: those of
+                sentence-transformers' ``LogitScore``, else ``no`` and ``yes``.
             on_progress: Is called with each part of loading.
             properties: OpenVINO's properties of the device, fields of ``Config``, and those of ``StaticLLMPipeline`` about blobs
                 (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``, and those of several devices
@@ -138,7 +141,8 @@ class StaticRerankPipeline(EncoderPipeline):
         self._config = _resolved(config, own)
         directory = check_model_dir(models_path)
         tokenizer = _paired_tokenizer(directory)
-        tokens = _tokens(tokenizer, score_words)
+        words = score_words or SCORE_WORDS
+        tokens = (() if score_words else read_encoder_files(directory).score_tokens) or _tokens(tokenizer, words)
         options = take_options(properties)
         served = serve_encoder(
             directory,
@@ -150,9 +154,7 @@ class StaticRerankPipeline(EncoderPipeline):
             on_progress=on_progress or (lambda event: None),
         )
         try:
-            self._activation: Activation = chosen_activation(
-                activation, directory, _num_labels(served.info, score_words)
-            )
+            self._activation: Activation = chosen_activation(activation, directory, _num_labels(served.info, words))
         except BaseException:
             served.close()
             raise
@@ -299,7 +301,7 @@ def _check_scoring(activation: object, words: object) -> None:
     if activation not in (None, *ACTIVATIONS):
         raise ConfigError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}, or None")
     is_pair = isinstance(words, (tuple, list)) and len(words) == 2 and all(isinstance(word, str) for word in words)
-    if not is_pair:
+    if words is not None and not is_pair:
         raise ConfigError(f"score_words={words!r}: must be two words, of a bad and of a good text")
 
 

@@ -270,3 +270,28 @@ def encoder_directory(folder):
 
 def write(path, content):
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def number(value):
+    return ops.constant(np.float32(value))
+
+
+def hidden_where(condition):
+    return ops.select(condition, ops.constant(np.float32(-1e9)), number(0))
+
+
+def window_before_and_after(before, after):
+    def bias(distance):
+        early, late = ops.less(distance, number(-before)), ops.greater(distance, number(after))
+        return hidden_where(ops.logical_or(early, late))
+
+    return by_distance(bias)
+
+
+def check_equal(encoder, lowered, pooling="mean", tolerance=2e-6, **sizes):
+    alone = Alone(encoder.model())
+    rng = np.random.default_rng(2)
+    for variant in (a_variant(texts=6, **sizes), a_variant(batch=4, texts=16, **sizes)):
+        texts = some_texts(rng, lowered.shape, variant)
+        expected = np.array([alone(text.ids, pooling) for text in texts])
+        assert np.abs(Packed(lowered, variant)(texts, pooling) - expected).max() <= tolerance

@@ -34,7 +34,7 @@ MANY_ROWS = 512
 """The most rows at which a bias by distance is evaluated: beyond, relative positions are clipped or grouped."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Remains:
     """A value at a boundary. ``small``, ``large``: at both ``PROBE_ROWS``. ``axes``: those that count rows, if they are known."""
 
@@ -63,15 +63,13 @@ def check_places(graph: EncoderGraph) -> None:
     """
     remains = _what_remains(graph)
     singles = [one for one in remains if one.axes is not None and len(one.axes) < 2]  # pairs would take rows² elements
-    most = evaluate(graph.model, [one.source for one in singles], 1, graph.num_rows)
-    for one, value in zip(singles, most, strict=True):
-        if not is_prefix(one.small, value):
-            raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
+    most = dict(zip(singles, evaluate(graph.model, [one.source for one in singles], 1, graph.num_rows), strict=True))
     pairs = 0
     for one in remains:
-        if one.axes is not None and not is_prefix(one.small, one.large):
+        largest = most.get(one, one.large)
+        if one.axes is not None and not is_prefix(one.small, largest):
             raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
-        reason = _reason(graph, one)
+        reason = _reason(graph, one, largest)
         pairs += reason is None and one.axes is not None and len(one.axes) == 2
         if reason is not None:
             graph.keep_texts_apart(STAGE, f"{one.reader} reads {reason}")
@@ -94,14 +92,12 @@ def _what_remains(graph: EncoderGraph) -> list[Remains]:
     ]
 
 
-def _reason(graph: EncoderGraph, one: Remains) -> str | None:
-    """Return why a value that remains keeps texts apart, or None."""
+def _reason(graph: EncoderGraph, one: Remains, largest: Value) -> str | None:
+    """Return why a value that remains keeps texts apart, or None. ``largest``: the value at the most rows that are known."""
     if one.axes is None:
         return "a value whose size depends on the number of rows"
-    if is_uniform(one.large, one.axes):
-        return None
     if len(one.axes) != 2:
-        return "the places of tokens"
+        return None if is_uniform(largest, one.axes) else "the places of tokens"
     (value,) = evaluate(graph.model, [one.source], 1, min(graph.num_rows, MANY_ROWS))
-    is_right = depends_on_distance(value, (one.axes[0], one.axes[1]))
+    is_right = is_uniform(value, one.axes) or depends_on_distance(value, (one.axes[0], one.axes[1]))
     return None if is_right else "the places of two tokens, not only their distance"

@@ -43,6 +43,7 @@ def fix_encoder_inputs(graph: EncoderGraph) -> None:
     if ids is None:
         raise UnsupportedModelError(STAGE, f"the model has no input {INPUT_IDS!r}")
     _free_sizes(graph)
+    _widen(graph)
     if (mask := graph.parameter(ATTENTION_MASK)) is not None:
         _fix(graph, mask, _filled(1, mask, ids))
     if (types := graph.parameter(TOKEN_TYPE_IDS)) is not None and not (graph.has_scores and _matters(types)):
@@ -56,11 +57,12 @@ def fix_encoder_inputs(graph: EncoderGraph) -> None:
 
 
 def _free_sizes(graph: EncoderGraph) -> None:
-    """Let the model have any batch and any number of rows."""
-    for parameter in graph.model.get_parameters():
+    """Let the model, and the copy of what was exported, have any batch and any number of rows."""
+    for parameter in (*graph.model.get_parameters(), *graph.original.get_parameters()):
         parameter.set_partial_shape(ov.PartialShape([-1, -1]))
     try:
         graph.model.validate_nodes_and_infer_types()
+        graph.original.validate_nodes_and_infer_types()
         for rows in PROBE_ROWS:
             at_sizes(graph.model, PROBE_BATCH, rows)
     except RuntimeError as error:
@@ -68,6 +70,20 @@ def _free_sizes(graph: EncoderGraph) -> None:
         raise UnsupportedModelError(
             STAGE, f"the model has fixed sizes: export it with a dynamic batch and sequence length ({what})"
         ) from None
+
+
+def _widen(graph: EncoderGraph) -> None:
+    """Let all inputs be i64, which programs are fed with; where the model has another type, it is converted."""
+    for parameter in graph.model.get_parameters():
+        own = parameter.get_element_type()
+        if own != ov.Type.i64:
+            readers = list(parameter.output(0).get_target_inputs())
+            parameter.set_element_type(ov.Type.i64)
+            converted = ops.convert(parameter, own).output(0)
+            for reader in readers:
+                reader.replace_source_output(converted)
+            graph.note(STAGE, f"{parameter.output(0).get_any_name()} was {own.get_type_name()}")
+    graph.model.validate_nodes_and_infer_types()
 
 
 def _fix(graph: EncoderGraph, parameter: ov.Node, value: ov.Output) -> None:

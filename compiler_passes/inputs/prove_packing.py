@@ -1,8 +1,8 @@
 """Proves that a lowered encoder computes what the original does, by running both once.
 
 Texts of different lengths are run alone through the original, and together through the lowered graph. Everything that could mix
-texts or misplace them, in whatever form it is written, shows as a difference. Windows and biases are longer than these texts:
-they have been evaluated at full length before. Layers that only repeat earlier ones are left out.
+texts or misplace them, in whatever form it is written, shows as a difference, up to a distance of ``MOST_ROWS``. Layers that only
+repeat earlier ones are left out.
 
 Where no token sees later ones, texts that begin alike are run once more, with one copy of the rows of their beginning.
 """
@@ -28,15 +28,40 @@ from staticllm.errors import UnsupportedModelError
 from staticllm.ports import INPUT_IDS, POOL, POSITION_IDS, TOKEN_TYPE_IDS
 
 STAGE = "prove_packing"
-SHARED = ((9, 1, 6), (11, 8))
-"""The lengths of the texts in each sequence: with idle rows at the end, and without."""
-APART = ((9,), (13,))
-BRANCHES = ((9, 0), (11, 5), (11, 7))
-"""The lengths of texts in one sequence, and how many of its first rows each one shares with the text before it."""
-ROWS = 19
+MOST_ROWS = 512
+"""The most rows of a sequence that are run."""
 TOLERANCE = 1e-4
 """Of the largest value. In f32 the differences of a right graph are some 1e-6, those of a wrong one some 1e-2."""
 Vectors = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The lengths of texts, by sequence, for sequences of ``rows`` rows.
+
+    ``shared``: several texts per sequence, with idle rows at the end and without. ``apart``: one text in each. ``branches``: the
+    lengths of texts in one sequence, and how many of its first rows each one shares with the text before it.
+    """
+
+    rows: int
+    shared: tuple[tuple[int, ...], ...]
+    apart: tuple[tuple[int, ...], ...]
+    branches: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, rows: int) -> Layouts:
+        """Return layouts in which tokens of two texts are at every distance below ``rows``."""
+        half, third, quarter = rows // 2, rows // 3, rows // 4
+        early, late = rows - rows * 2 // 5, rows * 2 // 5
+        shared = ((half, min(1, rows - half - third), third), (early, late))
+        left = rows - half - third
+        branches = ((half, 0), (quarter + third, quarter), (quarter + left + third // 3, quarter + third // 3))
+        return cls(
+            rows,
+            tuple(tuple(length for length in lengths if length) for lengths in shared),
+            ((max(half, 1),), (rows,)),
+            branches if third >= 3 else (),
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +85,8 @@ def prove_packing(graph: EncoderGraph) -> None:
     Raises:
         UnsupportedModelError: even one text per sequence differs from the original.
     """
-    layouts = [SHARED, APART] if graph.is_packable else [APART]
+    known = Layouts.of(min(graph.num_rows, MOST_ROWS))
+    layouts = [known.shared, known.apart] if graph.is_packable else [known.apart]
     texts = [_placed(graph, layout) for layout in layouts]
     original, lowered = _distinct_parts(graph)
     expected = _alone(graph, original, [text for found in texts for text in found])
@@ -68,14 +94,14 @@ def prove_packing(graph: EncoderGraph) -> None:
     worst = 0.0
     for layout, found in zip(layouts, texts, strict=True):
         wanted, expected = expected[: len(found)], expected[len(found) :]
-        worst = _difference(wanted, _together(graph, program, found))
+        worst = _difference(wanted, _together(graph, program, found, known.rows))
         if worst <= TOLERANCE:
-            how = "several texts" if layout == SHARED else "one text"
+            how = "several texts" if layout is known.shared else "one text"
             graph.note(STAGE, f"{how} per sequence: within {worst:.0e} of the original")
-            if layout == SHARED and all(kind.after == 0 for kind in graph.encoder_masks):
-                _prove_branches(graph, original, program)
+            if layout is known.shared and known.branches and all(kind.after == 0 for kind in graph.encoder_masks):
+                _prove_branches(graph, original, program, known)
             return
-        if layout == SHARED:
+        if layout is known.shared:
             graph.keep_texts_apart(STAGE, f"together they differ by {worst:.0e} of the largest value")
     node = graph.model.get_results()[0].input_value(0).get_node()
     raise UnsupportedModelError(
@@ -85,18 +111,18 @@ def prove_packing(graph: EncoderGraph) -> None:
     )
 
 
-def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.CompiledModel) -> None:
+def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.CompiledModel, layouts: Layouts) -> None:
     """Find out whether texts may share the rows of a common beginning: not if a bias goes by the distance of rows, say."""
     texts = list[Text]()
     start = 0
-    for length, num_shared in BRANCHES:
+    for length, num_shared in layouts.branches:
         own = length - num_shared
         before = texts[-1] if texts else Text(0, np.arange(0), np.arange(0))
         rows = np.concatenate((before.rows[:num_shared], np.arange(start, start + own)))
         ids = np.concatenate((before.ids[:num_shared], random_ids(graph.original, (own,), seed=10 + len(texts))))
         texts.append(Text(0, rows, ids, num_shared))
         start += own
-    worst = _difference(_alone(graph, original, texts), _together(graph, program, texts))
+    worst = _difference(_alone(graph, original, texts), _together(graph, program, texts, layouts.rows))
     graph.shares_prefixes = worst <= TOLERANCE
     how = "run once" if graph.shares_prefixes else "not shared"
     graph.note(STAGE, f"common beginnings of texts are {how}: within {worst:.0e} of the original")
@@ -155,20 +181,20 @@ def _alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) -> li
     return [found[index] for index in range(len(texts))]
 
 
-def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Text]) -> list[Vectors]:
-    """Return what the lowered graph computes for each text, as ``_alone`` does."""
+def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Text], rows: int) -> list[Vectors]:
+    """Return what the lowered graph computes for each text in sequences of ``rows`` rows, as ``_alone`` does."""
     batch = 1 + texts[-1].sequence
     feeds = {
-        INPUT_IDS: random_ids(graph.original, (batch, ROWS), seed=99),
-        TOKEN_TYPE_IDS: np.zeros((batch, ROWS), np.int64),
+        INPUT_IDS: random_ids(graph.original, (batch, rows), seed=99),
+        TOKEN_TYPE_IDS: np.zeros((batch, rows), np.int64),
     }
-    feeds[POSITION_IDS] = np.full((batch, ROWS), graph.first_position)
-    pool = np.zeros((len(texts), batch * ROWS), np.float32)
+    feeds[POSITION_IDS] = np.full((batch, rows), graph.first_position)
+    pool = np.zeros((len(texts), batch * rows), np.float32)
     for index, text in enumerate(texts):
         feeds[INPUT_IDS][text.sequence, text.rows] = text.ids
         feeds[POSITION_IDS][text.sequence, text.rows] = graph.first_position + np.arange(len(text.ids))
-        pool[index, text.sequence * ROWS + text.rows] = _weights(graph, len(text.ids))
-    masks = {kind.port_name: _mask(kind, batch, texts) for kind in graph.encoder_masks}
+        pool[index, text.sequence * rows + text.rows] = _weights(graph, len(text.ids))
+    masks = {kind.port_name: _mask(kind, batch, texts, rows) for kind in graph.encoder_masks}
     known = {**feeds, **masks, POOL: pool}
     values = program({name: known[name] for port in program.inputs for name in port.get_names() & known.keys()})[0]
     if graph.is_per_text:
@@ -176,9 +202,9 @@ def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Te
     return [np.array(values[text.sequence, text.rows]) for text in texts]
 
 
-def _mask(kind: EncoderMask, batch: int, texts: Sequence[Text]) -> Vectors:
-    """Return the mask ``[batch, 1, ROWS, ROWS]`` of texts: idle rows see themselves."""
-    sees = np.broadcast_to(np.eye(ROWS, dtype=np.bool_), (batch, ROWS, ROWS)).copy()
+def _mask(kind: EncoderMask, batch: int, texts: Sequence[Text], rows: int) -> Vectors:
+    """Return the mask ``[batch, 1, rows, rows]`` of texts: idle rows see themselves."""
+    sees = np.broadcast_to(np.eye(rows, dtype=np.bool_), (batch, rows, rows)).copy()
     for text in texts:
         own = text.rows[text.num_shared :]
         sees[text.sequence][np.ix_(own, text.rows)] = visible(kind, len(text.ids))[text.num_shared :]

@@ -33,11 +33,16 @@ ACTIVATIONS: dict[str, Callable[[ov.Output], ov.Node] | None] = {
 
 @dataclass(frozen=True)
 class Dense:
-    """A Dense module: ``activation(weight · vector + bias)``. ``weight [out, in]``, ``bias [out]`` or None, in f32."""
+    """A Dense module: ``activation(weight · vector + bias)``. ``weight [out, in]``, ``bias [out]`` or None, in f32.
+
+    With ``has_residual`` the vector is added to that, or ``residual [out, in]`` times the vector.
+    """
 
     weight: NDArray[np.float32]
     bias: NDArray[np.float32] | None = None
     activation: str = "identity"
+    has_residual: bool = False
+    residual: NDArray[np.float32] | None = None
 
 
 def add_pooling(graph: EncoderGraph, dense: tuple[Dense, ...] = (), is_normalised: bool = True) -> None:
@@ -66,20 +71,34 @@ def add_pooling(graph: EncoderGraph, dense: tuple[Dense, ...] = (), is_normalise
 def _with_dense(vectors: ov.Output, layer: Dense, index: int) -> ov.Output:
     width = vectors.get_partial_shape()[1].get_length()
     bias = np.zeros(len(layer.weight), np.float32) if layer.bias is None else layer.bias
+    is_residual_right = layer.residual is None or layer.residual.shape == layer.weight.shape
     if layer.weight.ndim != 2 or layer.weight.shape[1] != width or bias.shape != layer.weight.shape[:1]:
         raise UnsupportedModelError(
             STAGE,
             f"Dense module {index} has a weight {layer.weight.shape} and a bias {bias.shape} for vectors of {width}",
+        )
+    if not is_residual_right or (layer.has_residual and layer.residual is None and len(layer.weight) != width):
+        found = None if layer.residual is None else layer.residual.shape
+        raise UnsupportedModelError(
+            STAGE, f"Dense module {index} has a weight {layer.weight.shape} and a residual {found}"
         )
     if layer.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise UnsupportedModelError(
             STAGE, f"Dense module {index} has the activation {layer.activation!r}, not one of {known}"
         )
-    product = ops.matmul(_as_f32(vectors), ops.constant(layer.weight), transpose_a=False, transpose_b=True)
-    shifted = product if layer.bias is None else ops.add(product, ops.constant(bias[None]))
+    given = _as_f32(vectors)
+    product = _times(given, layer.weight)
+    shifted = product if layer.bias is None else ops.add(product, ops.constant(bias[None])).output(0)
     activation = ACTIVATIONS[layer.activation]
-    return (shifted if activation is None else activation(shifted.output(0))).output(0)
+    active = shifted if activation is None else activation(shifted).output(0)
+    if not layer.has_residual:
+        return active
+    return ops.add(active, given if layer.residual is None else _times(given, layer.residual)).output(0)
+
+
+def _times(vectors: ov.Output, weight: NDArray[np.float32]) -> ov.Output:
+    return ops.matmul(vectors, ops.constant(weight), transpose_a=False, transpose_b=True).output(0)
 
 
 def _as_f32(value: ov.Output) -> ov.Output:

@@ -153,8 +153,8 @@ class EmbeddingQueue:
             backlog.purge(time.perf_counter(), self._drop)
         if self._num_waiting and self._num_waiting + num_new > self._max_waiting:
             raise BusyError(
-                f"{self._num_waiting} texts wait, {num_new} more would exceed MAX_WAITING {self._max_waiting}: try again later, "
-                "or load with a larger MAX_WAITING"
+                f"{self._num_waiting} texts wait, {num_new} more would exceed max_waiting {self._max_waiting}: try again later, "
+                "or load with a larger max_waiting"
             )
 
     def _prepare(self) -> None:

@@ -17,6 +17,7 @@ from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.core import Pooling
 from staticllm.errors import ModelError, last_line
 from staticllm.files import read_regular
+from staticllm.model_dir import max_positions
 
 MAX_JSON = 1 << 20
 MAX_DENSE_BYTES = 1 << 30
@@ -29,8 +30,17 @@ POOLINGS: dict[str, Pooling] = {
 }  # fmt: skip
 """The modes of sentence-transformers that one matrix product computes."""
 
-ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+ORDER = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 """The modules that programs compute, in their order. A ``Dropout`` may stand anywhere: it changes nothing."""
+SENTENCE_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""The files with the longest text, newest first; sentence-transformers 6 has it in ``tokenizer_config.json``."""
+NO_LIMIT = 10**9
+"""Tokenizers without a limit have a larger ``model_max_length``."""
+TRUSTED = "torch."
+"""sentence-transformers uses its default in place of a function from elsewhere, and so do we."""
 DOCUMENT_NAMES = ("document", "passage", "corpus")
 """The names of the prompt for documents, in the order of sentence-transformers."""
 
@@ -43,7 +53,7 @@ class EncoderFiles:
     ``DOCUMENT_NAMES`` that is not empty); ``default_prompt`` goes before texts of which nothing is said.
     ``is_lower_cased`` says whether texts are made lower case before the tokenizer gets them.
     ``is_normalised`` says whether the model's modules end with a normalisation, ``is_prompt_pooled`` whether the tokens of a
-    prompt count in the vector of its text.
+    prompt count in the vector of its text. ``score_tokens``: the tokens for a bad and for a good text (``LogitScore``).
     """
 
     pooling: Pooling | None = None
@@ -54,6 +64,7 @@ class EncoderFiles:
     is_prompt_pooled: bool = True
     default_prompt: str = ""
     is_lower_cased: bool = False
+    score_tokens: tuple[int, ...] = ()
 
     @property
     def document_prompt(self) -> str:
@@ -62,7 +73,7 @@ class EncoderFiles:
 
 
 def read_encoder_files(directory: Path) -> EncoderFiles:
-    """Read ``modules.json`` and the folders that it names, ``sentence_bert_config.json``, and the prompts.
+    """Read ``modules.json`` and the folders that it names, the longest text, and the prompts.
 
     Raises:
         ModelError: a file is damaged, or a module computes something that encoder programs do not have.
@@ -71,7 +82,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     pooling: Pooling | None = None
     dense: list[Dense] = []
     kinds: list[str] = []
-    is_prompt_pooled = True
+    is_prompt_pooled, score_tokens = True, tuple[int, ...]()
     for module in modules:
         kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
         folder = _folder(directory, path)
@@ -81,14 +92,25 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
             is_prompt_pooled = _read_json(folder / "config.json", dict).get("include_prompt", True) is not False
         elif kind == "Dense":
             dense.append(_dense(folder))
+        elif kind == "LogitScore":
+            score_tokens = _score_tokens(folder / "config.json")
         elif kind not in (*ORDER, "Dropout"):
             raise ModelError(f"{directory / 'modules.json'}: a module {kind!r} is not supported")
     _check_order(directory, [kind for kind in kinds if kind != "Dropout"])
     length, is_lower_cased = _sentence_config(directory)
+    if length is None and "Transformer" in kinds:
+        length = _tokenizer_length(directory)
     prompts, default_prompt = _prompts(directory)
-    is_normalised = "Normalize" in kinds if modules else None
     return EncoderFiles(
-        pooling, tuple(dense), length, prompts, is_normalised, is_prompt_pooled, default_prompt, is_lower_cased
+        pooling=pooling,
+        dense=tuple(dense),
+        max_length=length,
+        prompts=prompts,
+        is_normalised="Normalize" in kinds if modules else None,
+        is_prompt_pooled=is_prompt_pooled,
+        default_prompt=default_prompt,
+        is_lower_cased=is_lower_cased,
+        score_tokens=score_tokens,
     )
 
 
@@ -110,13 +132,43 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     Raises:
         ModelError: a value is impossible.
     """
-    found = _read_json(directory / "sentence_bert_config.json", dict)
+    name = next((name for name in SENTENCE_CONFIGS if os.path.lexists(directory / name)), SENTENCE_CONFIGS[0])
+    found = _read_json(directory / name, dict)
     length, is_lower_cased = found.get("max_seq_length"), found.get("do_lower_case", False)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-        raise ModelError(f"sentence_bert_config.json: max_seq_length is {length!r}: must be a whole number from 1")
+        raise ModelError(f"{name}: max_seq_length is {length!r}: must be a whole number from 1")
     if not isinstance(is_lower_cased, bool):
-        raise ModelError(f"sentence_bert_config.json: do_lower_case is {is_lower_cased!r}: must be true or false")
+        raise ModelError(f"{name}: do_lower_case is {is_lower_cased!r}: must be true or false")
     return length, is_lower_cased
+
+
+def _tokenizer_length(directory: Path) -> int | None:
+    """Return the longest text in tokens as sentence-transformers takes it from the tokenizer; None if it has no limit."""
+    length, limit = (
+        _read_json(directory / "tokenizer_config.json", dict).get("model_max_length"),
+        max_positions(directory),
+    )
+    if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < NO_LIMIT:
+        return None
+    return min(length, limit or length)
+
+
+def _score_tokens(path: Path) -> tuple[int, int]:
+    """Return the tokens for a bad and for a good text.
+
+    Raises:
+        ModelError: one is missing, or there are other scores.
+    """
+    found = _read_json(path, dict)
+    tokens = found.get("false_token_id"), found.get("true_token_id")
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):
+        raise ModelError(
+            f"{path}: false_token_id and true_token_id are {tokens[0]!r} and {tokens[1]!r}: only scores of two tokens are "
+            "supported"
+        )
+    if found.get("module_input_name", "causal_logits") != "causal_logits":
+        raise ModelError(f"{path}: module_input_name is {found['module_input_name']!r}: must be 'causal_logits'")
+    return tokens
 
 
 def _folder(directory: Path, path: str) -> Path:
@@ -182,10 +234,21 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str]:
 
 
 def _dense(folder: Path) -> Dense:
+    """Read a Dense module as sentence-transformers does, which uses Tanh unless a function of PyTorch is named.
+
+    Raises:
+        ModelError: a file is damaged, or the module computes something else.
+    """
     config = _read_json(folder / "config.json", dict)
-    name = str(config.get("activation_function", "Identity")).rsplit(".", 1)[-1].lower()
+    named = str(config.get("activation_function", ""))
+    name = named.rsplit(".", 1)[-1].lower() if named.startswith(TRUSTED) else "tanh"
     if name not in ACTIVATIONS:
         raise ModelError(f"{folder / 'config.json'}: the activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise ModelError(
+                f"{folder / 'config.json'}: {key} is {config[key]!r}: only a Dense of the embedding is supported"
+            )
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ModelError(f"{folder}: has no model.safetensors; a pickled pytorch_model.bin is not read: save it again")
@@ -193,11 +256,15 @@ def _dense(folder: Path) -> Dense:
     weight = tensors.get("linear.weight")
     if weight is None:
         raise ModelError(f"{path}: has no tensor linear.weight")
-    return Dense(weight, tensors.get("linear.bias"), name)
+    has_residual = bool(config.get("use_residual", False))
+    residual = tensors.get("residual.weight") if has_residual else None
+    if has_residual and residual is None and len(set(weight.shape)) > 1:
+        raise ModelError(f"{path}: has no tensor residual.weight, which use_residual needs between two widths")
+    return Dense(weight, tensors.get("linear.bias"), name, has_residual, residual)
 
 
 def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Return the f32 tensors of a file in the format of safetensors."""
+    """Return the tensors of a file in the format of safetensors, as f32."""
     data = read_regular(path, MAX_DENSE_BYTES)
     try:
         (length,) = struct.unpack_from("<Q", data)
@@ -206,13 +273,21 @@ def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
         found = {}
         for name, entry in header.items():
             if name != "__metadata__":
-                if entry["dtype"] != "F32":
-                    raise ModelError(f"{path}: {name} has the type {entry['dtype']}, only F32 is read")
                 begin, end = entry["data_offsets"]
-                found[name] = np.frombuffer(body[begin:end], np.float32).reshape(entry["shape"]).copy()
+                found[name] = _as_f32(path, name, entry["dtype"], body[begin:end]).reshape(entry["shape"])
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: is not a file of safetensors ({error})") from None
     return found
+
+
+def _as_f32(path: Path, name: str, dtype: str, data: memoryview) -> NDArray[np.float32]:
+    if dtype == "F32":
+        return np.frombuffer(data, np.float32).copy()
+    if dtype == "F16":
+        return np.frombuffer(data, np.float16).astype(np.float32)
+    if dtype == "BF16":  # the upper half of an f32
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    raise ModelError(f"{path}: {name} has the type {dtype}, only F32, F16 and BF16 are read")
 
 
 def _field(module: Any, name: str) -> Any:

@@ -167,7 +167,8 @@ def _digest_of(files: EncoderFiles) -> str:
         return "none"
     digest = hashlib.blake2b(digest_size=32)
     for dense in files.dense:
-        bias = b"" if dense.bias is None else dense.bias.tobytes()
-        digest.update(repr((dense.weight.shape, len(bias), dense.activation)).encode())
-        digest.update(dense.weight.tobytes() + bias)
+        arrays = [b"" if array is None else array.tobytes() for array in (dense.weight, dense.bias, dense.residual)]
+        sizes = [len(array) for array in arrays]
+        digest.update(repr((dense.weight.shape, sizes, dense.activation, dense.has_residual)).encode())
+        digest.update(b"".join(arrays))
     return digest.hexdigest()

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
 from staticllm.files import read_regular
+from staticllm.pipelines.embedding.encoder_files import TRUSTED
 
 Activation = Literal["sigmoid", "identity", "softmax"]
 """What makes a score of a logit: ``softmax`` takes all labels of a text together."""
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 MAX_CONFIG = 1 << 22
-_TRUSTED = "torch."
-"""sentence-transformers uses its default in place of a function from elsewhere, and so do we."""
 
 
 def chosen_activation(given: Activation | None, directory: Path, num_labels: int) -> Activation:
@@ -50,20 +49,16 @@ def activated(logits: NDArray[np.float32], activation: Activation) -> NDArray[np
 
 
 def _named_activation(directory: Path) -> Activation | None:
-    """Return what ``config.json`` says to sentence-transformers' CrossEncoder; None if it says nothing."""
-    path = directory / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        config: Any = json.loads(read_regular(path, MAX_CONFIG))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    own = config.get("sentence_transformers")
-    named = own.get("activation_fn") if isinstance(own, dict) else None
-    named = config.get("sbert_ce_default_activation_function") if named is None else named
-    if not isinstance(named, str) or not named.startswith(_TRUSTED):
+    """Return what the files say to sentence-transformers' CrossEncoder, first its own file; None if they say nothing."""
+    path = directory / "config_sentence_transformers.json"
+    named = _read(path).get("activation_fn")
+    if not isinstance(named, str):
+        path = directory / "config.json"
+        config = _read(path)
+        own = config.get("sentence_transformers")
+        named = own.get("activation_fn") if isinstance(own, dict) else None
+        named = config.get("sbert_ce_default_activation_function") if named is None else named
+    if not isinstance(named, str) or not named.startswith(TRUSTED):
         return None
     name = named.rsplit(".", 1)[-1].lower()
     if name in ACTIVATIONS:
@@ -71,3 +66,20 @@ def _named_activation(directory: Path) -> Activation | None:
     raise ModelError(
         f"{path}: the activation {named!r} is not supported: give activation= with one of {', '.join(ACTIVATIONS)}"
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file; empty if there is none.
+
+    Raises:
+        ModelError: it is no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        config: Any = json.loads(read_regular(path, MAX_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return config

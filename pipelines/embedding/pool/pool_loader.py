@@ -214,6 +214,22 @@ def _with_threads(used: UsedDevice, choices: EncoderChoices) -> EncoderChoices:
     return replace(choices, properties={"INFERENCE_NUM_THREADS": len(used.cores), **(choices.properties or {})})
 
 
+def choices_by_device(choices: EncoderChoices, options: PoolOptions, names: Sequence[str]) -> dict[str, EncoderChoices]:
+    """Return the choices of each device, with its own properties in them (``DEVICE_PROPERTIES``).
+
+    Raises:
+        ConfigError: there are properties of another device.
+    """
+    own = options.device_properties or {}
+    if unknown := set(own) - set(names):
+        raise ConfigError(
+            f"DEVICE_PROPERTIES for {min(map(str, unknown))!r}: there is no such device here; there are: {', '.join(names)}"
+        )
+    return {
+        name: replace(choices, properties={**(choices.properties or {}), **own.get(name, {})} or None) for name in names
+    }
+
+
 def load_pool(
     directory: Path,
     device: str,
@@ -231,15 +247,10 @@ def load_pool(
     """
     begin = time.perf_counter()
     found = devices_of(device, options.is_heterogeneous, get_core().available_devices)
-    own = options.device_properties or {}
-    unknown = set(own) - {used.name for used in found.devices}
-    if unknown:
-        names = ", ".join(used.name for used in found.devices)
-        raise ConfigError(f"DEVICE_PROPERTIES for {min(unknown)!r}: there is no such device here; there are: {names}")
+    chosen = choices_by_device(choices, options, [used.name for used in found.devices])
 
     def choices_of(used: UsedDevice) -> EncoderChoices:
-        properties = {**(choices.properties or {}), **own.get(used.name, {})}
-        return replace(choices, properties=properties or None)
+        return chosen[used.name]
 
     def tell(event: ProgressEvent) -> None:
         if event.stage != "ready":  # that of one instance; others may still load

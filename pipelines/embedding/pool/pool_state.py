@@ -156,8 +156,8 @@ class PoolState:
             left = max(device.queue.left(now) + device.queue.waiting_seconds for device in self.devices)
             share = min(1.0, (num_waiting + num_new - self._max_waiting) / num_waiting)
             raise BusyError(
-                f"{num_waiting} texts wait, {num_new} more would exceed MAX_WAITING {self._max_waiting}: try again later, or "
-                "load with a larger MAX_WAITING",
+                f"{num_waiting} texts wait, {num_new} more would exceed max_waiting {self._max_waiting}: try again later, or "
+                "load with a larger max_waiting",
                 left * share,
             )
         self._coming[request.id] = num_new

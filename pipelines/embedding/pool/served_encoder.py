@@ -15,7 +15,7 @@ from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import PoolOptions, load_pool, needs_pool
+from staticllm.pipelines.embedding.pool.pool_loader import PoolOptions, choices_by_device, load_pool, needs_pool
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
@@ -59,8 +59,11 @@ def serve_encoder(
         ConfigError: as for ``load_encoder`` and ``load_pool``, or an engine is given for several devices.
     """
     host = None if engine is None else checked_host(engine)
+    if not isinstance(device, str):
+        raise ConfigError(f"device is a {type(device).__name__}: must be the name of a device, for example CPU")
     if not needs_pool(device, options):
-        return serve_loaded(load_encoder(models_path, device, choices, on_progress), host, max_waiting)
+        own = choices_by_device(choices, options, [device.upper()])[device.upper()]
+        return serve_loaded(load_encoder(models_path, device, own, on_progress), host, max_waiting)
     if host is not None:
         raise ConfigError(
             f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS, LATENCY_MS and "

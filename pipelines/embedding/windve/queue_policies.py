@@ -116,7 +116,7 @@ class Plain:
         if num_waiting >= self.max_waiting:
             wait = min(queues[index].left(now) for index in alive)
             return Busy(
-                wait, f"{num_waiting} texts wait, MAX_WAITING is {self.max_waiting}: try again later, or raise it"
+                wait, f"{num_waiting} texts wait, max_waiting is {self.max_waiting}: try again later, or raise it"
             )
         ends = {index: _bulk_end(queues[index], query, now) for index in alive}
         first = min(alive, key=lambda index: ends[index])

@@ -2,17 +2,19 @@
 
 import json
 import shutil
+import struct
 
 import numpy as np
 import pytest
-from encoder_models import encoder_directory
+from encoder_models import WIDTH, encoder_directory
 
 from staticllm import StaticEmbeddingPipeline
-from staticllm.errors import ModelError
+from staticllm.errors import ConfigError, ModelError
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.text_tokenizer import lower_case
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+TEXTS = ["a fox", "rain falls in the valley"]
 
 
 @pytest.fixture
@@ -107,3 +109,125 @@ def test_what_cannot_be_read_is_not_taken_for_missing(directory, name, kind):
         path.symlink_to("nothing")
     with pytest.raises(ModelError, match=f"{path.name}: cannot be read: [^\n]*$"):
         read_encoder_files(directory)
+
+
+NO_LIMIT = 10**30
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"model_max_length": 16}}, 16),
+        ({"tokenizer_config.json": {"model_max_length": 16}, "config.json": {"max_position_embeddings": 12}}, 12),
+        ({"tokenizer_config.json": {"model_max_length": NO_LIMIT}}, None),
+        ({"tokenizer_config.json": {"model_max_length": 16}, "sentence_bert_config.json": {"max_seq_length": 24}}, 24),
+        (
+            {"tokenizer_config.json": {"model_max_length": 16}, "sentence_bert_config.json": {"max_seq_length": None}},
+            16,
+        ),
+        ({"sentence_xlm-roberta_config.json": {"max_seq_length": 40}}, 40),
+    ],
+)
+def test_the_longest_text_is_that_of_whichever_file_has_it(tmp_path, files, expected):
+    write(tmp_path / "modules.json", [TRANSFORMER])
+    for name, content in files.items():
+        write(tmp_path / name, content)
+    assert read_encoder_files(tmp_path).max_length == expected
+
+
+def test_the_tokenizer_of_an_export_without_modules_says_nothing(tmp_path):
+    write(tmp_path / "tokenizer_config.json", {"model_max_length": 16})
+    assert read_encoder_files(tmp_path).max_length is None
+
+
+DENSE = {"type": "x.Dense", "path": "2_Dense"}
+
+
+def with_dense(directory, config, tensors):
+    """Add a Dense module; ``tensors`` are in f32, f16, or bf16 as uint16."""
+    write(directory / "modules.json", [TRANSFORMER, POOLING, DENSE])
+    write(directory / "2_Dense" / "config.json", config)
+    types = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
+    header, body = {}, b""
+    for name, array in tensors.items():
+        ends = [len(body), len(body) + array.nbytes]
+        header[name] = {"dtype": types[str(array.dtype)], "shape": array.shape, "data_offsets": ends}
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    (directory / "2_Dense" / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def normalised(vectors):
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("width", [WIDTH, 8])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_dense_module_is_that_of_sentence_transformers(directory, width, has_residual, dtype):
+    with StaticEmbeddingPipeline(directory, "CPU", normalize=False, **F32) as pipe:
+        vectors = pipe.encode(TEXTS)
+    random = np.random.default_rng(0)
+    exact = {
+        "linear.weight": random.normal(size=(width, WIDTH)).astype(np.float32),
+        "linear.bias": random.normal(size=width).astype(np.float32),
+        "residual.weight": random.normal(size=(width, WIDTH)).astype(np.float32),
+    }
+    if dtype == "f16":
+        stored = {name: array.astype(np.float16) for name, array in exact.items()}
+        exact = {name: array.astype(np.float32) for name, array in stored.items()}
+    elif dtype == "bf16":
+        stored = {name: (array.view(np.uint32) >> 16).astype(np.uint16) for name, array in exact.items()}
+        exact = {name: (array.astype(np.uint32) << 16).view(np.float32) for name, array in stored.items()}
+    else:
+        stored = exact
+    if not has_residual or width == WIDTH:
+        stored = {name: array for name, array in stored.items() if name != "residual.weight"}
+    with_dense(
+        directory, {"activation_function": "torch.nn.modules.activation.Tanh", "use_residual": has_residual}, stored
+    )
+    expected = np.tanh(vectors @ exact["linear.weight"].T + exact["linear.bias"])
+    if has_residual:
+        expected = expected + (vectors if width == WIDTH else vectors @ exact["residual.weight"].T)
+    with StaticEmbeddingPipeline(directory, "CPU", **F32) as pipe:
+        np.testing.assert_allclose(pipe.encode(TEXTS), normalised(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"module_input_name": "token_embeddings"},
+            "module_input_name is 'token_embeddings': only a Dense of the embedding",
+        ),
+        ({"use_residual": True}, r"has no tensor residual\.weight, which use_residual needs between two widths"),
+        ({"activation_function": "torch.nn.modules.activation.Softplus"}, "the activation 'softplus' is not one of"),
+    ],
+)
+def test_a_dense_module_that_computes_something_else_is_refused(directory, config, message):
+    with_dense(directory, config, {"linear.weight": np.ones((8, WIDTH), np.float32)})
+    with pytest.raises(ModelError, match=message):
+        StaticEmbeddingPipeline(directory, "CPU")
+
+
+def test_scores_of_two_tokens_are_read(tmp_path):
+    write(tmp_path / "modules.json", [TRANSFORMER, {"type": "x.LogitScore", "path": "1_LogitScore"}])
+    config = tmp_path / "1_LogitScore" / "config.json"
+    write(config, {"true_token_id": 7, "false_token_id": 9})
+    assert read_encoder_files(tmp_path).score_tokens == (9, 7)
+    for wrong in ({"true_token_id": 7, "false_token_id": None}, {"true_token_id": -1, "false_token_id": 9}, {}):
+        write(config, wrong)
+        with pytest.raises(ModelError, match="only scores of two tokens are supported"):
+            read_encoder_files(tmp_path)
+
+
+def test_properties_of_the_only_device_count(directory):
+    coarse = {"INFERENCE_PRECISION_HINT": "bf16"}
+    with StaticEmbeddingPipeline(directory, "CPU", **F32) as pipe:
+        expected = pipe.encode(TEXTS)
+    with StaticEmbeddingPipeline(directory, "cpu", DEVICE_PROPERTIES={"CPU": F32}, **coarse) as pipe:
+        np.testing.assert_allclose(pipe.encode(TEXTS), expected, atol=1e-6)
+    with pytest.raises(ConfigError, match="DEVICE_PROPERTIES for 'GPU': there is no such device here; there are: CPU"):
+        StaticEmbeddingPipeline(directory, "CPU", DEVICE_PROPERTIES={"GPU": F32})
+    with pytest.raises(ConfigError, match="device is a NoneType: must be the name of a device"):
+        StaticEmbeddingPipeline(directory, None)

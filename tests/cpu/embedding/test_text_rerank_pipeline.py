@@ -105,6 +105,12 @@ def test_a_causal_language_model_ranks_by_yes_and_no(tmp_path):
         expected.append(yes / (no + yes))
     with StaticRerankPipeline(folder, "CPU", top_n=100, **F32) as pipe:
         assert np.abs(pipe.scores(QUERY, TEXTS) - expected).max() <= 2e-6
+    (folder / "1_LogitScore").mkdir()
+    write(folder / "1_LogitScore" / "config.json", {"true_token_id": words[0], "false_token_id": words[1]})
+    score = {"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "path": "1_LogitScore"}
+    write(folder / "modules.json", [{"type": "a.Transformer", "path": ""}, score])
+    with StaticRerankPipeline(folder, "CPU", **F32) as pipe:
+        assert np.abs(pipe.scores(QUERY, TEXTS) - (1 - np.array(expected))).max() <= 2e-6
     with pytest.raises(ModelError, match=r"'bad' or 'good' is not a single token: .* by score_words="):
         StaticRerankPipeline(folder, "CPU", score_words=("bad", "good"), **F32)
     with pytest.raises(ModelError, match=r"is not an encoder but a causal language model.*PoolingType\.LAST_TOKEN"):
@@ -156,6 +162,15 @@ def test_the_activation_is_that_of_the_models_files(tmp_path, config, of_one, of
     assert chosen_activation(None, tmp_path, 1) == of_one
     assert chosen_activation(None, tmp_path, 3) == of_three
     assert chosen_activation("sigmoid", tmp_path, 3) == "sigmoid"
+
+
+def test_the_newer_file_has_the_activation(tmp_path):
+    write(tmp_path / "config.json", {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}})
+    own = tmp_path / "config_sentence_transformers.json"
+    write(own, {"activation_fn": "torch.nn.modules.linear.Identity"})
+    assert chosen_activation(None, tmp_path, 1) == "identity"
+    write(own, {"prompts": {}})
+    assert chosen_activation(None, tmp_path, 1) == "sigmoid"
 
 
 def test_logits_are_scores_if_the_files_say_identity(directory, expected, tmp_path):

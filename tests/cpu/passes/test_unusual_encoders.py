@@ -10,18 +10,20 @@ import pytest
 from encoder_models import (
     VOCABULARY,
     WIDTH,
-    Alone,
     Packed,
     TinyEncoder,
     a_range,
     a_text,
     a_variant,
     by_distance,
+    check_equal,
+    hidden_where,
+    number,
     pooled,
-    some_texts,
     symmetric_alibi,
     unit,
     unpack,
+    window_before_and_after,
 )
 from openvino import opset13 as ops
 
@@ -32,24 +34,6 @@ from staticllm.compiler_passes.shapes.add_pooling import Dense
 from staticllm.core import EncoderMask
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-
-HIDES = np.float32(-1e9)
-
-
-def number(value):
-    return ops.constant(np.float32(value))
-
-
-def hidden_where(condition):
-    return ops.select(condition, ops.constant(HIDES), number(0))
-
-
-def window_before_and_after(before, after):
-    def bias(distance):
-        early, late = ops.less(distance, number(-before)), ops.greater(distance, number(after))
-        return hidden_where(ops.logical_or(early, late))
-
-    return by_distance(bias)
 
 
 def in_blocks(scores, rows):
@@ -93,15 +77,6 @@ def with_weights_over_rows(hidden, rows):
     size = ops.concat([ops.unsqueeze(rows, ops.constant(0))] * 2, 0)
     part = ops.slice(ops.constant(random), np.array([0, 0]), size, np.array([1, 1]))
     return ops.add(hidden, ops.matmul(part, hidden, False, False))
-
-
-def check_equal(encoder, lowered, pooling="mean", tolerance=2e-6):
-    alone = Alone(encoder.model())
-    rng = np.random.default_rng(2)
-    for variant in (a_variant(texts=6), a_variant(batch=4, texts=16)):
-        texts = some_texts(rng, lowered.shape, variant)
-        expected = np.array([alone(text.ids, pooling) for text in texts])
-        assert np.abs(Packed(lowered, variant)(texts, pooling) - expected).max() <= tolerance
 
 
 @pytest.mark.parametrize(

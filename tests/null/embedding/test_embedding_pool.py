@@ -288,7 +288,7 @@ def test_too_many_documents_are_refused_unless_none_waits(make):
     assert device.began.wait(SECONDS)
     waiting = submit(pool, *range(20, 29))
     assert pool.num_waiting == 9
-    with pytest.raises(BusyError, match="MAX_WAITING 10") as raised:
+    with pytest.raises(BusyError, match="max_waiting 10") as raised:
         submit(pool, 2, 3)
     assert raised.value.retry_after > 0
     device.gate.set()
@@ -305,7 +305,7 @@ def test_no_priority_exceeds_the_texts_that_may_wait(make, priority, limits):
     running = submit(pool, 1)
     assert device.began.wait(SECONDS)
     waiting = [submit(pool, number, priority=priority) for number in range(20, 24)]
-    with pytest.raises(BusyError, match="4 texts wait, 1 more would exceed MAX_WAITING 4"):
+    with pytest.raises(BusyError, match="4 texts wait, 1 more would exceed max_waiting 4"):
         submit(pool, 24, priority=priority)
     device.gate.set()
     assert results(running, *waiting) == [sums(1), *(sums(number) for number in range(20, 24))]

@@ -96,7 +96,7 @@ def test_cancelled_and_late_texts_do_not_run():
 def test_a_full_queue_refuses_and_an_empty_one_takes_any_number():
     queue = EmbeddingQueue(Adder(), 4)
     queue.submit(request(*range(6)))
-    with pytest.raises(BusyError, match="6 texts wait, 1 more would exceed MAX_WAITING 4"):
+    with pytest.raises(BusyError, match="6 texts wait, 1 more would exceed max_waiting 4"):
         queue.submit(request(9))
     run_all(queue)
     queue.submit(request(9))

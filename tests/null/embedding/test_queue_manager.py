@@ -242,7 +242,7 @@ def test_without_a_limit_the_device_that_ends_first_is_chosen_until_too_many_wai
     tested = manager(Plain(4), FAST, SLOW)
     places = [tested.admit(Query(number, 0.0, 75), 0.0) for number in range(5)]
     assert places[:4] == [0, 0, 0, 0]
-    assert places[4].reason == "4 texts wait, MAX_WAITING is 4: try again later, or raise it"
+    assert places[4].reason == "4 texts wait, max_waiting is 4: try again later, or raise it"
     tested.begin(0, 0.0)
     assert places[4].error().retry_after == 0.0
     assert tested.admit(Query(9, 0.0, 75, deadline=0.001), 0.0).reason.startswith("the text would end in ")
