@@ -116,6 +116,7 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
         unsafe_rows=tuple(sorted({*graph.query_heads} - {0})),
         head=graph.head,
         shares_prefixes=graph.shares_prefixes,
+        skipped_id=graph.skipped_id,
     )
     known = encoder_input_names(shape)
     for port in graph.model.inputs:

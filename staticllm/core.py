@@ -292,7 +292,8 @@ class EncoderShape:
     one text, which begins at its first row. ``unsafe_rows``: numbers of rows for which no static program is made, because
     they are also the number of heads. ``head``: what became of the head of a causal language model: it was ``cut``, or it
     computes the logits of a few ``tokens``; ``none`` for models that have no such head. ``shares_prefixes``: whether texts that
-    begin alike may share the rows of their beginning.
+    begin alike may share the rows of their beginning. ``skipped_id``: tokens with this id have the position before the first, and
+    those after them are counted without them; None if all tokens are counted.
     """
 
     output: Literal["embeddings", "scores"]
@@ -307,6 +308,7 @@ class EncoderShape:
     unsafe_rows: tuple[int, ...] = ()
     head: Literal["none", "cut", "tokens"] = "none"
     shares_prefixes: bool = False
+    skipped_id: int | None = None
 
 
 class FinishReason(str, Enum):

@@ -91,6 +91,14 @@ class Packed:
         self.shape, self.variant = lowered.shape, variant
         self.program = get_core().compile_model(lowered.specialise(variant), "CPU", EXACT)
 
+    def _positions(self, ids):
+        found, next_one = [], self.shape.first_position
+        for id in ids:
+            is_skipped = id == self.shape.skipped_id
+            found.append(self.shape.first_position - 1 if is_skipped else next_one)
+            next_one += not is_skipped
+        return found
+
     def feeds(self, texts, pooling, idle=0):
         variant, shape = self.variant, self.shape
         size = variant.batch, variant.rows
@@ -101,7 +109,7 @@ class Packed:
             place = text.sequence, text.rows
             length = len(text.ids)
             ids[place], types[place], group[place] = text.ids, text.types, index
-            positions[place] += np.arange(length)
+            positions[place] = self._positions(text.ids)
             first = text.sequence * variant.rows + text.start
             weights = (
                 np.full(length, 1 / length) if pooling == "mean" else np.eye(length)[0 if pooling == "first" else -1]

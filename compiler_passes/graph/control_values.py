@@ -122,8 +122,15 @@ def at_sizes(model: ov.Model, batch: int, rows: int) -> ov.Model:
     return copy
 
 
-def evaluate(model: ov.Model, outputs: Sequence[ov.Output], batch: int, rows: int, seed: int = 0) -> list[Value]:
-    """Return the values of control outputs of ``model`` at these sizes. ``seed``: of the token ids.
+def evaluate(
+    model: ov.Model,
+    outputs: Sequence[ov.Output],
+    batch: int,
+    rows: int,
+    seed: int = 0,
+    ids: NDArray[np.int64] | None = None,
+) -> list[Value]:
+    """Return the values of control outputs of ``model`` at these sizes. ``seed``: of the token ids, unless ``ids`` are given.
 
     Raises:
         RuntimeError: the shapes of the graph's nodes do not fit together at these sizes.
@@ -140,15 +147,16 @@ def evaluate(model: ov.Model, outputs: Sequence[ov.Output], batch: int, rows: in
     wanted = [nodes[places[output.get_node().get_instance_id()]].output(output.get_index()) for output in outputs]
     parameters = copy.get_parameters()
     part = ov.Model([ops.result(value) for value in wanted], parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
-    feeds = [_feed(model, parameter, batch, rows, seed) for parameter in parameters]
+    known = random_ids(model, (batch, rows), seed) if ids is None else ids
+    feeds = [_feed(parameter, known) for parameter in parameters]
     found = get_core().compile_model(part, "CPU", EXACT)(feeds)
     return [np.array(value) for value in found.values()]
 
 
-def _feed(model: ov.Model, parameter: ov.Node, batch: int, rows: int, seed: int) -> Value:
+def _feed(parameter: ov.Node, ids: NDArray[np.int64]) -> Value:
     names, dtype = parameter.output(0).get_names(), parameter.get_element_type().to_dtype()
     if INPUT_IDS in names:
-        return random_ids(model, (batch, rows), seed).astype(dtype)
+        return ids.astype(dtype)
     sizes = [dim.get_length() if dim.is_static else 1 for dim in parameter.get_partial_shape()]
     return np.full(sizes, ATTENTION_MASK in names, dtype)
 

@@ -21,6 +21,7 @@ class EncoderGraph(StepGraph):
     original: ov.Model = field(kw_only=True)
     encoder_masks: list[EncoderMask] = field(default_factory=list)
     first_position: int = 0
+    skipped_id: int | None = None  # tokens that are not counted in positions
     has_scores: bool = False  # whether the model has one vector of scores per text
     is_pooled: bool = (
         False  # whether the model has one embedding per text; else, without scores, a hidden state per token

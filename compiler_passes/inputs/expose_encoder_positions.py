@@ -25,6 +25,7 @@ from staticllm.compiler_passes.graph.control_values import (
     is_prefix,
     is_uniform,
     key_of,
+    random_ids,
     row_axes,
 )
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
@@ -68,6 +69,7 @@ def expose_encoder_positions(graph: EncoderGraph) -> None:
     indices = [(place, place.offset) for place in places]
     offsets = [offset for _, offset in indices if offset is not None]
     graph.first_position = min(offsets, default=0)
+    graph.skipped_id = _skipped_id(graph, [place.port for place, offset in indices if offset is not None])
     for place, offset in indices:
         if offset is not None:
             _limit_rows(graph, place.port, offset)
@@ -86,11 +88,28 @@ def expose_encoder_positions(graph: EncoderGraph) -> None:
     _note(graph, len(offsets), len(tables))
 
 
+def _skipped_id(graph: EncoderGraph, ports: list[ov.Input]) -> int | None:
+    """Return the id of padding if the model counts positions without it, as RoBERTa does, whose positions begin after this id.
+
+    A text may hold it: tokenizers read its name in a text as this token.
+    """
+    padding = graph.first_position - 1
+    if padding < 0:
+        return None
+    ids = random_ids(graph.model, (1, PROBE_ROWS[1]))
+    ids[0, [2, 3, 7]] = padding
+    values = evaluate(graph.model, [port.get_source_output() for port in ports], 1, PROBE_ROWS[1], ids=ids)
+    is_counted = ids != padding
+    expected = np.cumsum(is_counted) * is_counted + padding
+    return padding if values and all(np.array_equal(value, expected) for value in values) else None
+
+
 def _note(graph: EncoderGraph, num_indices: int, num_tables: int) -> None:
     if graph.parameter(POSITION_IDS) is None:
         graph.note(STAGE, "nothing is computed from the place of a single token")
         return
     first = f", which begin at {graph.first_position}" if graph.first_position else ""
+    first += f" and are counted without token {graph.skipped_id}" if graph.skipped_id is not None else ""
     graph.note(
         STAGE, f"{num_indices} values were positions{first}, {num_tables} became tables of {graph.num_rows} rows"
     )

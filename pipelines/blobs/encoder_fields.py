@@ -72,6 +72,8 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
     whole_of(shape.width, 1)
     whole_of(shape.max_rows, 1)
     whole_of(shape.first_position, 0)
+    if shape.skipped_id is not None:
+        whole_of(shape.skipped_id, 0)
     for flag in (shape.has_positions, shape.has_token_types, shape.is_packable, shape.shares_prefixes):
         check_flag(flag)
     for rows in shape.unsafe_rows:

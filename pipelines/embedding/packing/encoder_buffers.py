@@ -78,8 +78,7 @@ class EncoderBuffers:
         own, length = rows[num_shared:], len(text)
         self.arrays[INPUT_IDS][line, own] = text.ids[num_shared:]
         if self.shape.has_positions:
-            first = self.shape.first_position
-            self.arrays[POSITION_IDS][line, own] = np.arange(first + num_shared, first + length)
+            self.arrays[POSITION_IDS][line, own] = positions_of(self.shape, text.ids)[num_shared:]
         if self.shape.has_token_types and text.types is not None:
             self.arrays[TOKEN_TYPE_IDS][line, own] = text.types[num_shared:]
         for mask, pattern in self._patterns:
@@ -92,6 +91,14 @@ class EncoderBuffers:
     def _pool(self, number: int, line: int, rows: Rows, text: TokenizedText, pooling: Pooling) -> None:
         weights = pooling_weights(pooling, len(text), text.num_prompt)
         self.arrays[POOL][number, line * self.variant.rows + rows] = weights
+
+
+def positions_of(shape: EncoderShape, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of each token of a text."""
+    if shape.skipped_id is None or shape.skipped_id not in ids:
+        return np.arange(shape.first_position, shape.first_position + len(ids))
+    is_counted = ids != shape.skipped_id
+    return np.where(is_counted, np.cumsum(is_counted), 0) + (shape.first_position - 1)
 
 
 def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArray[np.float32]:

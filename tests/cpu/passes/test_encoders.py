@@ -8,6 +8,7 @@ from encoder_models import (
     HEADS,
     Alone,
     Packed,
+    Placed,
     TinyEncoder,
     a_text,
     a_variant,
@@ -22,6 +23,7 @@ from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.core import EncoderMask
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.pipelines.embedding.packing.encoder_buffers import positions_of
 
 FULL, CAUSAL, LOCAL = EncoderMask(), EncoderMask(after=0), EncoderMask(8, 8)
 EXPORTED = {
@@ -105,6 +107,19 @@ def test_the_shape_says_what_the_host_must_feed(name, encoders):
     tables = {"mpnet": 138, "xlm_roberta": 138, "xlm_roberta_scores": 138, "roberta": 138}
     learned = ("bert", "distilbert", "deberta", "bert_scores", "electra", "albert", "jina_v3", "nomic_bert")
     assert shape.max_rows == tables.get(name, 140 if name in learned else 512)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ids", [[5, 1, 1, 6, 7, 1], [1], [1, 1, 9], [9, 8, 7, 1]])
+def test_a_padding_token_inside_of_a_text_has_the_position_that_the_original_gives_it(name, ids, encoders):
+    lowered, alone = encoders(name)
+    first = FIRST_POSITIONS.get(name, 0)
+    assert lowered.shape.skipped_id == (first - 1 if first else None)
+    text = Placed(np.array(ids), 0, 0, np.zeros(len(ids), np.int64))
+    pooling = lowered.shape.pooling or "mean"
+    found = Packed(lowered, a_variant())([text], pooling)[0]
+    assert np.abs(found - alone(text.ids, pooling)).max() <= 2 * TOLERANCE
+    np.testing.assert_array_equal(positions_of(lowered.shape, text.ids), Packed(lowered, a_variant())._positions(ids))
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "deberta", "qwen3", "alibi"])
