@@ -112,3 +112,29 @@ def test_a_class_that_derives_from_the_pipeline_keeps_its_methods(run):
     found, said = run(SUBCLASSES, demo_model_path())
     assert found == ["hello", True, True, True, False, ["Mine", "Other"], True, "StaticLLMPipeline"]
     assert "Mine derives from LLMPipeline, and the daemon has no such class: it runs natively" in said
+
+
+KEPT = """
+import gc, json
+import numpy as np, openvino as ov
+from openvino import opset13 as ops
+x = ops.parameter([-1, 1200], np.float32, name="x")
+model = ov.Core().compile_model(ov.Model([ops.add(x, ops.constant(np.float32(1)))], [x]), "CPU")
+
+def output():
+    request = model.create_infer_request()
+    request.infer({0: np.ones((1500, 1200), np.float32)})
+    return request.get_output_tensor()
+
+kept = output()
+view = output().data
+gc.collect()
+request = model.create_infer_request()
+request.infer({0: np.full((1500, 1200), 7, np.float32)})
+print(json.dumps([float(each) for array in (kept.data, view) for each in (array.min(), array.max())]))
+"""
+
+
+def test_a_large_output_outlives_its_request(run):
+    """Its memory is shared with the daemon, and must not be unmapped below the tensor."""
+    assert run(KEPT)[0] == [2.0] * 4
