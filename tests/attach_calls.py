@@ -269,6 +269,20 @@ def states(core):
     see("state reset", lambda: (request.query_state()[0].reset(), request.infer({"x": one})[0])[1])
     tensor = ov.Tensor(np.full((1, 2), 40, np.float32))
     see("state set", lambda: (setattr(request.query_state()[0], "state", tensor), request.infer({"x": one})[0])[1])
+    see("state written in place", lambda: (write_state(request, 100), request.infer({"x": one})[0])[1])
+    see(
+        "state written and set",
+        lambda: (
+            write_state(request, 7),
+            setattr(request.query_state()[0], "state", tensor),
+            request.infer({"x": one})[0],
+        )[2],
+    )
+    see("state written and read", lambda: (write_state(request, 8), request.query_state()[0].state)[1])
+    see(
+        "state written and reset",
+        lambda: (write_state(request, 9), request.reset_state(), request.infer({"x": one})[0])[2],
+    )
     see("state set to an array", lambda: setattr(request.query_state()[0], "state", one))
     see("reset_state", lambda: (request.reset_state(), request.infer({"x": one})[0])[1])
     see("states apart", lambda: model.create_infer_request().infer({"x": one})[0])
@@ -277,6 +291,11 @@ def states(core):
         lambda: (model({"x": one})[0], model({"x": one})[0], model.reset_state(), model({"x": one})[0]),
     )
     see("states of the model", lambda: len(model.query_state()))
+
+
+def write_state(request, value):
+    """Write into the tensor of a state, which natively is the state itself."""
+    request.query_state()[0].state.data[:] = value
 
 
 def sources(core, folder):

@@ -63,6 +63,10 @@ class LocalRequest:
         """Set a state."""
         self._request.query_state()[index].state = Tensor(np.array(values))
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state."""
+        self._request.query_state()[index].state.data[...] = values
+
     def reset_state(self, index: int) -> None:
         """Set one state back."""
         self._request.query_state()[index].reset()

@@ -107,6 +107,11 @@ class RemoteRequest:
         self._send(Message(Kind.SET_STATE, 1, body={"index": index}), [values], [0])
         checked(self._exchange(self._channel.receive))
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state."""
+        self._send(Message(Kind.SET_STATE, 1, body={"index": index, "in_place": True}), [values], [0])
+        checked(self._exchange(self._channel.receive))
+
     def reset_state(self, index: int) -> None:
         """Set one state back."""
         checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))

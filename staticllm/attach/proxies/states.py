@@ -17,8 +17,9 @@ class FarState:
 
     @property
     def state(self) -> Tensor:
-        """The value of the state."""
-        return Tensor(self._far.get_state(self._index))
+        """The value of the state now; what is written into it before the next call changes the state as natively."""
+        values = self._far.get_state(self._index)
+        return Tensor(values, shared_memory=True) if values.size else Tensor(values)
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -53,9 +53,7 @@ class EngineLimits:
     reach: int | None = None
 
 
-def read_call(
-    inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted
-) -> PackedCall:
+def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted) -> PackedCall:
     """Return what a call means for the sequences with these ``logs``; there are none after a reset.
 
     Tokens that the mask hides, such as those of left padding, are dropped: no other token sees them, and positions do not count

@@ -117,6 +117,10 @@ class PackedRequest:
         """Set the value of a state of the original."""
         self._on_states(lambda replay: replay.set_state(index, values))
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state of the original."""
+        self._on_states(lambda replay: replay.write_state(index, values))
+
     def reset_one_state(self, index: int) -> None:
         """Set one state of the original back."""
         self._on_states(lambda replay: replay.reset_one_state(index))
