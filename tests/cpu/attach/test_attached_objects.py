@@ -114,6 +114,51 @@ def test_a_class_that_derives_from_the_pipeline_keeps_its_methods(run):
     assert "Mine derives from LLMPipeline, and the daemon has no such class: it runs natively" in said
 
 
+CHANGED_WEIGHTS = """
+import json, sys
+import numpy as np, openvino as ov
+from openvino import opset13 as ops
+x = ops.parameter([1, 2], np.float32, name="x")
+path = sys.argv[1]
+ov.save_model(ov.Model([ops.multiply(x, ops.constant(np.full((1, 2), 2, np.float32)))], [x], "m"), path, False)
+core, found = ov.Core(), []
+
+def constant_of(model):
+    return next(node for node in model.get_ops() if node.get_type_name() == "Constant")
+
+def note(model):
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found.append([type(compiled).__name__, float(compiled({0: np.ones((1, 2), np.float32)})[0].max())])
+
+def replace(model):
+    old = constant_of(model)
+    new = ops.constant(np.full((1, 2), 50, np.float32))
+    new.set_friendly_name(old.get_friendly_name())
+    for target in old.output(0).get_target_inputs():
+        target.replace_source_output(new.output(0))
+    return model
+
+note(core.read_model(path))
+note(replace(core.read_model(path)))
+model = core.read_model(path, None, {"ENABLE_MMAP": False})
+constant_of(model).get_tensor_view().data[:] = 70
+note(model)
+core.set_property({"ENABLE_MMAP": False})
+model = core.read_model(path)
+note(model)
+constant_of(model).get_tensor_view().data[0, 1] = 90
+note(model)
+print(json.dumps(found))
+"""
+
+
+def test_weights_that_a_program_changes_in_a_model_reach_the_daemon(run, tmp_path):
+    """Tools that merge adapters or compress weights replace constants by others of the same name and shape."""
+    found = run(CHANGED_WEIGHTS, tmp_path / "m.xml")[0]
+    assert [name for name, _ in found] == ["AttachedCompiledModel"] * 5
+    assert [value for _, value in found] == [2, 50, 70, 2, 90]
+
+
 KEPT = """
 import gc, json
 import numpy as np, openvino as ov
