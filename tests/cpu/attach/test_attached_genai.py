@@ -88,33 +88,46 @@ def test_a_genai_model_that_the_daemon_does_not_take_runs_natively(environment, 
 
 HINTS = """
 import sys, types
-utils = types.ModuleType("transformers.generation.utils")
+from staticllm.attach import hints
+loop = '''
 class GenerationMixin:
-    def _sample(self):
-        return hints.wants_last(), self._other()
+    def _sample(self, processor=lambda: None):
+        return self.forward(), self._prefill(), processor()
+    def _prefill(self):
+        return self.forward()
     def _beam_search(self):
         raise KeyError
-    def _other(self):
-        return hints.wants_last()
-utils.GenerationMixin = GenerationMixin
-from staticllm.attach import hints
+    def _contrastive_search(self):
+        return self.forward()
+'''
+model = "class Model(GenerationMixin):\\n    def forward(self):\\n        return wants_last()"
+
+def module(name, code, **names):
+    made = types.ModuleType(name)
+    vars(made).update(names)
+    exec(code, vars(made))
+    return made
+
+utils = module("transformers.generation.utils", loop)
+Model = module("optimum.intel.openvino.modeling", model, GenerationMixin=utils.GenerationMixin, wants_last=hints.wants_last).Model
 hints.attach(utils)
 hints.attach(utils)
-mixin = GenerationMixin()
 assert not hints.wants_last()
+found = Model()._sample(lambda: [Model().forward(), Model()._contrastive_search(), hints.wants_last(), Model()._sample()])
 expected = sys.argv[1] == "1"
-assert mixin._sample() == (expected, expected), mixin._sample()
+assert found == (expected, expected, [False, False, False, (expected, expected, None)]), found
 try:
-    mixin._beam_search()
+    Model()._beam_search()
 except KeyError:
     pass
-assert not hints.wants_last() and not mixin._other()
+assert not hints.wants_last() and not Model()._prefill()
 print("[]")
 """
 
 
 @pytest.mark.parametrize("value", ["1", "0"])
-def test_the_hint_holds_inside_the_loops_of_transformers_only(environment, value):
+def test_the_hint_holds_for_the_calls_of_the_loops_of_transformers_only(environment, value):
+    """A logits processor that runs a model inside the loop gets all logits."""
     assert last_json(run(environment, "-c", HINTS, value, STATICLLM_HINTS=value)) == []
 
 
