@@ -39,7 +39,7 @@ class LocalRequest:
         self.is_running = False
         self._request.wait()
         outputs = [tensor.data for tensor in self._request.output_tensors]
-        return Finished(outputs, int(self._request.latency * 1000), True)
+        return Finished(outputs, int(self._request.latency * 1000))
 
     def run(self, inputs: dict[int, Array]) -> None:
         """Run a call and drop its outputs."""

@@ -19,9 +19,6 @@ from ..far_request import FarRequest
 from .completions import Completions
 from .states import states_of
 
-MAX_COPY = 4 << 20
-"""Outputs of more bytes are given to the program where they are; smaller ones are copied into the tensor of the request."""
-
 
 class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     """An infer request whose calls run in the daemon.
@@ -41,7 +38,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._lock = threading.RLock()
         self._is_running = self._is_interrupted = self._is_cancelled = False
         self._outputs: list[Array] | None = None  # of the last call, and not in the ghost's tensors yet
-        self._is_private = False
         self._given_out = False
         self._error: Exception | None = None
         self._latency = 0.0
@@ -184,9 +180,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._check_idle()
         key = next(iter((*args, *kwargs.values())), None)
         if not isinstance(key, str) or key not in self._input_names:
-            large = self._large_output(key)
-            if large is not None:
-                return large
             self._show_outputs()
         return self._ghost.get_tensor(*args, **kwargs)
 
@@ -198,9 +191,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def get_output_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the tensor of an output."""
         self._check_idle()
-        large = self._large_output(next(iter((*args, *kwargs.values())), 0))
-        if large is not None:
-            return large
         self._show_outputs()
         return self._ghost.get_output_tensor(*args, **kwargs)
 
@@ -318,7 +308,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             raise
         self._is_running = self._is_interrupted = False
         self._latency = result.device_us / 1000
-        self._outputs, self._is_private = result.outputs, result.is_private
+        self._outputs = result.outputs
         if self._is_cancelled:
             self._error = RuntimeError("Infer Request was canceled")
             raise self._error
@@ -363,18 +353,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             target[...] = array
             shown.append(target)
         return shown
-
-    def _large_output(self, key: Any) -> Tensor | None:
-        """Return a large output of the last call without a copy; the tensor keeps the memory alive."""
-        if self._outputs is None or not self._is_private:
-            return None
-        for index, port in enumerate(self._ghost.model_outputs):
-            is_meant = (
-                index == key if isinstance(key, int) else key in port.get_names() if isinstance(key, str) else False
-            )
-            if is_meant and self._outputs[index].nbytes > MAX_COPY:
-                return Tensor(self._outputs[index], shared_memory=True)
-        return None
 
 
 def _profiling_info(node: dict[str, Any]) -> ProfilingInfo:
