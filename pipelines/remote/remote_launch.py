@@ -16,6 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError, ConfigError, ModelError
 from staticllm.heap import return_free_memory
+from staticllm.model_dir import model_in_memory
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
@@ -29,6 +30,7 @@ from staticllm.wire.messages import Kind, Message
 
 SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
 """Fields of the config that do not leave this process."""
+STAYS = "cannot be sent to the daemon, only used in this program (daemon=False, STATICLLM_ATTACH=auto)"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def _launch(
     on_progress: OnProgress,
 ) -> RemoteLaunched:
     del policy  # its name is in the config; an object of this process is refused before
+    if model_in_memory(directory) is not None:
+        raise ConfigError(f"a model in memory {STAYS}")
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
@@ -172,7 +176,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     values = asdict(replace(config, adapters=None))
     for name in SECRETS:
         if values.pop(name) is not None:
-            raise ConfigError(f"{name.upper()} cannot be sent to the daemon: load the model without daemon=True")
+            raise ConfigError(f"{name.upper()} {STAYS}")
     for name in ("cache_dir", "blob_path", "weights_path"):
         values[name] = None if values[name] is None else str(Path(values[name]).absolute())
     for name in ("device_properties", "prefill_config", "generate_config"):

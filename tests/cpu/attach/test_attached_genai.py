@@ -86,6 +86,26 @@ def test_a_genai_model_that_the_daemon_does_not_take_runs_natively(environment, 
     assert "set STATICLLM_RUNTIME_DIR" in refused.stderr
 
 
+IN_MEMORY = """
+import json, sys
+from pathlib import Path
+import numpy as np, openvino as ov
+from openvino_genai import LLMPipeline, Tokenizer
+xml, weights = (Path(sys.argv[1]) / f"openvino_model.{suffix}" for suffix in ("xml", "bin"))
+data = ov.Tensor(np.frombuffer(weights.read_bytes(), np.uint8).copy())
+pipe = LLMPipeline(xml.read_text(encoding="utf-8"), data, Tokenizer(sys.argv[1]), "CPU")
+print(json.dumps([type(pipe).__name__, str(pipe.generate("Hi", max_new_tokens=4))]))
+"""
+
+
+def test_a_genai_model_in_memory_runs_natively_and_says_why(environment):
+    done = run(environment, "-c", IN_MEMORY, demo_model_path())
+    assert last_json(done)[0] == "LLMPipeline"
+    assert done.stderr.count("a model in memory cannot be sent to the daemon") == 1
+    refused = run(environment, "-c", IN_MEMORY, demo_model_path(), mode="require")
+    assert refused.stderr.splitlines()[-1].endswith("only used in this program (daemon=False, STATICLLM_ATTACH=auto)")
+
+
 HINTS = """
 import sys, types
 from staticllm.attach import hints
