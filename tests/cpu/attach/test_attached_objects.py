@@ -159,6 +159,24 @@ def test_weights_that_a_program_changes_in_a_model_reach_the_daemon(run, tmp_pat
     assert [value for _, value in found] == [2, 50, 70, 2, 90]
 
 
+RELATIVE = """
+import json, os, sys
+import numpy as np, openvino as ov
+from openvino import opset13 as ops
+os.chdir(sys.argv[1])
+x = ops.parameter([1, 2], np.float32, name="x")
+ov.save_model(ov.Model([ops.abs(x)], [x], "m"), "m.xml")
+core = ov.Core()
+core.set_property({"CACHE_DIR": "blobs"})
+model = core.compile_model("m.xml", "CPU")
+print(json.dumps([type(model).__name__, len(os.listdir("blobs"))]))
+"""
+
+
+def test_a_relative_path_in_a_property_is_one_of_the_program(run, tmp_path):
+    assert run(RELATIVE, tmp_path)[0] == ["AttachedCompiledModel", 1]
+
+
 KEPT = """
 import gc, json
 import numpy as np, openvino as ov
