@@ -66,6 +66,9 @@ def ports(core):
             see(f"type of {name}", lambda name=name: type(model.get_property(name)).__name__)
     see("set_property", lambda: model.set_property({"PERFORMANCE_HINT": "LATENCY"}))
     see("set_property pair", lambda: model.set_property(("PERFORMANCE_HINT", "LATENCY")))
+    for given in (("A", "B"), (), (3,), (None,), ({},), ([],), (("A",),), ({3: 4},), ({"A": 1}, 1)):
+        see(f"set_property {given}", lambda given=given: model.set_property(*given))
+    see("set_property keyword", lambda: model.set_property(PERFORMANCE_HINT="LATENCY"))
     see("get_property of a number", lambda: model.get_property(3))
     see("runtime model", lambda: len(model.get_runtime_model().inputs))
     see("export", lambda: len(model.export_model()) > 100)
@@ -216,6 +219,10 @@ def asynchronous(core):
     request.infer({"x": small})
     see("callbacks", lambda: seen)
     see("userdata", lambda: request.userdata)
+    for wrong in (None, 3):
+        see(f"callback {wrong}", lambda wrong=wrong: request.set_callback(wrong, None))
+    for timeout in (-1, 1.5, "1", None, True, np.int64(3), 1 << 40):
+        see(f"wait_for {timeout!r}", lambda timeout=timeout: request.wait_for(timeout))
     see("callback without userdata", lambda: request.set_callback(lambda _: None))
     threads = []
     request.set_callback(lambda _: threads.append(threading.current_thread() is threading.main_thread()), None)
@@ -253,6 +260,11 @@ def queues(core):
     see("queue idle id", lambda: queue.get_idle_request_id() in (0, 1, 2))
     see("queue bad input", lambda: queue.start_async({"nothing": ONE}))
     see("queue without jobs", lambda: len(ov.AsyncInferQueue(model)) >= 1)
+    for jobs in (2.0, "2", None, True, np.int64(2)):
+        see(f"queue of {jobs!r}", lambda jobs=jobs: len(ov.AsyncInferQueue(model, jobs)))
+    for place in (-1, 1.0, "a", slice(0, 1), np.int64(1)):
+        see(f"queue item {place!r}", lambda place=place: isinstance(queue[place], ov.InferRequest))
+    see("queue callback None", lambda: ov.AsyncInferQueue(model, 1).set_callback(None))
     see("queue of -1", lambda: ov.AsyncInferQueue(model, -1))
     other = ov.AsyncInferQueue(model, 2)
     other.set_callback(lambda request, data: 1 / data)

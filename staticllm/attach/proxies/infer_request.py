@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from ...wire.tensors import Array
 from ..far_request import FarRequest
 from .completions import Completions
 from .states import states_of
+
+MAX_TIMEOUT = (1 << 31) - 1
+"""The longest time that ``wait_for`` of OpenVINO takes, in ms."""
 
 
 class AttachedInferRequest(InferRequest):  # type: ignore[misc]
@@ -109,11 +113,19 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
                 raise self._error
 
     def wait_for(self, timeout: Any) -> bool:
-        """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result."""
+        """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result.
+
+        Raises:
+            RuntimeError: the time is negative, or as for ``wait``.
+        """
+        if (milliseconds := operator.index(timeout)) > MAX_TIMEOUT:
+            raise TypeError(f"wait_for({milliseconds}): must be at most {MAX_TIMEOUT} ms")
+        if milliseconds < 0:
+            raise RuntimeError(f"wait_for({milliseconds}): must not be negative")
         if self._completions is not None and not self._completions.is_current_thread():
-            if not self._completions.join(int(timeout) / 1000):
+            if not self._completions.join(milliseconds / 1000):
                 return False
-        elif self._is_running and not self._far.poll(int(timeout) / 1000):
+        elif self._is_running and not self._far.poll(milliseconds / 1000):
             return False
         if not self._has_run:
             return False
@@ -127,7 +139,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
         """Set the function that is called with ``userdata`` at the end of each ``start_async``."""
         self._check_idle()
-        self._callback, self._userdata = callback, userdata
+        self._callback, self._userdata = check_callback(callback), userdata
 
     def reset_state(self) -> None:
         """Set all states back."""
@@ -353,6 +365,18 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             target[...] = array
             shown.append(target)
         return shown
+
+
+def check_callback(callback: Any) -> Callable[..., object]:
+    """Return a callback, which must be a function.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not callable(callback):
+        raise TypeError(f"a callback must be a function, not {type(callback).__name__}")
+    function: Callable[..., object] = callback
+    return function
 
 
 def _profiling_info(node: dict[str, Any]) -> ProfilingInfo:
