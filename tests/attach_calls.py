@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 from attach_models import counting_model, dynamic_model, half_model, slow_model, static_model
+from openvino import opset13 as ops
 
 SEEN = {}
 
@@ -76,6 +77,21 @@ def ports(core):
     see("repr", lambda: repr(model).startswith("<CompiledModel"))
     see("states of none", model.query_state)
     see("reset of none", model.reset_state)
+
+
+def shapes(core):
+    """Ports whose sizes have bounds, and an output of unknown size behind an input of a fixed one."""
+    for shape in ([(1, 4), 3], [(2, -1), 3], [-1, (0, 7)], [4, 3]):
+        sizes = [ov.Dimension(*size) if isinstance(size, tuple) else size for size in shape]
+        x = ops.parameter(ov.PartialShape(sizes), np.float32, name="x")
+        model = core.compile_model(ov.Model([ops.concat([x, x], 1), ops.non_zero(x)], [x], "shapes"), "CPU")
+        see(
+            f"shapes {shape}", lambda model=model: [str(port.partial_shape) for port in (*model.inputs, *model.outputs)]
+        )
+        request = model.create_infer_request()
+        see(f"idle {shape}", lambda request=request: list(request.get_output_tensor(1).shape))
+        rows = np.eye(4, 3, dtype=np.float32)
+        see(f"values {shape}", lambda request=request, rows=rows: request.infer({0: rows}).to_tuple())
 
 
 def calls(core):
@@ -337,7 +353,7 @@ def sources(core, folder):
 
 def main():
     core = ov.Core()
-    for part in (ports, calls, requests, asynchronous, queues, states):
+    for part in (ports, shapes, calls, requests, asynchronous, queues, states):
         part(core)
     sources(core, Path(sys.argv[1]))
     print(json.dumps({"seen": SEEN, "class": type(core.compile_model(static_model(), "CPU")).__name__}))
