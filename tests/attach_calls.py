@@ -311,6 +311,7 @@ def states(core):
         "state written and reset",
         lambda: (write_state(request, 9), request.reset_state(), request.infer({"x": one})[0])[2],
     )
+    see("state name set", lambda: setattr(request.query_state()[0], "name", "other"))
     see("state set to an array", lambda: setattr(request.query_state()[0], "state", one))
     see("reset_state", lambda: (request.reset_state(), request.infer({"x": one})[0])[1])
     see("states apart", lambda: model.create_infer_request().infer({"x": one})[0])

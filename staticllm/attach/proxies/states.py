@@ -13,7 +13,12 @@ class FarState:
     """One state of a request of the daemon."""
 
     def __init__(self, far: FarRequest, index: int, name: str) -> None:
-        self._far, self._index, self.name = far, index, name
+        self._far, self._index, self._name = far, index, name
+
+    @property
+    def name(self) -> str:
+        """The name of the state."""
+        return self._name
 
     @property
     def state(self) -> Tensor:
