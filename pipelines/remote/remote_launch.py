@@ -64,7 +64,12 @@ def remote_launcher(daemon: bool | DaemonHome, draft: DraftSource | None = None)
     The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
     be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
     the model; the message says why.
+
+    Raises:
+        ConfigError: ``daemon`` is something else.
     """
+    if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
+        raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
     home = UserDaemon() if isinstance(daemon, bool) else daemon
     return partial(_launch, home, draft)
 
