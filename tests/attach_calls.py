@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import openvino as ov
+from attach_models import counting_model, dynamic_model, half_model, slow_model, static_model
 from openvino import opset13 as ops
 
 SEEN = {}
@@ -36,47 +37,6 @@ def see(name, call):
         SEEN[name] = plain(call())
     except Exception as error:
         SEEN[name] = f"raises {type(error).__name__}"
-
-
-def dynamic_model():
-    x = ops.parameter([-1, 3], np.float32, name="x")
-    y = ops.parameter([-1, 3], np.int64, name="y")
-    total = ops.add(x, ops.convert(y, "f32"))
-    total.output(0).tensor.set_names({"total", "sum"})
-    flag = ops.greater(x, ops.constant(np.float32(0)))
-    flag.output(0).tensor.set_names({"flag"})
-    model = ov.Model([ops.result(total, name="r0"), ops.result(flag, name="r1")], [x, y], "dynamic")
-    for node, name in ((x, "x"), (y, "y")):
-        node.output(0).tensor.set_names({name})
-    return model
-
-
-def static_model(size=4):
-    x = ops.parameter([1, size], np.float32, name="x")
-    x.output(0).tensor.set_names({"x"})
-    out = ops.multiply(x, ops.constant(np.float32(2)))
-    out.output(0).tensor.set_names({"twice"})
-    return ov.Model([out], [x], "static")
-
-
-def slow_model():
-    x = ops.parameter([-1, 1500], np.float32, name="x")
-    x.output(0).tensor.set_names({"x"})
-    weights = ops.constant(np.ones((1500, 1500), np.float32) / 1500)
-    out = x
-    for _ in range(8):
-        out = ops.matmul(out, weights, False, False)
-    out.output(0).tensor.set_names({"y"})
-    return ov.Model([out], [x], "slow")
-
-
-def counting_model():
-    x = ops.parameter([1, 2], np.float32, name="x")
-    x.output(0).tensor.set_names({"x"})
-    state = ops.read_value(ops.constant(np.zeros((1, 2), np.float32)), "count", ov.Type.f32, [1, 2])
-    total = ops.add(state, x)
-    total.output(0).tensor.set_names({"total"})
-    return ov.Model([ops.result(total)], [ops.assign(total, "count")], [x], "counting")
 
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3) - 2
@@ -107,6 +67,9 @@ def ports(core):
             see(f"type of {name}", lambda name=name: type(model.get_property(name)).__name__)
     see("set_property", lambda: model.set_property({"PERFORMANCE_HINT": "LATENCY"}))
     see("set_property pair", lambda: model.set_property(("PERFORMANCE_HINT", "LATENCY")))
+    for given in (("A", "B"), (), (3,), (None,), ({},), ([],), (("A",),), ({3: 4},), ({"A": 1}, 1)):
+        see(f"set_property {given}", lambda given=given: model.set_property(*given))
+    see("set_property keyword", lambda: model.set_property(PERFORMANCE_HINT="LATENCY"))
     see("get_property of a number", lambda: model.get_property(3))
     see("runtime model", lambda: len(model.get_runtime_model().inputs))
     see("export", lambda: len(model.export_model()) > 100)
@@ -114,6 +77,21 @@ def ports(core):
     see("repr", lambda: repr(model).startswith("<CompiledModel"))
     see("states of none", model.query_state)
     see("reset of none", model.reset_state)
+
+
+def shapes(core):
+    """Ports whose sizes have bounds, and an output of unknown size behind an input of a fixed one."""
+    for shape in ([(1, 4), 3], [(2, -1), 3], [-1, (0, 7)], [4, 3]):
+        sizes = [ov.Dimension(*size) if isinstance(size, tuple) else size for size in shape]
+        x = ops.parameter(ov.PartialShape(sizes), np.float32, name="x")
+        model = core.compile_model(ov.Model([ops.concat([x, x], 1), ops.non_zero(x)], [x], "shapes"), "CPU")
+        see(
+            f"shapes {shape}", lambda model=model: [str(port.partial_shape) for port in (*model.inputs, *model.outputs)]
+        )
+        request = model.create_infer_request()
+        see(f"idle {shape}", lambda request=request: list(request.get_output_tensor(1).shape))
+        rows = np.eye(4, 3, dtype=np.float32)
+        see(f"values {shape}", lambda request=request, rows=rows: request.infer({0: rows}).to_tuple())
 
 
 def calls(core):
@@ -257,6 +235,10 @@ def asynchronous(core):
     request.infer({"x": small})
     see("callbacks", lambda: seen)
     see("userdata", lambda: request.userdata)
+    for wrong in (None, 3):
+        see(f"callback {wrong}", lambda wrong=wrong: request.set_callback(wrong, None))
+    for timeout in (-1, 1.5, "1", None, True, np.int64(3), 1 << 40):
+        see(f"wait_for {timeout!r}", lambda timeout=timeout: request.wait_for(timeout))
     see("callback without userdata", lambda: request.set_callback(lambda _: None))
     threads = []
     request.set_callback(lambda _: threads.append(threading.current_thread() is threading.main_thread()), None)
@@ -294,6 +276,11 @@ def queues(core):
     see("queue idle id", lambda: queue.get_idle_request_id() in (0, 1, 2))
     see("queue bad input", lambda: queue.start_async({"nothing": ONE}))
     see("queue without jobs", lambda: len(ov.AsyncInferQueue(model)) >= 1)
+    for jobs in (2.0, "2", None, True, np.int64(2)):
+        see(f"queue of {jobs!r}", lambda jobs=jobs: len(ov.AsyncInferQueue(model, jobs)))
+    for place in (-1, 1.0, "a", slice(0, 1), np.int64(1)):
+        see(f"queue item {place!r}", lambda place=place: isinstance(queue[place], ov.InferRequest))
+    see("queue callback None", lambda: ov.AsyncInferQueue(model, 1).set_callback(None))
     see("queue of -1", lambda: ov.AsyncInferQueue(model, -1))
     other = ov.AsyncInferQueue(model, 2)
     other.set_callback(lambda request, data: 1 / data)
@@ -310,6 +297,21 @@ def states(core):
     see("state reset", lambda: (request.query_state()[0].reset(), request.infer({"x": one})[0])[1])
     tensor = ov.Tensor(np.full((1, 2), 40, np.float32))
     see("state set", lambda: (setattr(request.query_state()[0], "state", tensor), request.infer({"x": one})[0])[1])
+    see("state written in place", lambda: (write_state(request, 100), request.infer({"x": one})[0])[1])
+    see(
+        "state written and set",
+        lambda: (
+            write_state(request, 7),
+            setattr(request.query_state()[0], "state", tensor),
+            request.infer({"x": one})[0],
+        )[2],
+    )
+    see("state written and read", lambda: (write_state(request, 8), request.query_state()[0].state)[1])
+    see(
+        "state written and reset",
+        lambda: (write_state(request, 9), request.reset_state(), request.infer({"x": one})[0])[2],
+    )
+    see("state name set", lambda: setattr(request.query_state()[0], "name", "other"))
     see("state set to an array", lambda: setattr(request.query_state()[0], "state", one))
     see("reset_state", lambda: (request.reset_state(), request.infer({"x": one})[0])[1])
     see("states apart", lambda: model.create_infer_request().infer({"x": one})[0])
@@ -318,6 +320,11 @@ def states(core):
         lambda: (model({"x": one})[0], model({"x": one})[0], model.reset_state(), model({"x": one})[0]),
     )
     see("states of the model", lambda: len(model.query_state()))
+
+
+def write_state(request, value):
+    """Write into the tensor of a state, which natively is the state itself."""
+    request.query_state()[0].state.data[:] = value
 
 
 def sources(core, folder):
@@ -345,14 +352,9 @@ def sources(core, folder):
     see("property of the core", lambda: core.compile_model(str(path), "CPU").get_property("INFERENCE_NUM_THREADS"))
 
 
-def half_model():
-    x = ops.parameter([1, 4], ov.Type.bf16, name="x")
-    return ov.Model([ops.relu(x)], [x], "half")
-
-
 def main():
     core = ov.Core()
-    for part in (ports, calls, requests, asynchronous, queues, states):
+    for part in (ports, shapes, calls, requests, asynchronous, queues, states):
         part(core)
     sources(core, Path(sys.argv[1]))
     print(json.dumps({"seen": SEEN, "class": type(core.compile_model(static_model(), "CPU")).__name__}))

@@ -22,7 +22,7 @@ QUESTION = 1 << 62
 """Numbers from here on are those of questions; smaller ones are those of requests."""
 TOO_LONG = (
     f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of tokens, or load "
-    "without daemon=True"
+    "the model in this program (daemon=False, STATICLLM_ATTACH=off)"
 )
 OnLost = Callable[[], object]
 

@@ -16,6 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError, ConfigError, ModelError
 from staticllm.heap import return_free_memory
+from staticllm.model_dir import model_in_memory
 from staticllm.pipelines.engine.fed.beam_requests import Decode
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
@@ -29,6 +30,7 @@ from staticllm.wire.messages import Kind, Message
 
 SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
 """Fields of the config that do not leave this process."""
+STAYS = "cannot be sent to the daemon, only used in this program (daemon=False, STATICLLM_ATTACH=auto)"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ def remote_launcher(daemon: bool | DaemonHome, draft: DraftSource | None = None)
     The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
     be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
     the model; the message says why.
+
+    Raises:
+        ConfigError: ``daemon`` is something else.
     """
+    if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
+        raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
     home = UserDaemon() if isinstance(daemon, bool) else daemon
     return partial(_launch, home, draft)
 
@@ -76,6 +83,8 @@ def _launch(
     on_progress: OnProgress,
 ) -> RemoteLaunched:
     del policy  # its name is in the config; an object of this process is refused before
+    if model_in_memory(directory) is not None:
+        raise ConfigError(f"a model in memory {STAYS}")
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
@@ -172,7 +181,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     values = asdict(replace(config, adapters=None))
     for name in SECRETS:
         if values.pop(name) is not None:
-            raise ConfigError(f"{name.upper()} cannot be sent to the daemon: load the model without daemon=True")
+            raise ConfigError(f"{name.upper()} {STAYS}")
     for name in ("cache_dir", "blob_path", "weights_path"):
         values[name] = None if values[name] is None else str(Path(values[name]).absolute())
     for name in ("device_properties", "prefill_config", "generate_config"):

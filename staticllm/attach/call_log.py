@@ -33,6 +33,10 @@ class Repeatable(Protocol):
         """Set a state."""
         ...
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state."""
+        ...
+
     def reset_state(self, index: int) -> None:
         """Set one state back."""
         ...
@@ -40,10 +44,11 @@ class Repeatable(Protocol):
 
 @dataclass(frozen=True)
 class StateChange:
-    """A state that the program has set itself; None if it was set back."""
+    """A state that the program has set itself, or written into; None if it was set back."""
 
     index: int
     values: Array | None
+    is_in_place: bool = False
 
 
 @dataclass
@@ -127,9 +132,9 @@ class CallLog:
             last.parts.setdefault(index, []).append(inputs[index])
             self._bytes += inputs[index].nbytes
 
-    def add_state(self, index: int, values: Array | None) -> None:
-        """Add the change of a state."""
-        self._append(StateChange(index, values), 0 if values is None else values.nbytes)
+    def add_state(self, change: StateChange) -> None:
+        """Add the change of a state; the log keeps its values, which nobody may change any more."""
+        self._append(change, 0 if change.values is None else change.values.nbytes)
 
     def repeat(self, request: Repeatable) -> None:
         """Run all calls on a request whose states are reset.
@@ -149,6 +154,8 @@ class CallLog:
                 request.run(entry)
             elif entry.values is None:
                 request.reset_state(entry.index)
+            elif entry.is_in_place:
+                request.write_state(entry.index, entry.values)
             else:
                 request.set_state(entry.index, entry.values)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..wire.tensors import Array
 from .answers import DaemonGoneError, RefusedError, UnavailableError
-from .call_log import CallLog
+from .call_log import CallLog, StateChange
 from .far_model import FarModel
 from .local_request import LocalRequest
 from .remote_request import Finished, RemoteRequest
@@ -21,6 +22,17 @@ from .remote_request import Finished, RemoteRequest
 Place = RemoteRequest | LocalRequest
 Result = TypeVar("Result")
 MAX_TRIES = 4
+
+
+class GivenState(NamedTuple):
+    """The array of a state that the program has got, and its bytes when the state had the same."""
+
+    values: Array
+    before: bytes
+
+
+def _write(index: int, values: Array, place: Place) -> None:
+    place.write_state(index, values)
 
 
 class FarRequest:
@@ -36,6 +48,7 @@ class FarRequest:
         self._place: Place | None = None
         self._pending: dict[int, Array] | None = None
         self._local_reason = ""
+        self._given: dict[int, GivenState] = {}
         self._at_place(lambda place: None)  # a program that has too many requests is told now
 
     @property
@@ -52,6 +65,8 @@ class FarRequest:
         if self._pending is not None:  # interrupted by Ctrl-C
             self._commit()
             self._close_place()
+        self._send_writes()
+        self._given.clear()
         if self._log is not None:
             inputs = {index: np.array(array) for index, array in inputs.items()}
         self._at_place(lambda place: place.start(inputs))
@@ -85,6 +100,7 @@ class FarRequest:
         if self._pending is not None:
             self._commit()
             self._close_place()
+        self._given.clear()
         if self._log is not None:
             self._log.clear()
             if self._place is not None:
@@ -95,20 +111,25 @@ class FarRequest:
         return self._at_place(lambda place: place.state_names())
 
     def get_state(self, index: int) -> Array:
-        """Return a copy of a state."""
-        return self._at_place(lambda place: place.get_state(index))
+        """Return a state. Until the next call, the state gets what the program writes into the array, as natively."""
+        self._send_writes()
+        values = self._at_place(lambda place: place.get_state(index))
+        self._given[index] = GivenState(values, values.tobytes())
+        return values
 
     def set_state(self, index: int, values: Array) -> None:
         """Set a state."""
+        self._send_writes()
+        self._given.pop(index, None)
         self._at_place(lambda place: place.set_state(index, values))
-        if self._log is not None:
-            self._log.add_state(index, np.array(values))
+        self._note_state(StateChange(index, np.array(values)))
 
     def reset_state(self, index: int) -> None:
         """Set one state back."""
+        self._send_writes()
+        self._given.pop(index, None)
         self._at_place(lambda place: place.reset_state(index))
-        if self._log is not None:
-            self._log.add_state(index, None)
+        self._note_state(StateChange(index, None))
 
     def profile(self) -> list[dict[str, Any]]:
         """Return the times of the nodes in the last call."""
@@ -121,6 +142,19 @@ class FarRequest:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be ending
             self._close_place()
+
+    def _send_writes(self) -> None:
+        """Write into the states what the program has written into their arrays."""
+        for index, (values, before) in self._given.items():
+            if (now := values.tobytes()) != before:
+                written = np.array(values)
+                self._given[index] = GivenState(values, now)
+                self._at_place(partial(_write, index, written))
+                self._note_state(StateChange(index, written, is_in_place=True))
+
+    def _note_state(self, change: StateChange) -> None:
+        if self._log is not None:
+            self._log.add_state(change)
 
     def _at_place(self, step: Callable[[Place], Result]) -> Result:
         """Run a step where the request is; if the daemon ends meanwhile, run it in another place."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from openvino._pyopenvino import Core as CoreBase
 from openvino._pyopenvino import Model as ModelBase
+from openvino._pyopenvino import Type
 
 _core: list[Any] = []
 TYPES = frozenset(["boolean", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "f16", "f32", "f64"])
@@ -57,43 +58,42 @@ def build_ghost(model: Any) -> Any:
         node.output(0).tensor.set_names(port.get_names())
         _copy_layout(port, node.output(0))
         inputs.append(node)
-    unknown = _unknown_size(inputs)
     values: dict[frozenset[str], Any] = {}
-    results = []
+    results: list[Any] = []
+    sinks: list[Any] = []
     for port in model.outputs:
         names = frozenset(port.get_names())
         if not names or names not in values:  # a tensor may be two results
-            values[names] = _output(port, unknown)
+            if port.get_partial_shape().is_static:
+                value = _static(port)
+            else:
+                value, sink = _dynamic(port, f"output {len(sinks)}")
+                sinks.append(sink)
+            values[names] = o.convert(value, port.get_element_type().get_type_name())
             values[names].output(0).tensor.set_names(port.get_names())
         result = o.result(values[names])
         result.set_friendly_name(_name(port))
         _copy_layout(port, result.output(0))
         results.append(result)
-    return ModelBase(results, inputs, model.get_friendly_name())
+    return ModelBase(results, sinks, inputs, model.get_friendly_name())
 
 
-def _output(port: Any, unknown: Any) -> Any:
+def _static(port: Any) -> Any:
     from openvino import opset13 as o
 
-    sizes = [_constant(size.get_length()) if size.is_static else unknown for size in port.get_partial_shape()]
-    shape = o.concat(sizes, 0) if sizes else o.constant(np.zeros(0, np.int64))
-    value = o.convert(o.constant(np.float32(np.nan)), port.get_element_type().get_type_name())
-    return o.broadcast(value, shape)
+    return o.broadcast(o.constant(np.float32(np.nan)), o.constant(np.array(port.get_shape(), np.int64)))
 
 
-def _unknown_size(inputs: list[Any]) -> Any:
-    """Return a node ``[1]`` whose value is not known when the ghost is compiled: the number of elements of an input."""
-    from openvino import opset13 as o
+def _dynamic(port: Any, name: str) -> tuple[Any, Any]:
+    """Return a node of the shape of a port, and its end: a state, because only that may have bounds of each size."""
+    from openvino import opset6 as o
+    from openvino.op.util import Variable, VariableInfo
 
-    dynamic = [node for node in inputs if node.get_output_partial_shape(0).is_dynamic]
-    shape = o.shape_of(dynamic[0] if dynamic else inputs[0])
-    return o.reduce_prod(shape, o.constant(np.array([0], np.int64)), True)
-
-
-def _constant(value: int) -> Any:
-    from openvino import opset13 as o
-
-    return o.constant(np.array([value], np.int64))
+    info = VariableInfo()
+    info.data_shape, info.data_type, info.variable_id = port.get_partial_shape(), Type.f32, name
+    variable = Variable(info)
+    value = o.read_value(variable)
+    return o.add(value, o.constant(np.float32(np.nan))), o.assign(value, variable)
 
 
 def _name(port: Any) -> str:

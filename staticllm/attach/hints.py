@@ -2,6 +2,7 @@
 
 ``transformers`` reads ``outputs.logits[:, -1, :]`` while it samples or searches with beams. Then the daemon computes only these,
 and may reuse keys and values of an earlier prompt that begins alike. Without the hint answers are the same, and prompts slower.
+Calls that a program makes meanwhile, such as those of a logits processor that asks a model, return all logits.
 ``STATICLLM_HINTS=0`` turns it off.
 """
 
@@ -9,18 +10,28 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from typing import Any
 
 METHODS = ("_sample", "_beam_search")
 """The methods of ``GenerationMixin`` that read only the last row."""
+LOOP, CALLERS = "transformers.generation.utils", frozenset((*METHODS, "_prefill"))
+"""The module of these methods, and the functions in it that call the model for them."""
+BETWEEN = ("optimum.", "openvino.", "torch.", __name__.partition(".")[0] + ".")
+"""Packages whose functions lie between these methods and a call of an infer request."""
 
 _thread = threading.local()
 
 
 def wants_last() -> bool:
-    """Return whether this thread is inside a method that reads only the logits after the last token."""
-    return bool(getattr(_thread, "depth", 0))
+    """Return whether the caller's call is one of a method that reads only the logits after the last token."""
+    if not getattr(_thread, "depth", 0):
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == LOOP and frame.f_code.co_name in CALLERS
 
 
 def attach(module: Any) -> None:

@@ -90,10 +90,10 @@ def _patch_core(core: Any, client: Any) -> None:
         return compile_native(self, model, device_name, config, weights=weights)
 
     def read_model(self: Any, model: Any, weights: Any = None, config: Any = None) -> Any:
-        from .model_source import origin_of
+        from .model_source import maps_weights, origin_of
 
         read = read_native(self, model, weights, config)
-        origin = origin_of(read, model, weights)
+        origin = origin_of(read, model, weights, maps_weights(self, config or {}))
         if origin is not None:
             read._staticllm_origin = origin
         return read

@@ -39,7 +39,7 @@ class LocalRequest:
         self.is_running = False
         self._request.wait()
         outputs = [tensor.data for tensor in self._request.output_tensors]
-        return Finished(outputs, int(self._request.latency * 1000), True)
+        return Finished(outputs, int(self._request.latency * 1000))
 
     def run(self, inputs: dict[int, Array]) -> None:
         """Run a call and drop its outputs."""
@@ -62,6 +62,10 @@ class LocalRequest:
     def set_state(self, index: int, values: Array) -> None:
         """Set a state."""
         self._request.query_state()[index].state = Tensor(np.array(values))
+
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state."""
+        self._request.query_state()[index].state.data[...] = values
 
     def reset_state(self, index: int) -> None:
         """Set one state back."""

@@ -7,10 +7,14 @@ import contextlib
 import hashlib
 import os
 import shutil
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..wire import endpoint
 
@@ -20,12 +24,16 @@ _numbers = count(1)
 
 @dataclass(frozen=True)
 class FileOrigin:
-    """The files from which ``Core.read_model`` made a model, their state then, and a digest of the graph."""
+    """The files from which ``Core.read_model`` made a model, their state then, and a digest of the model.
+
+    ``is_mapped``: the weights are the file's own memory, which cannot be written.
+    """
 
     xml: Path
     weights: Path
     stamps: tuple[Stamp, ...]
     digest: str
+    is_mapped: bool
 
     def is_unchanged(self) -> bool:
         """Return whether the files are still those that were read."""
@@ -68,8 +76,17 @@ class ModelSource:
                 self.weights.unlink(missing_ok=True)
 
 
-def origin_of(model: Any, path: Any, weights: Any) -> FileOrigin | None:
-    """Return the origin of a model that was read from an IR; None if it came from something else."""
+def maps_weights(core: Any, config: Mapping[str, Any]) -> bool:
+    """Return whether ``core.read_model`` with ``config`` maps weights files; False if it does not say."""
+    try:
+        value = config["ENABLE_MMAP"] if "ENABLE_MMAP" in config else core.get_property("ENABLE_MMAP")
+    except RuntimeError:
+        return False
+    return str(value).upper() not in ("FALSE", "NO", "0")
+
+
+def origin_of(model: Any, path: Any, weights: Any, is_mapped: bool) -> FileOrigin | None:
+    """Return the origin of a model that was read from an IR, with ``ENABLE_MMAP`` or not; None if it came from something else."""
     if not isinstance(path, (str, os.PathLike)) or not (weights is None or isinstance(weights, (str, os.PathLike))):
         return None
     try:
@@ -77,7 +94,7 @@ def origin_of(model: Any, path: Any, weights: Any) -> FileOrigin | None:
         other = Path(weights).resolve() if weights else xml.with_suffix(".bin")
         if xml.suffix != ".xml" or not xml.is_file():
             return None
-        return FileOrigin(xml, other, _stamps(xml, other), graph_digest(model))
+        return FileOrigin(xml, other, _stamps(xml, other), digest_of(model, is_mapped), is_mapped)
     except OSError:  # a text that is no path
         return None
 
@@ -89,7 +106,7 @@ def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -
         OSError: the copy cannot be written.
     """
     origin: FileOrigin | None = getattr(model, "_staticllm_origin", None)
-    if origin is not None and origin.is_unchanged() and origin.digest == graph_digest(model):
+    if origin is not None and origin.is_unchanged() and origin.digest == digest_of(model, origin.is_mapped):
         return ModelSource(origin.xml, origin.weights, device, config, is_exact, stamps=origin.stamps)
     xml = save_copy(model)
     source = ModelSource(xml, xml.with_suffix(".bin"), device, config, is_exact, is_copy=True)
@@ -97,8 +114,12 @@ def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -
     return source
 
 
-def graph_digest(model: Any) -> str:
-    """Return a digest of the operations, their attributes, connections, shapes and names; not of the weights."""
+def digest_of(model: Any, is_mapped: bool) -> str:
+    """Return a digest of the operations, their attributes, connections, shapes, names and weights.
+
+    Weights count by their addresses in the program, because a constant that replaces another one lies elsewhere; by their
+    values as well if they are not ``is_mapped``, because a program can write such.
+    """
     digest = hashlib.sha256()
     if model.has_rt_info(["runtime_options"]):  # the device reads them
         digest.update(repr(_plain(model.get_rt_info(["runtime_options"]))).encode())
@@ -106,8 +127,20 @@ def graph_digest(model: Any) -> str:
         inputs = [(port.get_source_output().get_node().get_friendly_name(), port.get_source_output().get_index())
                   for port in node.inputs()]  # fmt: skip
         outputs = [(port.get_element_type().get_type_name(), sorted(port.get_names())) for port in node.outputs()]
-        digest.update(repr((str(node), node.get_attributes(), inputs, outputs)).encode())
+        weights = _weights_of(node, is_mapped) if node.get_type_name() == "Constant" else None
+        digest.update(repr((str(node), node.get_attributes(), inputs, outputs, weights)).encode())
+        for name in ("get_function", "get_then_body", "get_else_body"):
+            if hasattr(node, name):  # the bodies of TensorIterator, Loop and If
+                digest.update(digest_of(getattr(node, name)(), is_mapped).encode())
     return digest.hexdigest()
+
+
+def _weights_of(node: Any, is_mapped: bool) -> tuple[Any, ...]:
+    if node.get_element_type().get_type_name() == "string":
+        return tuple(node.get_value_strings())
+    data = node.data
+    sum_of_values = 0 if is_mapped else zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    return data.ctypes.data, data.nbytes, sum_of_values
 
 
 def _plain(options: Any) -> Any:

@@ -15,14 +15,10 @@ from .hints import wants_last
 
 
 class Finished(NamedTuple):
-    """The result of a call: arrays in the order of the outputs, valid until the next call, and its times in microseconds.
-
-    ``is_private`` says whether the arrays are writable memory that stays valid as long as they exist.
-    """
+    """The result of a call: arrays in the order of the outputs, valid until the next call, and its time in microseconds."""
 
     outputs: list[Array]
     device_us: int
-    is_private: bool
 
 
 class RemoteRequest:
@@ -82,7 +78,7 @@ class RemoteRequest:
         if answer.number != self._number:
             self.close()
             raise DaemonGoneError(f"the daemon answered call {answer.number} instead of {self._number}")
-        return Finished(arrays, int(answer.time * 1e6), bool(answer.body.get("shared")))
+        return Finished(arrays, int(answer.time * 1e6))
 
     def run(self, inputs: dict[int, Array]) -> None:
         """Run a call and drop its outputs."""
@@ -105,6 +101,11 @@ class RemoteRequest:
     def set_state(self, index: int, values: Array) -> None:
         """Set a state."""
         self._send(Message(Kind.SET_STATE, 1, body={"index": index}), [values], [0])
+        checked(self._exchange(self._channel.receive))
+
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state."""
+        self._send(Message(Kind.SET_STATE, 1, body={"index": index, "in_place": True}), [values], [0])
         checked(self._exchange(self._channel.receive))
 
     def reset_state(self, index: int) -> None:

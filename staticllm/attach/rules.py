@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from .ghost import GhostError, check_ports
@@ -12,6 +13,8 @@ from .settings import Settings
 MAX_PROPERTIES = 64
 IGNORED = frozenset(["ENABLE_MMAP", "FORCE_TBB_TERMINATE"])
 """Properties of a ``Core`` that have no meaning for one compilation."""
+PATHS = frozenset(["CACHE_DIR", "WEIGHTS_PATH"])
+"""Properties that are paths: made absolute, because the daemon has another working directory."""
 
 
 class NativeError(Exception):
@@ -87,10 +90,10 @@ def plain_config(config: dict[str, Any]) -> dict[str, str | int | float | bool]:
 
 
 def _plain(name: str, value: Any) -> str | int | float | bool:
+    if isinstance(value, os.PathLike) or (name in PATHS and isinstance(value, str) and value):
+        return str(Path(value).absolute())
     if isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, os.PathLike):
-        return str(value)
     if type(value).__module__.split(".")[0] == "openvino":
         if hasattr(value, "get_type_name"):
             return str(value.get_type_name())

@@ -96,6 +96,8 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("daemon_trace.json"))
 def trace(seconds: float, output: Path) -> None:
     """Record who uses the devices, as a Chrome trace with a track for each program."""
+    if not output.absolute().parent.is_dir():
+        raise StaticLLMError(f"{output} cannot be written: there is no folder {output.parent}")
     try:
         with lifetime.control(_folder()) as channel:
             lifetime.ask(channel, Message(Kind.TRACE, body={"action": "begin"}))

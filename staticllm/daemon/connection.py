@@ -287,7 +287,11 @@ class ClientConnection:
 
     def _set_state(self, message: Message) -> Message:
         ((_, values),) = self._channel.tensors_of(message)
-        self._own().set_state(whole_of(message, "index", 1 << 20), values)
+        index, request = whole_of(message, "index", 1 << 20), self._own()
+        if message.body.get("in_place"):
+            request.write_state(index, values)
+        else:
+            request.set_state(index, values)
         return Message(Kind.OK)
 
     def _reset_state(self, message: Message) -> Message:

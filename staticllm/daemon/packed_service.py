@@ -89,6 +89,10 @@ class PackedService:
             """Set the value of a state."""
             self._request.set_state(index, values)
 
+        def write_state(self, index: int, values: Array) -> None:
+            """Write values into the tensor of a state."""
+            self._request.write_state(index, values)
+
         def reset_state(self, index: int) -> None:
             """Set one state back."""
             self._request.reset_one_state(index)

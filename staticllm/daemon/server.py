@@ -180,7 +180,8 @@ class Daemon:
         if count >= self.limits.clients and not watches:
             raise BusyError(f"{count} programs use the daemon, the limit is {self.limits.clients}: end one")
         priority = whole_of(hello, "priority", 2 * MAX_PRIORITY, MAX_PRIORITY) - MAX_PRIORITY
-        pid, program = whole_of(hello, "pid", 1 << 31), text_of(hello, "program", 256)
+        pid, given = whole_of(hello, "pid", 1 << 31), text_of(hello, "program", 256)
+        program = "".join(each if each.isprintable() else "?" for each in given)  # logs and terminals show it
         session = Session(pid, program, priority, self.models, self.devices, self.limits)
         session.watches = watches
         self._sessions[session.token] = session

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MIN_BLOCK = 1 << 16
 
 
@@ -24,11 +26,16 @@ def block_size(wanted: int) -> int:
 
 
 class Block:
-    """A piece of memory that two processes map. ``memory`` is valid until ``close``."""
+    """A piece of memory that two processes map.
+
+    ``memory`` is valid until ``close``; arrays that were made over it stay valid, also after that.
+    """
 
     def __init__(self, mapping: mmap.mmap, source: int | str) -> None:
         self._mapping, self._source = mapping, source
-        self.memory = memoryview(mapping)
+        # NumPy releases the buffer of an array's memory at once and keeps only its owner: that must be an array, which holds
+        # the mapping. A mapping that owned the memory itself would be unmapped below the arrays.
+        self.memory = np.frombuffer(mapping, np.uint8).data
 
     def __len__(self) -> int:
         return len(self._mapping)

@@ -61,9 +61,11 @@ def runtime_folder(create: bool = True) -> Path:
     ``STATICLLM_RUNTIME_DIR`` names another one.
 
     Raises:
-        EndpointError: it cannot be made, or others own it or may enter it.
+        EndpointError: it is relative, it cannot be made, or others own it or may enter it.
     """
     folder = _folder_path()
+    if not folder.is_absolute():  # the daemon and child processes have other working directories
+        raise EndpointError(f"the runtime folder {folder} is relative: set STATICLLM_RUNTIME_DIR to an absolute path")
     try:
         if create:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

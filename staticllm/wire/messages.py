@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of the messages; client and daemon must have the same."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
@@ -48,7 +48,7 @@ class Kind(IntEnum):
     SET_PROPERTY = 13  # handle: model; values -> OK
     STATES = 14  # handle: request -> OK: names
     GET_STATE = 15  # handle: request; index -> DONE
-    SET_STATE = 16  # handle: request; index, tensors -> OK
+    SET_STATE = 16  # handle: request; index, tensors, in_place -> OK
     RESET_STATE = 17  # handle: request; index -> OK
     PROFILE = 18  # handle: request -> OK: nodes
     EXPORT = 19  # handle: model -> OK: path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from openvino._ov_api import CompiledModel, Model
@@ -36,6 +37,8 @@ class AttachedCompiledModel(CompiledModel):  # type: ignore[misc]
 
     def set_property(self, *args: Any, **kwargs: Any) -> None:
         """Set properties."""
+        with contextlib.suppress(RuntimeError):  # checks the arguments; the ghost's own properties mean nothing
+            CompiledModelBase.set_property(self, *args, **kwargs)
         given = next(iter((*args, *kwargs.values())))
         self._far.set_property(dict([given] if isinstance(given, tuple) else given))
 

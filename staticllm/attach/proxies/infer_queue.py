@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections import deque
@@ -13,7 +14,7 @@ from openvino._ov_api import AsyncInferQueue
 
 from ...wire.forks import renew_in_children
 from .compiled_model import AttachedCompiledModel
-from .infer_request import AttachedInferRequest
+from .infer_request import AttachedInferRequest, check_callback
 
 MAX_JOBS = 1024
 
@@ -22,7 +23,7 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
     """A pool of requests whose calls run in the daemon."""
 
     def __init__(self, model: AttachedCompiledModel, jobs: int = 0) -> None:
-        count = int(jobs or model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
+        count = int(operator.index(jobs) or model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
         super().__init__(model, min(count, 1))  # OpenVINO's pool stays empty; it checks the arguments
         self._requests = [model.create_infer_request() for _ in range(min(count, MAX_JOBS))]
         self._userdata: list[Any] = [None] * len(self._requests)
@@ -82,7 +83,7 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
 
     def set_callback(self, arg0: Callable[[Any, Any], object]) -> None:
         """Set the function that is called with a request and its userdata at the end of each call."""
-        self._callback = arg0
+        self._callback = check_callback(arg0)
 
     @property
     def userdata(self) -> list[Any]:
@@ -96,7 +97,9 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
         return iter(self._requests)
 
     def __getitem__(self, i: int) -> AttachedInferRequest:
-        return self._requests[i]
+        if (number := operator.index(i)) < 0:
+            raise TypeError(f"request {number} of a queue: must be from 0 to {len(self) - 1}")
+        return self._requests[number]
 
     def _let_go(self, index: int) -> None:
         """Refer weakly from an idle request to the queue, or the garbage collector would have to free both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from ..far_request import FarRequest
 from .completions import Completions
 from .states import states_of
 
-MAX_COPY = 4 << 20
-"""Outputs of more bytes are given to the program where they are; smaller ones are copied into the tensor of the request."""
+MAX_TIMEOUT = (1 << 31) - 1
+"""The longest time that ``wait_for`` of OpenVINO takes, in ms."""
 
 
 class AttachedInferRequest(InferRequest):  # type: ignore[misc]
@@ -41,7 +42,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._lock = threading.RLock()
         self._is_running = self._is_interrupted = self._is_cancelled = False
         self._outputs: list[Array] | None = None  # of the last call, and not in the ghost's tensors yet
-        self._is_private = False
         self._given_out = False
         self._error: Exception | None = None
         self._latency = 0.0
@@ -113,11 +113,19 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
                 raise self._error
 
     def wait_for(self, timeout: Any) -> bool:
-        """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result."""
+        """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result.
+
+        Raises:
+            RuntimeError: the time is negative, or as for ``wait``.
+        """
+        if (milliseconds := operator.index(timeout)) > MAX_TIMEOUT:
+            raise TypeError(f"wait_for({milliseconds}): must be at most {MAX_TIMEOUT} ms")
+        if milliseconds < 0:
+            raise RuntimeError(f"wait_for({milliseconds}): must not be negative")
         if self._completions is not None and not self._completions.is_current_thread():
-            if not self._completions.join(int(timeout) / 1000):
+            if not self._completions.join(milliseconds / 1000):
                 return False
-        elif self._is_running and not self._far.poll(int(timeout) / 1000):
+        elif self._is_running and not self._far.poll(milliseconds / 1000):
             return False
         if not self._has_run:
             return False
@@ -131,7 +139,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
         """Set the function that is called with ``userdata`` at the end of each ``start_async``."""
         self._check_idle()
-        self._callback, self._userdata = callback, userdata
+        self._callback, self._userdata = check_callback(callback), userdata
 
     def reset_state(self) -> None:
         """Set all states back."""
@@ -184,9 +192,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._check_idle()
         key = next(iter((*args, *kwargs.values())), None)
         if not isinstance(key, str) or key not in self._input_names:
-            large = self._large_output(key)
-            if large is not None:
-                return large
             self._show_outputs()
         return self._ghost.get_tensor(*args, **kwargs)
 
@@ -198,9 +203,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def get_output_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the tensor of an output."""
         self._check_idle()
-        large = self._large_output(next(iter((*args, *kwargs.values())), 0))
-        if large is not None:
-            return large
         self._show_outputs()
         return self._ghost.get_output_tensor(*args, **kwargs)
 
@@ -318,7 +320,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             raise
         self._is_running = self._is_interrupted = False
         self._latency = result.device_us / 1000
-        self._outputs, self._is_private = result.outputs, result.is_private
+        self._outputs = result.outputs
         if self._is_cancelled:
             self._error = RuntimeError("Infer Request was canceled")
             raise self._error
@@ -364,17 +366,17 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             shown.append(target)
         return shown
 
-    def _large_output(self, key: Any) -> Tensor | None:
-        """Return a large output of the last call without a copy; the tensor keeps the memory alive."""
-        if self._outputs is None or not self._is_private:
-            return None
-        for index, port in enumerate(self._ghost.model_outputs):
-            is_meant = (
-                index == key if isinstance(key, int) else key in port.get_names() if isinstance(key, str) else False
-            )
-            if is_meant and self._outputs[index].nbytes > MAX_COPY:
-                return Tensor(self._outputs[index], shared_memory=True)
-        return None
+
+def check_callback(callback: Any) -> Callable[..., object]:
+    """Return a callback, which must be a function.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not callable(callback):
+        raise TypeError(f"a callback must be a function, not {type(callback).__name__}")
+    function: Callable[..., object] = callback
+    return function
 
 
 def _profiling_info(node: dict[str, Any]) -> ProfilingInfo:

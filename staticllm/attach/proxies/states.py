@@ -13,12 +13,18 @@ class FarState:
     """One state of a request of the daemon."""
 
     def __init__(self, far: FarRequest, index: int, name: str) -> None:
-        self._far, self._index, self.name = far, index, name
+        self._far, self._index, self._name = far, index, name
+
+    @property
+    def name(self) -> str:
+        """The name of the state."""
+        return self._name
 
     @property
     def state(self) -> Tensor:
-        """The value of the state."""
-        return Tensor(self._far.get_state(self._index))
+        """The value of the state now; what is written into it before the next call changes the state as natively."""
+        values = self._far.get_state(self._index)
+        return Tensor(values, shared_memory=True) if values.size else Tensor(values)
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -38,13 +38,26 @@ class PackedCall:
     wanted: Wanted
 
 
-def read_call(
-    inputs: Mapping[str, Array], logs: Sequence[RowLog], max_len: int, vocab_size: int, wanted: Wanted
-) -> PackedCall:
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can run as the original does.
+
+    Attributes:
+        max_len: The largest number of tokens of a sequence.
+        vocab_size: The number of token ids.
+        reach: The number of columns from which on a token may not see all before it; None if it always does.
+    """
+
+    max_len: int
+    vocab_size: int
+    reach: int | None = None
+
+
+def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted) -> PackedCall:
     """Return what a call means for the sequences with these ``logs``; there are none after a reset.
 
     Tokens that the mask hides, such as those of left padding, are dropped: no other token sees them, and positions do not count
-    them.
+    them. Windows of the original count them, so that such tokens inside a row are unusual there.
 
     Raises:
         UnusualCallError: the call means something else.
@@ -68,10 +81,12 @@ def read_call(
     new = shown[:, past.shape[1] :]
     if wanted == "last" and not new[:, -1].all():
         raise UnusualCallError("the last token of a row is hidden, and only its logits are wanted")
-    if (longest := int(shown.sum(1).max())) > max_len:
-        raise UnusualCallError(f"a sequence of {longest} tokens, the engine has room for {max_len}")
-    if ((ids < 0) | (ids >= vocab_size))[new].any():
-        raise UnusualCallError(f"a token id is outside the vocabulary of {vocab_size}")
+    if (longest := int(shown.sum(1).max())) > limits.max_len:
+        raise UnusualCallError(f"a sequence of {longest} tokens, the engine has room for {limits.max_len}")
+    if limits.reach is not None and _has_gap(shown, limits.reach):
+        raise UnusualCallError("a row has hidden tokens inside, and the model counts them in its windows")
+    if ((ids < 0) | (ids >= limits.vocab_size))[new].any():
+        raise UnusualCallError(f"a token id is outside the vocabulary of {limits.vocab_size}")
     rows = tuple(_row(source, line, seen) for source, line, seen in zip(sources, ids, new, strict=True))
     return PackedCall(rows, 1 if wanted == "last" else ids.shape[1], wanted)
 
@@ -102,6 +117,13 @@ def _past_mask(logs: Sequence[RowLog], sources: Sequence[int]) -> Array:
     if not logs:
         return np.zeros((len(sources), 0), np.bool_)
     return np.array([logs[source].mask for source in sources], np.bool_)
+
+
+def _has_gap(shown: Array, reach: int) -> bool:
+    """Return whether a row has more than ``reach`` columns from its first to its last token, and hidden ones among them."""
+    seen, num_columns = shown.any(1), shown.shape[1]
+    spans = np.where(seen, num_columns - shown.argmax(1) - shown[:, ::-1].argmax(1), 0)
+    return bool(((spans > reach) & (spans > shown.sum(1))).any())
 
 
 def _check_positions(positions: Array | None, shown: Array, num_columns: int) -> None:

@@ -14,7 +14,8 @@ import openvino as ov
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Variant
+from staticllm.core import MaskKind, Variant
+from staticllm.daemon.packed.packed_call import EngineLimits
 from staticllm.daemon.packed.packed_request import PackedRequest
 from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
 from staticllm.devices import get_core, supported_properties
@@ -41,8 +42,8 @@ TAKEN_INPUTS = frozenset((INPUT_IDS, ATTENTION_MASK, POSITION_IDS, BEAM_IDX))
 class PackedModel:
     """A stateful language model that serves infer requests of the original's form. Any thread may call.
 
-    ``reason`` says why every request runs on the original model; None if requests run in ``engine``. ``max_len`` is the largest
-    number of tokens of a sequence in the engine; a longer one goes on in the original model.
+    ``reason`` says why every request runs on the original model; None if requests run in ``engine``. ``limits`` are those
+    of the engine; calls beyond them go on in the original model.
 
     Args:
         xml: The IR. Its directory needs no tokenizer.
@@ -68,7 +69,7 @@ class PackedModel:
         self.device = device
         self.engine: Engine | None = None
         self.reason: str | None = None
-        self.max_len = self.vocab_size = 0
+        self.limits = EngineLimits(0, 0)
         core, xml = get_core(), Path(xml)
         weights = Path(weights) if weights is not None else xml.with_suffix(".bin")
         self._weights = None if xml.name == MODEL_XML else np.memmap(weights, np.uint8, "c")
@@ -129,7 +130,7 @@ class PackedModel:
             programs = compile_all(core, plan.restricted(variants))
             runner = make_runner(programs)
         self.program = next(iter(programs.compiled.values()))
-        self.max_len, self.vocab_size = config.max_seq_len, shape.vocab_size
+        self.limits = EngineLimits(config.max_seq_len, shape.vocab_size, _reach_of(shape.masks))
         self.engine = Engine(
             runner, policy or make_shared_policy(config.scheduler), options_of(config, shape, plan.options.mode)
         )
@@ -142,6 +143,12 @@ def with_all_logits(variants: Sequence[Variant]) -> tuple[Variant, ...]:
         for variant in variants
         if variant.sequences < variant.rows <= MAX_LOGIT_ROWS
     )
+
+
+def _reach_of(masks: Sequence[MaskKind]) -> int | None:
+    """Return how many columns a row may have before a token does not see all before it; None if it always does."""
+    limits = [0 if mask.window is None else mask.window for mask in masks if not mask.sees_all]
+    return min(limits, default=None)
 
 
 def _reason_against(model: ov.Model) -> str | None:

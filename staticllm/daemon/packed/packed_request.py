@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from staticllm.daemon.packed.packed_call import PackedCall, UnusualCallError, logs_of, read_call
+from staticllm.daemon.packed.packed_call import EngineLimits, PackedCall, UnusualCallError, logs_of, read_call
 from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed
@@ -35,8 +35,7 @@ class Packed(Protocol):
 
     engine: Engine | None
     reason: str | None
-    max_len: int
-    vocab_size: int
+    limits: EngineLimits
 
     def replay(self, asker: Asker) -> Replay:
         """Return a request on the original model."""
@@ -118,6 +117,10 @@ class PackedRequest:
         """Set the value of a state of the original."""
         self._on_states(lambda replay: replay.set_state(index, values))
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state of the original."""
+        self._on_states(lambda replay: replay.write_state(index, values))
+
     def reset_one_state(self, index: int) -> None:
         """Set one state of the original back."""
         self._on_states(lambda replay: replay.reset_one_state(index))
@@ -133,7 +136,7 @@ class PackedRequest:
         self._sequences, self._replay = [], None
 
     def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> PackedCall:
-        return read_call(inputs, self._logs, self._model.max_len, self._model.vocab_size, wanted)
+        return read_call(inputs, self._logs, self._model.limits, wanted)
 
     def _in_engine(self, call: PackedCall) -> Array:
         """Run a checked call in the engine.
@@ -171,7 +174,7 @@ class PackedRequest:
         )
         if not all(result.is_finite for result in done):  # these are the answer; what follows is the original's
             self._fall_back("its logits are not finite")
-        return _placed(call, results, self._model.vocab_size)
+        return _placed(call, results, self._model.limits.vocab_size)
 
     def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""

@@ -172,6 +172,15 @@ class Replay:
         self._guard.forget()
         self._request.query_state()[index].state = ov.Tensor(np.array(values))
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state.
+
+        Raises:
+            PromptError: its type or shape is not that of the state.
+            IndexError: there is no such state.
+        """
+        self._guard.write_state(index, values)
+
     def reset_one_state(self, index: int) -> None:
         """Set one state back.
 

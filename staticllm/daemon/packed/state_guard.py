@@ -70,6 +70,20 @@ class StateGuard:
                 f"state {index} gets {values.dtype} {list(values.shape)}: must be {state.element_type.to_dtype()} [{sizes}]"
             )
 
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state, as a program does natively. Whether that changes the state is the device's.
+
+        Raises:
+            PromptError: the type or shape is not that of the state.
+            IndexError: there is no such state.
+        """
+        target = self._request.query_state()[index].state.data
+        if (values.dtype, values.shape) != (target.dtype, target.shape):
+            raise PromptError(
+                f"state {index} is written as {values.dtype} {list(values.shape)}: it is {target.dtype} {list(target.shape)}"
+            )
+        target[...] = values
+
     def count(self, inputs: Mapping[str, Array]) -> None:
         """Note that a call has run."""
         ids = inputs.get(INPUT_IDS)

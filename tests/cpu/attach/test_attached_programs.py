@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from lora_files import Lora
 
 from staticllm import demo_model_path
 from staticllm.cli.attach.launcher import attached_environment
+from tests.attached_programs import daemon_environment, last_json, run
 
 STEPS = """
 import os, signal, sys
@@ -50,24 +48,8 @@ def answer(count, hook=None):
 @pytest.fixture(scope="module")
 def environment():
     """An environment whose attached programs have a daemon of their own."""
-    folder = Path(tempfile.mkdtemp(prefix="attach"))  # pytest's folders are too long for a socket
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("STATICLLM_")}
-    yield attached_environment({**clean, "STATICLLM_RUNTIME_DIR": str(folder), "STATICLLM_ATTACH_WAIT": "60"})
-    stop = [sys.executable, "-m", "staticllm", "daemon", "stop"]
-    subprocess.run(stop, env={**clean, "STATICLLM_RUNTIME_DIR": str(folder)}, check=False, capture_output=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def run(environment, *command, mode="auto", **more):
-    return subprocess.run(
-        [sys.executable, *map(str, command)], env={**environment, "STATICLLM_ATTACH": mode, **more}, text=True,
-        capture_output=True, timeout=240, check=False,
-    )  # fmt: skip
-
-
-def last_json(done):
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    with daemon_environment() as environment:
+        yield environment
 
 
 def test_every_call_of_the_api_sees_the_same(environment, root, tmp_path):
@@ -278,117 +260,3 @@ def test_a_program_attaches_itself_by_an_import(environment):
     )
     own = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
     assert run(own, "-c", code, Path(__file__).parents[2]).stdout.strip().startswith("staticllm.attach.")
-
-
-GENAI = """
-import json, sys
-import openvino_genai
-from openvino_genai import LLMPipeline
-pipe = openvino_genai.LLMPipeline(sys.argv[1], "CPU", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32")
-config = pipe.get_generation_config()
-config.max_new_tokens = 16
-pieces = []
-pipe.generate("What is an NPU?", config, lambda text: pieces.append(text) and None)
-pipe.start_chat()
-chat = [str(pipe.generate(text, max_new_tokens=12)) for text in ("Hello!", "Who are you?")]
-pipe.finish_chat()
-print(json.dumps({
-    "class": type(pipe).__name__, "is": isinstance(pipe, LLMPipeline), "text": "".join(pieces),
-    "again": str(pipe.generate("What is an NPU?", config)), "chat": chat,
-}))
-"""
-
-
-def test_a_genai_program_has_its_engine_in_the_daemon(environment):
-    found = [last_json(run(environment, "-c", GENAI, demo_model_path(), mode=mode)) for mode in ("off", "require")]
-    native, attached = found
-    assert (native.pop("class"), attached.pop("class")) == ("LLMPipeline", "StaticLLMPipeline")
-    assert attached == native
-    assert native["is"]
-
-
-MORE_GENAI = """
-import json, sys
-from openvino_genai import Adapter, AdapterConfig, LLMPipeline, draft_model
-import openvino_genai as genai
-assert "staticllm.pipelines" not in sys.modules
-path, order, loras = sys.argv[1], sys.argv[2], sys.argv[3:]
-exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-if order == "pipeline":
-    LLMPipeline(path, "CPU", **exact)
-options = {"max_new_tokens": 12, "ignore_eos": True, "apply_chat_template": False}
-adapters = [Adapter(lora) for lora in loras]
-pipe = LLMPipeline(path, "CPU", adapters=AdapterConfig(adapters), **exact)
-found = [pipe.generate("What is an NPU?", adapters=AdapterConfig(adapters[0], alpha), **options) for alpha in (1.0, 0.25)]
-drafted = LLMPipeline(path, "CPU", draft_model=draft_model(path, "CPU", **exact), ATTENTION_BACKEND="PA", **exact)
-found.append(drafted.generate("What is an NPU?", num_assistant_tokens=3, **options))
-print(json.dumps([type(pipe).__name__, type(drafted).__name__, *map(str, found)]))
-"""
-
-
-@pytest.mark.parametrize("order", ["adapters", "pipeline"])
-def test_a_genai_program_has_its_adapters_and_its_draft_model_in_the_daemon(environment, order, tmp_path):
-    loras = [Lora(demo_model_path(), ("q_proj", "down_proj"), seed=seed).save(tmp_path / str(seed)) for seed in (1, 2)]
-    files = [folder / "adapter_model.safetensors" for folder in loras]
-    native, attached = (
-        last_json(run(environment, "-c", MORE_GENAI, demo_model_path(), order, *files, mode=mode))
-        for mode in ("off", "require")
-    )
-    assert native[:2] == ["LLMPipeline"] * 2
-    assert attached == ["StaticLLMPipeline"] * 2 + native[2:]
-    assert native[2] != native[3]
-
-
-def test_a_genai_model_that_the_daemon_does_not_take_runs_natively(environment, tmp_path):
-    done = run(environment, "-c", GENAI, demo_model_path(), STATICLLM_RUNTIME_DIR=str(tmp_path / ("x" * 120)))
-    assert last_json(done)["class"] == "LLMPipeline"
-    assert "LLMPipeline runs natively" in done.stderr
-    refused = run(environment, "-c", GENAI, demo_model_path(), mode="require", STATICLLM_RUNTIME_DIR="/dev/null/x")
-    assert refused.returncode == 1
-    assert "set STATICLLM_RUNTIME_DIR" in refused.stderr
-
-
-HINTS = """
-import sys, types
-utils = types.ModuleType("transformers.generation.utils")
-class GenerationMixin:
-    def _sample(self):
-        return hints.wants_last(), self._other()
-    def _beam_search(self):
-        raise KeyError
-    def _other(self):
-        return hints.wants_last()
-utils.GenerationMixin = GenerationMixin
-from staticllm.attach import hints
-hints.attach(utils)
-hints.attach(utils)
-mixin = GenerationMixin()
-assert not hints.wants_last()
-expected = sys.argv[1] == "1"
-assert mixin._sample() == (expected, expected), mixin._sample()
-try:
-    mixin._beam_search()
-except KeyError:
-    pass
-assert not hints.wants_last() and not mixin._other()
-print("[]")
-"""
-
-
-@pytest.mark.parametrize("value", ["1", "0"])
-def test_the_hint_holds_inside_the_loops_of_transformers_only(environment, value):
-    assert last_json(run(environment, "-c", HINTS, value, STATICLLM_HINTS=value)) == []
-
-
-def test_nothing_is_imported_for_transformers_without_openvino(environment, tmp_path):
-    package = tmp_path / "transformers" / "generation"
-    package.mkdir(parents=True)
-    (tmp_path / "transformers" / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "utils.py").write_text("class GenerationMixin:\n    def _sample(self): pass\n")
-    program = (
-        "import sys, transformers.generation.utils as u; assert hasattr(u.GenerationMixin._sample, '__wrapped__');"
-        "assert not any(name.startswith('openvino') or name == 'staticllm' for name in sys.modules); print('[]')"
-    )
-    path = os.pathsep.join((environment["PYTHONPATH"], str(tmp_path)))
-    assert last_json(run(environment, "-c", program, PYTHONPATH=path)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -83,6 +84,19 @@ def test_steps_are_joined(call_log):
     assert len(log) == 1
     log.repeat(repeated)
     assert repeated.num_calls == 64 // call_log.CHUNK
+
+
+def test_states_that_were_set_written_and_set_back_are_repeated_in_their_order(call_log):
+    log, values, repeated = call_log.CallLog(NAMES), np.zeros(2), mock.Mock()
+    log.add_state(call_log.StateChange(0, values))
+    log.add_state(call_log.StateChange(1, values, is_in_place=True))
+    log.add_state(call_log.StateChange(2, None))
+    log.repeat(repeated)
+    assert repeated.mock_calls == [
+        mock.call.set_state(0, values),
+        mock.call.write_state(1, values),
+        mock.call.reset_state(2),
+    ]
 
 
 def test_a_log_that_is_too_large_says_so(call_log, monkeypatch):

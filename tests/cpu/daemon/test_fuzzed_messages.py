@@ -90,9 +90,10 @@ class Bodies:
             return [*every, *[submit] * 6, Message(Kind.SNAPSHOT, 1, body=snapshot)]
         arrays = [ROWS] if mode == "plain" else call_of(self._names)
         infer, state = with_tensors(Kind.INFER, arrays), with_tensors(Kind.SET_STATE, [ROWS], index=0)
+        written = with_tensors(Kind.SET_STATE, [ROWS], index=0, in_place=True)
         last = replace(infer, body={**infer.body, "wanted": "last"})
         return [
-            *every, *[infer, last] * 4, Message(Kind.RESET, 1), Message(Kind.STATES, 1), Message(Kind.PROFILE, 1), state,
+            *every, *[infer, last] * 4, Message(Kind.RESET, 1), Message(Kind.STATES, 1), Message(Kind.PROFILE, 1), state, written,
             Message(Kind.GET_STATE, 1, body={"index": 0}), Message(Kind.RESET_STATE, 1, body={"index": 0}),
         ]  # fmt: skip
 

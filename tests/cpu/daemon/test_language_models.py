@@ -156,6 +156,20 @@ def test_secrets_and_policy_objects_do_not_leave_the_program(daemon):
         load(daemon=True, scheduler=type("Mine", (), {"plan": lambda self, view: None})())
 
 
+def test_a_daemon_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="daemon='yes': must be True, False or a DaemonHome"):
+        load(daemon="yes")
+
+
+def test_a_trace_for_a_folder_that_is_missing_is_refused_before_it_is_recorded(daemon, tmp_path):
+    arguments = ["daemon", "trace", "--seconds", "600", "-o", str(tmp_path / "none" / "trace.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "staticllm", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "there is no folder" in done.stderr
+
+
 def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
     with load(daemon=True) as pipe:
         pipe.generate(PROMPT * 8, max_new_tokens=8)

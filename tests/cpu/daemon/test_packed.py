@@ -57,6 +57,20 @@ def test_hidden_tokens_may_be_anywhere(program_on):
     assert program.requests[0].fallback is None
 
 
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_hidden_token_counts_in_the_windows_of_the_original(name, program_on):
+    """Its window is 32 columns, and our engine, which drops hidden tokens, would see one token more."""
+    program = program_on(name)
+    program.step(2, 8, padding=(3, 0))
+    program.step(2, 1, padding=(1, 0))
+    for _ in range(8):
+        program.step(2, 1)
+    assert program.requests[0].fallback is None
+    for _ in range(30):
+        program.step(2, 1)
+    assert "hidden tokens inside" in program.requests[0].fallback
+
+
 def test_only_the_last_logits_if_the_program_says_so(program_on):
     program = program_on("llama")
     ours, native = program.requests

@@ -26,6 +26,12 @@ def test_a_wrong_key_is_refused(honest, tmp_path):
         RawClient()
 
 
+def test_the_name_of_a_program_cannot_forge_lines_of_the_log_or_the_terminal(honest):
+    with RawClient(program="a\r\nprogram 1 (b)\x1b[31m") as client:
+        names = [each["program"] for each in client.ask(Kind.STATS).body["clients"]]
+    assert "a??program 1 (b)?[31m" in names
+
+
 @pytest.mark.parametrize(
     "hello, reason",
     [

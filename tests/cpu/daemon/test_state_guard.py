@@ -63,6 +63,17 @@ def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(request_of, cha
     np.testing.assert_allclose(after[0], after[1], atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_a_state_is_written_in_its_own_type_and_shape(kind, model_path):
+    """Whether a write changes the state is the device's: those of attention are copies on the CPU."""
+    xml = str(model_path("llama") / "openvino_model.xml")
+    own = PlainModel(1, ov.Core().compile_model(xml, "CPU", EXACT), "CPU", Devices(), 0).open(1)
+    shape = own.get_state(0).shape
+    own.write_state(0, np.zeros(shape, np.float32))
+    with pytest.raises(PromptError, match="state 0 is written as"):
+        own.write_state(0, np.zeros((*shape, 1) if kind is np.float32 else shape, kind))
+
+
 def test_a_state_of_another_type_or_shape_is_refused(request_of):
     infer, set_state, shape_of = request_of
     infer(call(0, 5))

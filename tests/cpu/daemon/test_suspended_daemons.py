@@ -16,6 +16,7 @@ import time
 import numpy as np
 import openvino as ov
 import openvino.opset13 as op
+import psutil
 import pytest
 
 import staticllm
@@ -67,8 +68,9 @@ def sum_path(tmp_path_factory):
 
 @contextlib.contextmanager
 def suspended(process):
-    """Suspend a process."""
+    """Suspend a process, whose threads may run for a moment after the signal was sent."""
     os.kill(process.pid, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     try:
         yield
     finally:

@@ -1,0 +1,165 @@
+"""Programs with GenAI and with transformers, natively and attached: the same answers, and what stays in the program."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from lora_files import Lora
+
+from staticllm import demo_model_path
+from tests.attached_programs import daemon_environment, last_json, run
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """An environment whose attached programs have a daemon of their own."""
+    with daemon_environment() as environment:
+        yield environment
+
+
+GENAI = """
+import json, sys
+import openvino_genai
+from openvino_genai import LLMPipeline
+pipe = openvino_genai.LLMPipeline(sys.argv[1], "CPU", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32")
+config = pipe.get_generation_config()
+config.max_new_tokens = 16
+pieces = []
+pipe.generate("What is an NPU?", config, lambda text: pieces.append(text) and None)
+pipe.start_chat()
+chat = [str(pipe.generate(text, max_new_tokens=12)) for text in ("Hello!", "Who are you?")]
+pipe.finish_chat()
+print(json.dumps({
+    "class": type(pipe).__name__, "is": isinstance(pipe, LLMPipeline), "text": "".join(pieces),
+    "again": str(pipe.generate("What is an NPU?", config)), "chat": chat,
+}))
+"""
+
+
+def test_a_genai_program_has_its_engine_in_the_daemon(environment):
+    found = [last_json(run(environment, "-c", GENAI, demo_model_path(), mode=mode)) for mode in ("off", "require")]
+    native, attached = found
+    assert (native.pop("class"), attached.pop("class")) == ("LLMPipeline", "StaticLLMPipeline")
+    assert attached == native
+    assert native["is"]
+
+
+MORE_GENAI = """
+import json, sys
+from openvino_genai import Adapter, AdapterConfig, LLMPipeline, draft_model
+import openvino_genai as genai
+assert "staticllm.pipelines" not in sys.modules
+path, order, loras = sys.argv[1], sys.argv[2], sys.argv[3:]
+exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+if order == "pipeline":
+    LLMPipeline(path, "CPU", **exact)
+options = {"max_new_tokens": 12, "ignore_eos": True, "apply_chat_template": False}
+adapters = [Adapter(lora) for lora in loras]
+pipe = LLMPipeline(path, "CPU", adapters=AdapterConfig(adapters), **exact)
+found = [pipe.generate("What is an NPU?", adapters=AdapterConfig(adapters[0], alpha), **options) for alpha in (1.0, 0.25)]
+drafted = LLMPipeline(path, "CPU", draft_model=draft_model(path, "CPU", **exact), ATTENTION_BACKEND="PA", **exact)
+found.append(drafted.generate("What is an NPU?", num_assistant_tokens=3, **options))
+print(json.dumps([type(pipe).__name__, type(drafted).__name__, *map(str, found)]))
+"""
+
+
+@pytest.mark.parametrize("order", ["adapters", "pipeline"])
+def test_a_genai_program_has_its_adapters_and_its_draft_model_in_the_daemon(environment, order, tmp_path):
+    loras = [Lora(demo_model_path(), ("q_proj", "down_proj"), seed=seed).save(tmp_path / str(seed)) for seed in (1, 2)]
+    files = [folder / "adapter_model.safetensors" for folder in loras]
+    native, attached = (
+        last_json(run(environment, "-c", MORE_GENAI, demo_model_path(), order, *files, mode=mode))
+        for mode in ("off", "require")
+    )
+    assert native[:2] == ["LLMPipeline"] * 2
+    assert attached == ["StaticLLMPipeline"] * 2 + native[2:]
+    assert native[2] != native[3]
+
+
+def test_a_genai_model_that_the_daemon_does_not_take_runs_natively(environment, tmp_path):
+    done = run(environment, "-c", GENAI, demo_model_path(), STATICLLM_RUNTIME_DIR=str(tmp_path / ("x" * 120)))
+    assert last_json(done)["class"] == "LLMPipeline"
+    assert "LLMPipeline runs natively" in done.stderr
+    refused = run(environment, "-c", GENAI, demo_model_path(), mode="require", STATICLLM_RUNTIME_DIR="/dev/null/x")
+    assert refused.returncode == 1
+    assert "set STATICLLM_RUNTIME_DIR" in refused.stderr
+
+
+IN_MEMORY = """
+import json, sys
+from pathlib import Path
+import numpy as np, openvino as ov
+from openvino_genai import LLMPipeline, Tokenizer
+xml, weights = (Path(sys.argv[1]) / f"openvino_model.{suffix}" for suffix in ("xml", "bin"))
+data = ov.Tensor(np.frombuffer(weights.read_bytes(), np.uint8).copy())
+pipe = LLMPipeline(xml.read_text(encoding="utf-8"), data, Tokenizer(sys.argv[1]), "CPU")
+print(json.dumps([type(pipe).__name__, str(pipe.generate("Hi", max_new_tokens=4))]))
+"""
+
+
+def test_a_genai_model_in_memory_runs_natively_and_says_why(environment):
+    done = run(environment, "-c", IN_MEMORY, demo_model_path())
+    assert last_json(done)[0] == "LLMPipeline"
+    assert done.stderr.count("a model in memory cannot be sent to the daemon") == 1
+    refused = run(environment, "-c", IN_MEMORY, demo_model_path(), mode="require")
+    assert refused.stderr.splitlines()[-1].endswith("only used in this program (daemon=False, STATICLLM_ATTACH=auto)")
+
+
+HINTS = """
+import sys, types
+from staticllm.attach import hints
+loop = '''
+class GenerationMixin:
+    def _sample(self, processor=lambda: None):
+        return self.forward(), self._prefill(), processor()
+    def _prefill(self):
+        return self.forward()
+    def _beam_search(self):
+        raise KeyError
+    def _contrastive_search(self):
+        return self.forward()
+'''
+model = "class Model(GenerationMixin):\\n    def forward(self):\\n        return wants_last()"
+
+def module(name, code, **names):
+    made = types.ModuleType(name)
+    vars(made).update(names)
+    exec(code, vars(made))
+    return made
+
+utils = module("transformers.generation.utils", loop)
+Model = module("optimum.intel.openvino.modeling", model, GenerationMixin=utils.GenerationMixin, wants_last=hints.wants_last).Model
+hints.attach(utils)
+hints.attach(utils)
+assert not hints.wants_last()
+found = Model()._sample(lambda: [Model().forward(), Model()._contrastive_search(), hints.wants_last(), Model()._sample()])
+expected = sys.argv[1] == "1"
+assert found == (expected, expected, [False, False, False, (expected, expected, None)]), found
+try:
+    Model()._beam_search()
+except KeyError:
+    pass
+assert not hints.wants_last() and not Model()._prefill()
+print("[]")
+"""
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_hint_holds_for_the_calls_of_the_loops_of_transformers_only(environment, value):
+    """A logits processor that runs a model inside the loop gets all logits."""
+    assert last_json(run(environment, "-c", HINTS, value, STATICLLM_HINTS=value)) == []
+
+
+def test_nothing_is_imported_for_transformers_without_openvino(environment, tmp_path):
+    package = tmp_path / "transformers" / "generation"
+    package.mkdir(parents=True)
+    (tmp_path / "transformers" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "utils.py").write_text("class GenerationMixin:\n    def _sample(self): pass\n")
+    program = (
+        "import sys, transformers.generation.utils as u; assert hasattr(u.GenerationMixin._sample, '__wrapped__');"
+        "assert not any(name.startswith('openvino') or name == 'staticllm' for name in sys.modules); print('[]')"
+    )
+    path = os.pathsep.join((environment["PYTHONPATH"], str(tmp_path)))
+    assert last_json(run(environment, "-c", program, PYTHONPATH=path)) == []
