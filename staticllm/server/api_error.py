@@ -46,6 +46,8 @@ OLLAMA_NAMES = frozenset(
 )
 """The first part of each path of Ollama's API, after ``/api/``."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_LINE_ENDS = tuple((mark, f"\\u{ord(mark):04x}") for mark in "\x85\u2028\u2029")
+"""What Unicode takes for the end of a line and JSON does not escape, with the escapes."""
 _log = logging.getLogger("staticllm.server")
 
 
@@ -90,8 +92,12 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 def to_json(content: object) -> str:
-    """Return the compact JSON text of a value."""
-    return _ENCODER.encode(content)
+    """Return the compact JSON text of a value, on one line also for clients that split lines as Unicode does (httpx's)."""
+    text = _ENCODER.encode(content)
+    if not text.isascii():
+        for mark, escape in _LINE_ENDS:
+            text = text.replace(mark, escape)
+    return text
 
 
 def api_error_of(error: BaseException) -> ApiError:
