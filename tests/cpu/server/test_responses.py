@@ -245,6 +245,20 @@ def test_one_client_cannot_continue_the_conversation_of_another():
             client.close()
 
 
+def test_the_store_counts_everything_that_it_keeps():
+    store = ResponseStore(max_chars=1000)
+    for name in "abcde":
+        store.put(StoredResponse({"id": name}, (), ({"id": "rs", "encrypted_content": "x" * 300},), "me"))
+    assert len(store) == 2 and store.find("e", "me") is not None
+
+
+def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeats_it(served):
+    item = {"type": "reasoning", "id": "rs", "summary": ["number"]}
+    text = json.dumps({"model": "demo", "input": [item, {"role": "user", "content": "a"}], "max_output_tokens": 1})
+    found = httpx.post(served.url + "/v1/responses", content=text.replace('"number"', "1e999"), timeout=60)
+    assert found.status_code == 400 and "not finite" in found.json()["error"]["message"]
+
+
 def test_the_store_forgets_the_oldest():
     store = ResponseStore(max_responses=3, max_chars=400)
 
