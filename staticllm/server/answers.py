@@ -208,7 +208,8 @@ class _Answer:
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of answers: of the prompt, how many of them were cached, and those that were generated."""
+    """The tokens of answers: of the prompt, how many of them were cached, and those that were generated, also what a stop string
+    cut off, as OpenAI counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -220,7 +221,7 @@ class Usage:
         firsts = [outputs[0] for outputs in handles[::per_prompt]]
         return cls(
             sum(first.metrics.get_num_input_tokens() for first in firsts),
-            sum(len(output.tokens) for outputs in handles for output in outputs),
+            sum(len(output.token_times) for outputs in handles for output in outputs),
             sum(first.num_cached for first in firsts),
         )
 

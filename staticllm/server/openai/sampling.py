@@ -8,6 +8,8 @@ from staticllm.server.api_error import ApiError
 from staticllm.server.openai.fields import SamplingFields
 
 UNLIMITED = 2**64 - 1
+MAX_ID_DIGITS = 10
+"""Digits of a token id; Python refuses to read numbers with thousands of them."""
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
          "dry_penalty_last_n", "dry_sequence_breakers", "num_beams", "ignore_eos")  # fmt: skip
 _DRAWING = ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau",
@@ -70,7 +72,7 @@ def _seed(seed: int, index: int) -> int:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    if not all(key.isdecimal() for key in given):
+    if not all(key.isdecimal() and len(key) <= MAX_ID_DIGITS for key in given):
         raise ApiError(400, "the keys of logit_bias are token ids, as text", param="logit_bias")
     return {int(key): value for key, value in given.items()}
 

@@ -58,6 +58,7 @@ CHAT = "/v1/chat/completions"
         ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"99999999": 1}}, None, "99999999"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}}, None, ""),
