@@ -105,14 +105,7 @@ def api_error_of(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
-        return ApiError(
-            400,
-            f"This model's maximum context length for prompts is {error.limit} tokens, your messages have "
-            f"{error.num_tokens} tokens: shorten them, or serve with --max-prompt-len {error.num_tokens} or more",
-            code="context_length_exceeded",
-            param="messages",
-            knob="--max-prompt-len",
-        )
+        return prompt_too_long(error, "prompt")
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after)
     if isinstance(error, StaticLLMError):
@@ -120,6 +113,19 @@ def api_error_of(error: BaseException) -> ApiError:
     frames = "".join(traceback.format_tb(error.__traceback__))
     _log.error("unexpected %s\n%s", type(error).__name__, frames)
     return ApiError(500, f"unexpected {type(error).__name__}: the log has more", kind=SERVER, code="server_error")
+
+
+def prompt_too_long(error: PromptTooLongError, field: str) -> ApiError:
+    """Return the answer to a prompt, in this ``field`` of a request, with too many tokens."""
+    has = "have" if field.endswith("s") else "has"
+    return ApiError(
+        400,
+        f"This model's maximum context length for prompts is {error.limit} tokens, your {field} {has} "
+        f"{error.num_tokens} tokens: send less, or serve with --max-prompt-len {error.num_tokens} or more",
+        code="context_length_exceeded",
+        param=field,
+        knob="--max-prompt-len",
+    )
 
 
 def _of_ours(error: StaticLLMError) -> ApiError:

@@ -80,6 +80,11 @@ class OllamaGeneration(_Request):
         """Ollama's API has no beam search."""
         return False
 
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "messages"
+
 
 class OllamaFunctionCall(Fields):
     """A function with its arguments, as an object."""
@@ -152,6 +157,11 @@ class OllamaGenerateRequest(OllamaGeneration):
     context: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)] | None
     ) = None
+
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "prompt"
 
 
 class OllamaEmbedRequest(_Request):

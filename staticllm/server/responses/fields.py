@@ -134,3 +134,8 @@ class ResponsesRequest(IgnoredFields):
     def is_search(self) -> bool:
         """There is no beam search here."""
         return False
+
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "input"

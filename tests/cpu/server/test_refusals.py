@@ -108,6 +108,24 @@ def test_a_long_prompt_is_refused_with_both_numbers(client, served):
         assert f"have {found['count']} tokens" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "path, field",
+    [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input"), ("/api/chat", "")],
+)
+def test_a_prompt_of_any_length_is_too_long_in_the_same_way(path, field):
+    """Also one with more characters than a chat template may make."""
+    with serving(max_body=16 << 20) as served:
+        for size in (3000, 3 << 20):
+            text = "a " * size
+            given = {"messages": [{"role": "user", "content": text}], "prompt": text, "input": text}
+            body = {"model": "demo", "truncate": False} if not field else {"model": "demo"}
+            response = httpx.post(served.url + path, json={**body, field or "messages": given[field or "messages"]}, timeout=60)
+            assert response.status_code == 400 and "context length for prompts" in response.text
+            if field:
+                error = error_of(response, 400)
+                assert error["code"] == "context_length_exceeded" and error["param"] == field and field in error["message"]
+
+
 def test_an_unknown_model_is_not_found(client):
     error = error_of(client.post(CHAT, json={**HELLO, "model": "../../etc"}), 404)
     assert error["code"] == "model_not_found" and "'demo'" in error["message"]
