@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_ANSWERS = 128
 MAX_STOPS = 16
@@ -14,9 +14,16 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=Tru
 
 
 class Fields(BaseModel):
-    """A JSON object without unknown fields; numbers are numbers, not text."""
+    """A JSON object without unknown fields; numbers are numbers, not text. Fields that are null count as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or None not in values.values():
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class IgnoredFields(Fields):

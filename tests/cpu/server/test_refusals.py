@@ -40,6 +40,24 @@ def error_of(response, status):
 CHAT = "/v1/chat/completions"
 
 
+def test_too_many_texts_are_refused_as_such(client):
+    error = error_of(client.post("/v1/embeddings", json={"model": "demo", "input": ["a"] * 2049}), 400)
+    assert error["param"] == "input" and "at most 2048" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stream": True, "stream_options": {"include_usage": None}},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": None, "name": None}]},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"temperature": None},
+    ],
+)
+def test_null_counts_as_absent(client, change):
+    assert client.post(CHAT, json={**HELLO, **change}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "change, param, words",
     [
@@ -52,6 +70,7 @@ CHAT = "/v1/chat/completions"
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"stop": [""]}, "stop.0", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only the chosen tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
