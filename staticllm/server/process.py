@@ -19,7 +19,7 @@ import uvicorn
 
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.parent_watch import ParentWatch
-from staticllm.server.api_error import ApiError
+from staticllm.server.api_error import ApiError, api_error_of
 from staticllm.server.app import create_app
 from staticllm.server.endpoint import count_refusal
 from staticllm.server.http.protocol import protocol_with
@@ -127,8 +127,9 @@ class GracefulServer(uvicorn.Server):
         error = load.exception()
         if error is None:
             self._become_ready()
-        elif isinstance(error, StaticLLMError) and self._stopping is None:  # else it was given up
-            self.error, self.should_exit = error, True
+        elif self._stopping is None:  # else it was given up
+            self.error = error if isinstance(error, StaticLLMError) else StaticLLMError(api_error_of(error).message)
+            self.should_exit = True
 
     def _become_ready(self) -> None:
         try:

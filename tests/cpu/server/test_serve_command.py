@@ -139,6 +139,14 @@ def test_it_ends_if_its_first_model_cannot_be_loaded():
     assert "Traceback" not in err
 
 
+def test_it_ends_if_its_first_model_is_larger_than_the_limit():
+    process = start("--port", "0", "--memory-limit-mb", "1")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1].startswith("Error: ") and "--memory-limit-mb" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
 def test_two_models_of_one_name_are_refused(root):
     from staticllm import demo_model_path
 
