@@ -67,12 +67,14 @@ async def respond(
         pipeline = model.chat
         _check_chars([prompt for prompt, _ in inputs], pipeline.config.max_prompt_len, body.prompt_field)
 
+        priority = inputs[0][1].get("priority", 0)
+
         def submit(number: int) -> GenerationHandle:
             prompt, options = inputs[number]
-            return pipeline.submit(prompt, **options)
+            return pipeline.submit(prompt, **{**options, "priority": min(0, priority)})  # in the engine are all clients
 
         submits = [partial(submit, number) for number in range(len(inputs))]
-        answers = Answers(call.state, model, call.client, submits, body.is_search)
+        answers = Answers(call.state, model, call.client, submits, body.is_search, priority)
         await call.connected(answers.begin())
         if body.stream:
             response = stream(answers, close)

@@ -85,6 +85,17 @@ def test_several_prompts_have_several_answers_each(served, client):
     assert texts == [choice.text for choice in found.choices]
 
 
+def test_a_priority_goes_before_no_other_client(served, monkeypatch):
+    """In the engine are all clients: a request may only go behind them."""
+    pipeline, priorities = served.pipeline(), []
+    submit = pipeline.submit
+    monkeypatch.setattr(pipeline, "submit", lambda *given, **options: (priorities.append(options["priority"]), submit(*given, **options))[1])
+    for priority in (1000, 0, -3):
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 1, "priority": priority}
+        assert httpx.post(served.url + "/v1/completions", json=body, timeout=60).status_code == 200
+    assert priorities == [0, 0, -3]
+
+
 def test_a_prompt_is_echoed(client):
     plain = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8).choices[0].text
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, echo=True).choices[0].text
