@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from staticllm.server.api_error import busy
+from staticllm.server.api_error import SERVER, ApiError, busy
 
 Result = TypeVar("Result")
 WAITING_PER_THREAD = 64
@@ -44,6 +44,20 @@ class Workers:
             if not future.cancel() and on_abandoned is not None:
                 future.add_done_callback(lambda done: _hand_over(done, on_abandoned))
             raise
+
+    async def run_within(self, seconds: float, function: Callable[[], Result]) -> Result:
+        """As ``run``, for what asks another process: one that does not answer in time holds its thread, but not the caller.
+
+        Raises:
+            ApiError: it took longer (status 503), or too many calls wait (429).
+        """
+        try:
+            return await asyncio.wait_for(self.run(function), seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(
+                503, f"the process of a model has not answered within {seconds:g} s: try again later", kind=SERVER,
+                code="process_silent", headers={"Retry-After": "5"},
+            ) from None  # fmt: skip
 
     def _end_call(self) -> None:
         self._num_calls -= 1

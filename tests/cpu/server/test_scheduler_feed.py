@@ -172,3 +172,20 @@ def test_many_readers_get_the_same(served):
     for thread in threads:
         thread.join()
     assert len(found) == 8 and all(calls == found[0] for calls in found) and len(found[0]) >= 30
+
+
+def test_a_model_that_does_not_answer_holds_no_thread_of_the_others(monkeypatch):
+    """As one whose process hangs: metrics and the feed are an error after a time, and answers go on."""
+    monkeypatch.setattr("staticllm.server.app.LOOK_SECONDS", 0.3)
+    gate = threading.Event()
+    with serving(num_threads=1) as served:
+        stats = served.pipeline().stats
+        monkeypatch.setattr(served.pipeline(), "stats", lambda: (gate.wait(60), stats())[1])
+        try:
+            for _ in range(4):
+                found = httpx.get(served.url + "/metrics", timeout=60)
+                assert found.status_code == 503 and found.json()["error"]["code"] == "process_silent"
+            asked = httpx.post(served.url + "/v1/chat/completions", json={**body(count=2), "stream": False}, timeout=60)
+            assert asked.status_code == 200
+        finally:
+            gate.set()
