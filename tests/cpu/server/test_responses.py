@@ -122,6 +122,22 @@ def test_answers_are_retrieved_and_deleted(client):
         client.responses.retrieve(unstored.id)
 
 
+def test_input_items_are_listed_in_pages(served, client):
+    asked = [{"role": "user", "content": name} for name in "abc"]
+    made = client.responses.create(model="demo", input=asked, max_output_tokens=1)
+
+    def texts(**query):
+        return [item.content for item in client.responses.input_items.list(made.id, **query)]
+
+    assert texts() == ["c", "b", "a"] and texts(order="asc") == ["a", "b", "c"]
+    first = client.responses.input_items.list(made.id, limit=2)
+    assert [item.content for item in first.data] == ["c", "b"] and first.has_more
+    assert texts(after=first.last_id) == ["a"] and texts(limit=1) == ["c", "b", "a"], "the client reads on"
+    for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
+        found = httpx.get(f"{served.url}/v1/responses/{made.id}/input_items?{query}", timeout=60)
+        assert found.status_code == 400 and found.json()["error"]["param"] == query.partition("=")[0]
+
+
 def test_a_schema_is_kept(client):
     schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
