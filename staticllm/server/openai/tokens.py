@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
@@ -29,7 +29,11 @@ DECODED = 1 << 8
 
 
 class TokenizeRequest(Fields):
-    """The body of a request for token ids: a text (``content`` or ``prompt``), or a conversation with the chat template."""
+    """The body of a request for token ids: a text, or a conversation with the chat template.
+
+    ``content`` is llamacpp's name of the text, ``prompt`` that of vLLM, which adds special tokens by default. Their texts in a
+    text always count as such.
+    """
 
     model_config = ConfigDict(title="TokenizeRequest")
 
@@ -37,7 +41,8 @@ class TokenizeRequest(Fields):
     content: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special: bool = True
+    add_special: bool | None = None
+    parse_special: Literal[True] = True
     with_pieces: bool = False
 
 
@@ -80,7 +85,8 @@ def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
         return encode_messages(tokenizer, template_messages(body.messages)).ids
     if not text:
         return []
-    found: list[int] = tokenizer.encode(text, add_special_tokens=body.add_special).input_ids.data[0].tolist()
+    adds = body.prompt is not None if body.add_special is None else body.add_special
+    found: list[int] = tokenizer.encode(text, add_special_tokens=adds).input_ids.data[0].tolist()
     return found
 
 

