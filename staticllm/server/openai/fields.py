@@ -54,7 +54,7 @@ class SamplingFields(IgnoredFields):
 
     model: Text | None = None
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -64,7 +64,7 @@ class SamplingFields(IgnoredFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, lt=1)
+    min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
     typical_p: float | None = Field(None, gt=0, le=1)

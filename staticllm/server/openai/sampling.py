@@ -54,6 +54,10 @@ def _drawing(body: SamplingFields, index: int) -> dict[str, Any]:
     given = {name: value for name in _DRAWING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # as other servers: all tokens
         given["top_k"] = 0
+    for name, value in (("top_p", 0), ("min_p", 1)):
+        if given.get(name) == value:  # only the most likely token is left, which the engine calls top_k=1
+            del given[name]
+            given["top_k"] = 1
     options: dict[str, Any] = {} if body.seed is None else {"rng_seed": _seed(body.seed, index)}
     if body.temperature == 0 or body.is_search:
         return {**options, "do_sample": False}

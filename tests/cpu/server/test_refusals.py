@@ -52,9 +52,11 @@ def test_too_many_texts_are_refused_as_such(client):
         {"messages": [{"role": "user", "content": "a", "tool_calls": None, "name": None}]},
         {"response_format": {"type": "text", "json_schema": None}},
         {"temperature": None},
+        {"top_p": 0},
+        {"min_p": 1},
     ],
 )
-def test_null_counts_as_absent(client, change):
+def test_null_counts_as_absent_and_ends_of_ranges_are_taken(client, change):
     assert client.post(CHAT, json={**HELLO, **change}).status_code == 200
 
 
@@ -268,7 +270,7 @@ def test_endless_headers_close_the_connection(served):
     assert b" 400 " in answer.split(b"\r\n")[0]
 
 
-LOCAL = ["app://obsidian.md", "tauri://localhost", "null", "file://", "vscode-webview://abc", "http://localhost:3000",
+LOCAL = ["app://obsidian.md", "tauri://localhost", "null", "file://", "vscode-webview://abc", "vscode-file://vscode-app", "http://localhost:3000",
          "http://127.0.0.1:5173", "http://tauri.localhost", "http://[::1]:80"]  # fmt: skip
 FOREIGN = [
     "https://evil.example",
