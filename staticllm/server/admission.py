@@ -88,7 +88,8 @@ class Admission:
     async def enter(self, client: str, is_request: bool = True, priority: int = 0) -> None:
         """Wait for a place; ``leave`` returns it. Without ``is_request`` it is for a further answer of a request that runs.
 
-        ``priority`` orders what this client has here: no client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last one, if this client would have fewer.
+        ``priority`` orders what this client has here: no client goes before another by saying so. If the queue is full, the
+        client with the most waiting requests loses its last one, if this client would have fewer.
 
         Raises:
             ApiError: ``max_waiting`` requests wait (status 429).

@@ -32,7 +32,9 @@ def command(client: ServerClient, model: str, as_json: bool) -> None:
     if not isinstance(kind, str):
         raise client.foreign()
     if kind not in ENDPOINTS:
-        raise StaticLLMError(f"{model!r} is a model of the kind {cell(kind)}, which no request unloads: use --idle-unload")
+        raise StaticLLMError(
+            f"{model!r} is a model of the kind {cell(kind)}, which no request unloads: use --idle-unload"
+        )
     path, body = ENDPOINTS[kind]
     client.post(path, {"model": model, "keep_alive": 0, **body})
     until = time.monotonic() + WAIT_SECONDS

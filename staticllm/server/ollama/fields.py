@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from staticllm.server.openai.fields import MAX_STOPS, Fields, Text
 from staticllm.server.openai.messages import MAX_MESSAGES
 
+
 def _whole(value: Any) -> Any:
     """Return 3.0 as 3: Ollama takes both."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -248,8 +248,13 @@ def test_what_is_no_server_of_ours_gets_one_line(command, body):
     assert "no server of 'staticllm serve'" in line or "cannot be read" in line
 
 
-@pytest.mark.parametrize("event", ["[1]", "5", '{"choices": 5}', '{"choices": [5]}', '{"choices": [{"delta": 5}]}',
-                                   '{"choices": [{"delta": {"content": []}}]}', '{"choices": [], "usage": 5}', "[" * 100_000])  # fmt: skip
+EVENTS = (
+    "[1]", "5", '{"choices": 5}', '{"choices": [5]}', '{"choices": [{"delta": 5}]}',
+    '{"choices": [{"delta": {"content": []}}]}', '{"choices": [], "usage": 5}', "[" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event[:20])
 def test_a_stream_of_something_else_gets_one_line(event):
     with answering(f"data: {event}\n\n".encode(), "text/event-stream") as address:
         line = refused("run", PROMPT, "--server", address)
@@ -257,7 +262,10 @@ def test_a_stream_of_something_else_gets_one_line(event):
 
 
 def test_a_list_of_ollama_is_shown_as_far_as_it_goes():
-    models = [{"id": "a", "object": "model", "name": "a:latest", "size": None, "expires_at": "soon"}, {"name": "\x1b[2Jb"}]
+    models = [
+        {"id": "a", "object": "model", "name": "a:latest", "size": None, "expires_at": "soon"},
+        {"name": "\x1b[2Jb"},
+    ]
     with answering(json.dumps({"data": models, "models": models}).encode()) as address:
         assert ok("list", server=address).splitlines()[1].split() == ["a", "-", "-"]
         listed = ok("ps", server=address)

@@ -211,7 +211,14 @@ def test_a_priority_orders_the_requests_of_one_client_and_no_others():
             admission.leave(client)
 
         await admission.enter("other")
-        asked = [("a", "a0", 0), ("a", "a5", 5), ("a", "a5 again", 5), ("b", "b-1", -1), ("a", "a1000", 1000), ("b", "b0", 0)]
+        asked = [
+            ("a", "a0", 0),
+            ("a", "a5", 5),
+            ("a", "a5 again", 5),
+            ("b", "b-1", -1),
+            ("a", "a1000", 1000),
+            ("b", "b0", 0),
+        ]
         tasks = []
         for each in asked:
             tasks.append(asyncio.ensure_future(ask(*each)))

@@ -89,7 +89,12 @@ def test_a_priority_goes_before_no_other_client(served, monkeypatch):
     """In the engine are all clients: a request may only go behind them."""
     pipeline, priorities = served.pipeline(), []
     submit = pipeline.submit
-    monkeypatch.setattr(pipeline, "submit", lambda *given, **options: (priorities.append(options["priority"]), submit(*given, **options))[1])
+
+    def noting(*given, **options):
+        priorities.append(options["priority"])
+        return submit(*given, **options)
+
+    monkeypatch.setattr(pipeline, "submit", noting)
     for priority in (1000, 0, -3):
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": 1, "priority": priority}
         assert httpx.post(served.url + "/v1/completions", json=body, timeout=60).status_code == 200

@@ -131,7 +131,12 @@ def test_a_long_prompt_is_refused_with_both_numbers(client, served):
 
 @pytest.mark.parametrize(
     "path, field",
-    [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/v1/responses", "input"), ("/api/chat", "")],
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/api/chat", ""),
+    ],
 )
 def test_a_prompt_of_any_length_is_too_long_in_the_same_way(path, field):
     """Also one with more characters than a chat template may make."""
@@ -140,11 +145,15 @@ def test_a_prompt_of_any_length_is_too_long_in_the_same_way(path, field):
             text = "a " * size
             given = {"messages": [{"role": "user", "content": text}], "prompt": text, "input": text}
             body = {"model": "demo", "truncate": False} if not field else {"model": "demo"}
-            response = httpx.post(served.url + path, json={**body, field or "messages": given[field or "messages"]}, timeout=60)
+            response = httpx.post(
+                served.url + path, json={**body, field or "messages": given[field or "messages"]}, timeout=60
+            )
             assert response.status_code == 400 and "context length for prompts" in response.text
             if field:
                 error = error_of(response, 400)
-                assert error["code"] == "context_length_exceeded" and error["param"] == field and field in error["message"]
+                assert (
+                    error["code"] == "context_length_exceeded" and error["param"] == field and field in error["message"]
+                )
 
 
 def test_an_unknown_model_is_not_found(client):

@@ -132,7 +132,9 @@ def listed_values(part: Mapping[str, Any]) -> list[Any] | None:
 def atoms_of_type(value: object) -> Atoms:
     """Return the types that the value of the keyword ``type`` names."""
     names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    if len(names) > len(ANY) + 1 or not all(isinstance(name, str) and (name in ANY or name == "number") for name in names):
+    if len(names) > len(ANY) + 1 or not all(
+        isinstance(name, str) and (name in ANY or name == "number") for name in names
+    ):
         raise InexpressibleError
     return frozenset(atom for name in names for atom in (NUMBERS if name == "number" else {name}))
 

@@ -170,9 +170,7 @@ class _Rewriter:
     def _implies(self, schema: AnySchema, other: AnySchema, text: str) -> bool:
         """Return whether it is certain that what satisfies one schema satisfies the other, whose canonical form is ``text``."""
         try:
-            return canonical(schema) == text or are_disjoint(
-                self._facts, schema, self.of(Not(other, (schema,)))
-            )
+            return canonical(schema) == text or are_disjoint(self._facts, schema, self.of(Not(other, (schema,))))
         except InexpressibleError:
             return False
 
