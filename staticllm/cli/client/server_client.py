@@ -93,7 +93,7 @@ class ServerClient:
             trust_env=False,  # a proxy of the environment is not for a server of this machine
         )
 
-    def object(self, path: str, **query: str | int) -> dict[str, Any]:
+    def get(self, path: str, **query: str | int) -> dict[str, Any]:
         """Return the JSON object that ``GET path`` answers.
 
         Raises:
@@ -111,7 +111,7 @@ class ServerClient:
         Raises:
             ServerError: there is no server, it refused, or it answers something else.
         """
-        found = self.object(path).get(name)
+        found = self.get(path).get(name)
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
             raise self.foreign()
         return found

@@ -54,4 +54,4 @@ def _described(client: ServerClient, model: str) -> dict[str, Any]:
     Raises:
         ServerError: it has none of this name; the message lists what it has.
     """
-    return client.object(f"/v1/models/{quote(model, safe='')}")
+    return client.get(f"/v1/models/{quote(model, safe='')}")

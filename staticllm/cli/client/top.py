@@ -36,7 +36,7 @@ def command(client: ServerClient, model: str | None, interval: float, count: int
         if number:
             time.sleep(interval)
         query: dict[str, str | int] = {"after": before["cursor"] if before else 0}
-        found = client.object("/api/scheduler", **query, **({} if model is None else {"model": model}))
+        found = client.get("/api/scheduler", **query, **({} if model is None else {"model": model}))
         if not found.keys() >= FIELDS:
             raise client.foreign()
         if as_json:
