@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -14,15 +16,24 @@ WAITING_PER_THREAD = 64
 
 
 class Workers:
-    """A pool of threads with a bounded queue."""
+    """A pool of threads with a bounded queue.
+
+    Calls of one ``lane``, such as a model, have at most half of the threads: one whose process hangs leaves the rest to others.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="staticllm-server")
         self._limit = num_threads * (WAITING_PER_THREAD + 1)
         self._num_calls = 0
+        self._lanes: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(max(1, num_threads // 2))
+        )
 
     async def run(
-        self, function: Callable[[], Result], on_abandoned: Callable[[Result], object] | None = None
+        self,
+        function: Callable[[], Result],
+        on_abandoned: Callable[[Result], object] | None = None,
+        lane: str | None = None,
     ) -> Result:
         """Call ``function`` in a thread and return what it returns.
 
@@ -35,9 +46,15 @@ class Workers:
         if self._num_calls >= self._limit:
             raise busy(f"{self._num_calls} requests are being read or tokenized: try again later", knob="")
         self._num_calls += 1
-        future = self._pool.submit(function)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_call)
+            if lane is not None:
+                await self._lanes[lane].acquire()
+                stack.callback(self._lanes[lane].release)
+            future = self._pool.submit(function)
+            at_end = stack.pop_all()
         ended = asyncio.wrap_future(future)
-        ended.add_done_callback(lambda _: self._end_call())  # the shield lets nobody cancel it
+        ended.add_done_callback(lambda _: at_end.close())  # the shield lets nobody cancel it
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -189,3 +191,25 @@ def test_a_model_that_does_not_answer_holds_no_thread_of_the_others(monkeypatch)
             assert asked.status_code == 200
         finally:
             gate.set()
+
+
+def test_submitting_to_a_model_that_does_not_answer_leaves_threads_to_others(monkeypatch):
+    gate, begun = threading.Event(), []
+    with serving(num_threads=2) as served, ThreadPoolExecutor(3) as pool:
+        submit = served.pipeline().submit
+        monkeypatch.setattr(
+            served.pipeline(),
+            "submit",
+            lambda *given, **more: (begun.append(1), gate.wait(60), submit(*given, **more))[2],
+        )
+        whole = {**body(count=2), "stream": False}
+        try:
+            with contextlib.suppress(httpx.ReadTimeout):  # it keeps its thread, also after its client has gone
+                httpx.post(served.url + CHAT, json=whole, timeout=0.3)
+            asked = [pool.submit(httpx.post, served.url + CHAT, json=whole, timeout=60) for _ in range(3)]
+            assert httpx.post(served.url + "/tokenize", json={"content": "a"}, timeout=10).status_code == 200
+            assert len(begun) == 1
+        finally:
+            gate.set()
+        assert [each.result().status_code for each in asked] == [200] * 3
+        served.wait_until_idle()
