@@ -83,7 +83,7 @@ class Answers:
         await self._admission.enter(self._client, is_request=index == 0, priority=self._priority)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
         try:
-            handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel, lane=name)
+            handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel, owner=name)
         except BaseException:
             self._admission.leave(self._client)
             raise

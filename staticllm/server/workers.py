@@ -18,14 +18,14 @@ WAITING_PER_THREAD = 64
 class Workers:
     """A pool of threads with a bounded queue.
 
-    Calls of one ``lane``, such as a model, have at most half of the threads: one whose process hangs leaves the rest to others.
+    Calls of one ``owner``, such as a model, have at most half of the threads: one whose process hangs leaves the rest to others.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="staticllm-server")
         self._limit = num_threads * (WAITING_PER_THREAD + 1)
         self._num_calls = 0
-        self._lanes: defaultdict[str, asyncio.Semaphore] = defaultdict(
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(max(1, num_threads // 2))
         )
 
@@ -33,7 +33,7 @@ class Workers:
         self,
         function: Callable[[], Result],
         on_abandoned: Callable[[Result], object] | None = None,
-        lane: str | None = None,
+        owner: str | None = None,
     ) -> Result:
         """Call ``function`` in a thread and return what it returns.
 
@@ -48,9 +48,9 @@ class Workers:
         self._num_calls += 1
         with contextlib.ExitStack() as stack:
             stack.callback(self._end_call)
-            if lane is not None:
-                await self._lanes[lane].acquire()
-                stack.callback(self._lanes[lane].release)
+            if owner is not None:
+                await self._turns[owner].acquire()
+                stack.callback(self._turns[owner].release)
             future = self._pool.submit(function)
             at_end = stack.pop_all()
         ended = asyncio.wrap_future(future)
