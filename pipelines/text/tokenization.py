@@ -253,7 +253,7 @@ def _real_ids(tokenized: genai.TokenizedInputs) -> list[list[int]]:
             f"TokenizedInputs with {ids.size} ids of {ids.dtype} and a mask of {mask.size}: "
             "must be whole numbers, with one mask value per id"
         )
-    return [[int(token) for token in row[seen != 0]] for row, seen in zip(ids, mask, strict=True)]
+    return [row[seen != 0].tolist() for row, seen in zip(ids, mask, strict=True)]
 
 
 def _as_rows(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -18,7 +18,7 @@ from staticllm.server.page.assets import ASSETS
 from staticllm.server.settings import ServerSettings, is_local_name
 
 LOCAL_ORIGINS = (
-    r"null|(app|tauri|file|vscode-webview)://.*"
+    r"null|(app|tauri|file|vscode-webview|vscode-file)://.*"
     r"|https?://([a-z0-9-]+\.)*localhost(:\d+)?|https?://127\.\d+\.\d+\.\d+(:\d+)?|https?://\[::1\](:\d+)?"
 )
 """Origins that may always send requests: desktop apps, files, and pages of this machine."""

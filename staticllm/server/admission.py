@@ -50,6 +50,14 @@ class _Client:
     turn: int = 0
     num_queued: int = 0
 
+    def add(self, place: _Place) -> None:
+        """Let a place wait, before those with a lower priority."""
+        index = len(self.waiting)
+        while index and self.waiting[index - 1].priority < place.priority:
+            index -= 1
+        self.waiting.insert(index, place)
+        self.num_queued += place.is_request
+
 
 @dataclass(eq=False, frozen=True)
 class _Place:
@@ -57,6 +65,7 @@ class _Place:
 
     admitted: asyncio.Future[None]
     is_request: bool
+    priority: int
     since: float = field(default_factory=time.perf_counter)
 
 
@@ -76,10 +85,11 @@ class Admission:
         self._last_seen: dict[str, float] = {}  # the last two clients: one of them is not the one that asks
         self.num_running = 0
 
-    async def enter(self, client: str, is_request: bool = True) -> None:
+    async def enter(self, client: str, is_request: bool = True, priority: int = 0) -> None:
         """Wait for a place; ``leave`` returns it. Without ``is_request`` it is for a further answer of a request that runs.
 
-        If the queue is full, the client with the most waiting requests loses its last one, if this client would have fewer.
+        ``priority`` orders what this client has here: no client goes before another by saying so. If the queue is full, the
+        client with the most waiting requests loses its last one, if this client would have fewer.
 
         Raises:
             ApiError: ``max_waiting`` requests wait (status 429).
@@ -92,9 +102,8 @@ class Admission:
         if is_request and self._num_queued >= self.limits.max_waiting and not self._make_room(entry.num_queued + 1):
             self._forget(client)
             raise self._full()
-        place = _Place(asyncio.get_running_loop().create_future(), is_request)
-        entry.waiting.append(place)
-        entry.num_queued += is_request
+        place = _Place(asyncio.get_running_loop().create_future(), is_request, priority)
+        entry.add(place)
         self._places[place] = None
         try:
             await place.admitted

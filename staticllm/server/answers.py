@@ -48,15 +48,21 @@ class Answers:
     """Runs answers on a model that its caller has acquired. ``begin``, then ``batches``; ``close`` in any case.
 
     ``submits`` has one function per answer. They run in threads, and return handles. ``is_search``: the only answer is a beam
-    search, whose tokens come at its end.
+    search, whose tokens come at its end. ``priority`` orders the requests of this client.
     """
 
     def __init__(
-        self, state: ServerState, model: ServedModel, client: str, submits: Sequence[Submit], is_search: bool = False
+        self,
+        state: ServerState,
+        model: ServedModel,
+        client: str,
+        submits: Sequence[Submit],
+        is_search: bool = False,
+        priority: int = 0,
     ) -> None:
         assert model.admission is not None, "the model is not loaded"
         self._state, self._model, self._client, self._submits = state, model, client, submits
-        self._admission, self._is_search = model.admission, is_search
+        self._admission, self._is_search, self._priority = model.admission, is_search, priority
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[_Answer] = set()
@@ -74,10 +80,10 @@ class Answers:
     async def _enter(self, index: int) -> _Answer:
         name, metrics = self._model.spec.name, self._state.metrics
         start, timer = time.perf_counter(), metrics.timer(name)
-        await self._admission.enter(self._client, is_request=index == 0)
+        await self._admission.enter(self._client, is_request=index == 0, priority=self._priority)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
         try:
-            handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel)
+            handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel, owner=name)
         except BaseException:
             self._admission.leave(self._client)
             raise
@@ -208,7 +214,8 @@ class _Answer:
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of answers: of the prompt, how many of them were cached, and those that were generated."""
+    """The tokens of answers: of the prompt, how many of them were cached, and those that were generated, also what a stop string
+    cut off, as OpenAI counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -220,7 +227,7 @@ class Usage:
         firsts = [outputs[0] for outputs in handles[::per_prompt]]
         return cls(
             sum(first.metrics.get_num_input_tokens() for first in firsts),
-            sum(len(output.tokens) for outputs in handles for output in outputs),
+            sum(len(output.token_times) for outputs in handles for output in outputs),
             sum(first.num_cached for first in firsts),
         )
 

@@ -46,6 +46,8 @@ OLLAMA_NAMES = frozenset(
 )
 """The first part of each path of Ollama's API, after ``/api/``."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_LINE_ENDS = tuple((mark, f"\\u{ord(mark):04x}") for mark in "\x85\u2028\u2029")
+"""What Unicode takes for the end of a line and JSON does not escape, with the escapes."""
 _log = logging.getLogger("staticllm.server")
 
 
@@ -90,8 +92,12 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 def to_json(content: object) -> str:
-    """Return the compact JSON text of a value."""
-    return _ENCODER.encode(content)
+    """Return the compact JSON text of a value, on one line also for clients that split lines as Unicode does (httpx's)."""
+    text = _ENCODER.encode(content)
+    if not text.isascii():
+        for mark, escape in _LINE_ENDS:
+            text = text.replace(mark, escape)
+    return text
 
 
 def api_error_of(error: BaseException) -> ApiError:
@@ -99,14 +105,7 @@ def api_error_of(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
-        return ApiError(
-            400,
-            f"This model's maximum context length for prompts is {error.limit} tokens, your messages have "
-            f"{error.num_tokens} tokens: shorten them, or serve with --max-prompt-len {error.num_tokens} or more",
-            code="context_length_exceeded",
-            param="messages",
-            knob="--max-prompt-len",
-        )
+        return prompt_too_long(error, "prompt")
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after)
     if isinstance(error, StaticLLMError):
@@ -114,6 +113,19 @@ def api_error_of(error: BaseException) -> ApiError:
     frames = "".join(traceback.format_tb(error.__traceback__))
     _log.error("unexpected %s\n%s", type(error).__name__, frames)
     return ApiError(500, f"unexpected {type(error).__name__}: the log has more", kind=SERVER, code="server_error")
+
+
+def prompt_too_long(error: PromptTooLongError, field: str) -> ApiError:
+    """Return the answer to a prompt, in this ``field`` of a request, with too many tokens."""
+    has = "have" if field.endswith("s") else "has"
+    return ApiError(
+        400,
+        f"This model's maximum context length for prompts is {error.limit} tokens, your {field} {has} "
+        f"{error.num_tokens} tokens: send less, or serve with --max-prompt-len {error.num_tokens} or more",
+        code="context_length_exceeded",
+        param=field,
+        knob="--max-prompt-len",
+    )
 
 
 def _of_ours(error: StaticLLMError) -> ApiError:

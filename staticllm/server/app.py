@@ -30,7 +30,7 @@ from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, d
 from staticllm.server.page.routes import add_page_routes
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.routes import add_responses_routes
-from staticllm.server.state import ServerState
+from staticllm.server.state import LOOK_SECONDS, ServerState
 from staticllm.server.telemetry.middleware import Sink, TelemetryMiddleware
 from staticllm.server.telemetry.sinks import make_sinks
 
@@ -61,6 +61,7 @@ def create_app(state: ServerState) -> FastAPI:
         state.scheduler.close()
         await state.hub.close()
         state.workers.close()
+        state.observers.close()
         for sink in sinks:
             sink.close()
 
@@ -126,7 +127,8 @@ def _gets(state: ServerState) -> dict[str, Callable[[Request], Awaitable[Respons
 
     async def metrics(request: Request) -> Response:
         async def answer() -> Response:
-            return Response(await state.workers.run(state.metrics.text), media_type=METRICS_TYPE)
+            text = await state.observers.run_within(LOOK_SECONDS, state.metrics.text)
+            return Response(text, media_type=METRICS_TYPE)
 
         return await guarded(state, request, answer())
 

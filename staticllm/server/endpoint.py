@@ -26,6 +26,7 @@ SHORT_BODY = 16 << 10
 MAX_MISTAKES = 1000
 """The most mistakes of a body that are looked at: a hostile one has millions, and each takes about a KiB as a Python object."""
 CLIENT_GONE = 499
+_LENGTHS = ("too_long", "too_short")
 _FORMS = {"str", "int", "float", "bool", "list", "dict"}
 
 
@@ -119,7 +120,7 @@ def count_cancelled(state: ServerState) -> None:
 
 
 def parsed(kind: type[Body], data: bytes) -> Body:
-    """Return the checked body of a request. Fields that are null count as absent.
+    """Return the checked body of a request.
 
     Raises:
         ApiError: it is no JSON object, has too many parts or an unknown field, or a field has an impossible value.
@@ -132,20 +133,22 @@ def parsed(kind: type[Body], data: bytes) -> Body:
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     try:
-        return kind.model_validate({name: value for name, value in values.items() if value is not None})
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Return the answer to a body that is not valid: about the problem that lies deepest in it, as of several forms of a field
-    the nearest one was meant."""
+    """Return the answer to a body that is not valid: of several forms of a field, about the one that was meant.
+
+    That is the form that the value has apart from its length, else the one whose problem lies deepest in it.
+    """
     if (count := error.error_count()) > MAX_MISTAKES:
         return ApiError(
             400, f"{count} fields or elements of the body are wrong: too many to say which", code="invalid_value"
         )
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    first = max(found, key=lambda each: len(each["loc"]))
+    first = max(found, key=lambda each: (each["type"] in _LENGTHS, len(each["loc"])))
     is_unknown = first["type"] == "extra_forbidden"
     *outer, last = first["loc"]
     path = [part for part in outer if not _is_form(part)] + ([last] if is_unknown or not _is_form(last) else [])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from staticllm.server.api_error import SERVER, ApiError
 
@@ -31,7 +31,7 @@ class Lifecycle:
         self.num_requests = 0
         self._is_cut = False
         self._running: set[Cancellable] = set()
-        self._is_idle = asyncio.Event()
+        self._is_idle, self._is_hurried = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
 
     def add(self, handle: Cancellable) -> None:
@@ -58,22 +58,33 @@ class Lifecycle:
     async def stop(self, grace: float) -> None:
         """Refuse new requests, wait up to ``grace`` seconds for running ones, and then cut off their answers."""
         self.is_stopping = True
-        if not await self._idle_within(grace):
+        await _first_of((self._is_idle, self._is_hurried), grace)
+        if not self._is_idle.is_set():
             self._is_cut = True
             for handle in list(self._running):
                 handle.cancel()
-            await self._idle_within(CUT_SECONDS)
+            await _first_of((self._is_idle,), CUT_SECONDS)
 
-    async def _idle_within(self, seconds: float) -> bool:
-        try:
-            await asyncio.wait_for(self._is_idle.wait(), seconds)
-        except asyncio.TimeoutError:
-            return False
-        return True
+    def hurry(self) -> None:
+        """End the grace of ``stop``."""
+        self._is_hurried.set()
+
+
+async def _first_of(events: Sequence[asyncio.Event], seconds: float) -> None:
+    """Wait for one of the events, at most so long."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 class LifecycleMiddleware:
-    """Counts requests, and refuses new ones with status 503 while the server stops. ``on_refusal`` gets the errors."""
+    """Counts requests, and refuses new ones with status 503 while the server stops, also those that do not end in time.
+
+    ``on_refusal`` gets the errors.
+    """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle, on_refusal: Callable[[ApiError], object]) -> None:
         self._app, self._lifecycle, self._on_refusal = app, lifecycle, on_refusal
@@ -83,15 +94,30 @@ class LifecycleMiddleware:
             await self._app(scope, receive, send)
             return
         if self._lifecycle.is_stopping:
-            error = ApiError(
-                503, "the server is stopping", kind=SERVER, code="stopping",
-                headers={"Retry-After": "5", "Connection": "close"},
-            )  # fmt: skip
-            self._on_refusal(error)
-            await error.response(scope["path"])(scope, receive, send)
+            await self._refuse(scope, receive, send)
             return
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         self._lifecycle.begin()
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if not self._lifecycle.is_stopping:
+                raise
+            if not has_begun:
+                await self._refuse(scope, receive, send)
         finally:
             self._lifecycle.end()
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(
+            503, "the server is stopping", kind=SERVER, code="stopping",
+            headers={"Retry-After": "5", "Connection": "close"},
+        )  # fmt: skip
+        self._on_refusal(error)
+        await error.response(scope["path"])(scope, receive, send)

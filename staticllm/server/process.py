@@ -19,7 +19,7 @@ import uvicorn
 
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.parent_watch import ParentWatch
-from staticllm.server.api_error import ApiError
+from staticllm.server.api_error import ApiError, api_error_of
 from staticllm.server.app import create_app
 from staticllm.server.endpoint import count_refusal
 from staticllm.server.http.protocol import protocol_with
@@ -76,11 +76,13 @@ def base_url(listener: socket.socket) -> str:
 
 
 class GracefulServer(uvicorn.Server):
-    """A uvicorn server that finishes running answers when it is told to stop. A second signal ends it at once."""
+    """A uvicorn server that finishes running answers when it is told to stop. A second signal cuts them off, a third one does not
+    wait for their ends; ``second_signal`` is then its number."""
 
     def __init__(self, state: ServerState, on_ready: Callable[[], object] = lambda: None) -> None:
         settings, self._on_ready = state.settings, on_ready
         self.error: StaticLLMError | None = None
+        self.second_signal: int | None = None
 
         def refused(error: ApiError) -> None:
             count_refusal(state, error)
@@ -125,8 +127,9 @@ class GracefulServer(uvicorn.Server):
         error = load.exception()
         if error is None:
             self._become_ready()
-        elif isinstance(error, StaticLLMError) and self._stopping is None:  # else it was given up
-            self.error, self.should_exit = error, True
+        elif self._stopping is None:  # else it was given up
+            self.error = error if isinstance(error, StaticLLMError) else StaticLLMError(api_error_of(error).message)
+            self.should_exit = True
 
     def _become_ready(self) -> None:
         try:
@@ -135,15 +138,21 @@ class GracefulServer(uvicorn.Server):
             self.error, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._stopping is not None:
+        if self.second_signal is not None:
             self.should_exit = self.force_exit = True
+        elif self._is_unwanted:
+            self.second_signal = sig
+            self._soon(self._state.lifecycle.hurry)
         self.stop_soon()
 
     def stop_soon(self) -> None:
         """Begin to stop. Any thread, and a handler of a signal, may call, also before the server has begun."""
         self._is_unwanted = True
+        self._soon(self._begin_stop)
+
+    def _soon(self, function: Callable[[], object]) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._begin_stop)
+            self._loop.call_soon_threadsafe(function)
 
     def _begin_stop(self) -> None:
         if self._stopping is None:
@@ -186,6 +195,7 @@ def serve(
         ConfigError: the settings are not safe, the address cannot be used, two models have the same name, the parent has
             ended, or the application cannot be told that the server is ready.
         StaticLLMError: the first model was to be loaded at the start, and cannot be.
+        SystemExit: a second signal ended it, with 128 and its number.
     """
     settings.check()
     options = sidecar or SidecarOptions()
@@ -196,9 +206,11 @@ def serve(
         ready = ReadySignal(options.ready_fd, options.ready_file)  # after the lock: the file may be that of its holder
         stack.callback(ready.close)
         try:
-            asyncio.run(_run(specs, settings, listener, on_listening, ready, options.parent_pid))
+            second = asyncio.run(_run(specs, settings, listener, on_listening, ready, options.parent_pid))
         except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
+            second = signal.SIGINT
+    if second is not None:
+        raise SystemExit(128 + second)
 
 
 async def _run(
@@ -208,7 +220,8 @@ async def _run(
     on_listening: Callable[[str], object],
     ready: ReadySignal,
     parent_pid: int | None,
-) -> None:
+) -> int | None:
+    """Serve, and return the number of the second signal, if there was one."""
     state, url = ServerState.of(specs, settings), base_url(listener)
 
     def tell() -> None:
@@ -230,3 +243,4 @@ async def _run(
             await asyncio.to_thread(watch.close)
     if server.error is not None:
         raise server.error
+    return server.second_signal

@@ -13,10 +13,18 @@ from staticllm.server.served_model import ModelSpec
 from staticllm.server.settings import ServerSettings
 from staticllm.server.workers import Workers
 
+NUM_OBSERVERS = 2
+LOOK_SECONDS = 5.0
+"""The longest time in which a model's process says how it is."""
+
 
 @dataclass(frozen=True)
 class ServerState:
-    """The settings and the parts of a server. Belongs to one event loop."""
+    """The settings and the parts of a server. Belongs to one event loop.
+
+    ``observers`` run what only looks at models, such as metrics: a process that does not answer must not hold the threads of
+    ``workers``, which all models share.
+    """
 
     settings: ServerSettings
     hub: ModelHub
@@ -24,6 +32,7 @@ class ServerState:
     metrics: ServerMetrics
     lifecycle: Lifecycle
     scheduler: SchedulerFeed
+    observers: Workers
 
     @classmethod
     def of(cls, specs: Sequence[ModelSpec], settings: ServerSettings) -> ServerState:
@@ -35,4 +44,6 @@ class ServerState:
         settings.check()
         hub = ModelHub(specs, settings)
         metrics = ServerMetrics(lambda: hub.loaded)
-        return cls(settings, hub, Workers(settings.num_threads), metrics, Lifecycle(), SchedulerFeed())
+        return cls(
+            settings, hub, Workers(settings.num_threads), metrics, Lifecycle(), SchedulerFeed(), Workers(NUM_OBSERVERS)
+        )

@@ -77,24 +77,28 @@ class GrammarCompiler:
             GenerationConfigError: llguidance is not installed, the grammar cannot be compiled, or its shortest answer is longer
                 than ``max_new_tokens``.
         """
-        with self._lock:
-            found = self._kept.get((grammar, vocab_size))
-            if found is None:
-                grammar.check()
-                try:
-                    found = self._compiled(grammar, vocab_size)
-                except RecursionError:
-                    raise GenerationConfigError(
-                        f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
-                    ) from None
-                self._kept[grammar, vocab_size] = found
-                while len(self._kept) > MAX_KEPT:
-                    (dropped, _), _ = self._kept.popitem(last=False)
-                    self._fewest.pop(dropped, None)
-            self._kept.move_to_end((grammar, vocab_size))
-            if max_new_tokens is not None:
-                self._check_room(grammar, max_new_tokens)
-            return found.clone()
+        try:
+            with self._lock:
+                found = self._matcher(grammar, vocab_size)
+                if max_new_tokens is not None:
+                    self._check_room(grammar, max_new_tokens)
+                return found.clone()
+        except RecursionError:
+            raise GenerationConfigError(
+                f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
+            ) from None
+
+    def _matcher(self, grammar: Grammar, vocab_size: int) -> Matcher:
+        """Return the matcher of a grammar that is kept, or a new one, which is kept."""
+        found = self._kept.get((grammar, vocab_size))
+        if found is None:
+            grammar.check()
+            found = self._kept[grammar, vocab_size] = self._compiled(grammar, vocab_size)
+            while len(self._kept) > MAX_KEPT:
+                (dropped, _), _ = self._kept.popitem(last=False)
+                self._fewest.pop(dropped, None)
+        self._kept.move_to_end((grammar, vocab_size))
+        return found
 
     def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
         tokenizer = self._tokenizer(vocab_size)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.structured.schemas.depth import check_depth
 from staticllm.pipelines.generation.structured.schemas.facts import LITERAL
 from staticllm.pipelines.generation.structured.schemas.negation import Exact
 from staticllm.pipelines.generation.structured.schemas.numbers import adds_bounds, with_exact_bounds
@@ -73,6 +74,9 @@ def prepared(schema: Any) -> Any:
     Objects that list their properties have no others, unless the schema says so; where parts of a schema are combined
     (``allOf`` and the like), they stay as they are, since each part would forbid the properties of the others. Formats that
     nobody enforces are left out. Whitespace is limited.
+
+    Raises:
+        GenerationConfigError: nothing satisfies it, or it is nested too deeply.
     """
     if schema is True:
         schema = {}
@@ -85,6 +89,7 @@ def prepared(schema: Any) -> Any:
         raise GenerationConfigError("nothing satisfies the JSON schema: its parts contradict each other")
     if schema is True:
         schema = {}
+    check_depth(schema)
     rules = _Rules("allOf" not in _names(schema), adds_bounds(schema))
     return {**_prepared(schema, rules), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 

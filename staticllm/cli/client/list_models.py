@@ -7,7 +7,7 @@ import json
 import click
 
 from staticllm.cli.client.server_client import ServerClient, server_options
-from staticllm.cli.client.tables import table
+from staticllm.cli.client.tables import cell, table
 
 
 @click.command("list", short_help="List the models of a server.")
@@ -15,9 +15,12 @@ from staticllm.cli.client.tables import table
 @server_options
 def command(client: ServerClient, as_json: bool) -> None:
     """List the models that a server knows, with their kinds, and whether they are loaded."""
-    models = client.get("/v1/models")["data"]
+    models = client.objects("/v1/models", "data")
     if as_json:
         click.echo(json.dumps(models, indent=2))
         return
-    rows = [[each["id"], each["type"], each["status"], str(each.get("max_model_len", ""))] for each in models]
+    rows = [
+        [cell(each.get("id")), cell(each.get("type")), cell(each.get("status")), cell(each.get("max_model_len", ""))]
+        for each in models
+    ]
     click.echo(table(["name", "kind", "status", "tokens"], rows))

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from staticllm.cli.client.server_client import ServerClient, ServerError
-from staticllm.errors import StaticLLMError
+from staticllm.cli.client.tables import printable
 
 NOT_HERE = (
     "device",
@@ -103,16 +103,15 @@ class RemoteRun:
         begin, first = time.perf_counter(), None
         with self._client.stream(path, body) as events:
             for event in events:
-                model, usage = event["model"], event.get("usage") or usage
-                for choice in event["choices"]:
-                    piece = choice["text"] if is_raw else choice["delta"].get("content")
+                model, usage = event.get("model", model), event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    piece = choice.get("text") if is_raw else (choice.get("delta") or {}).get("content")
                     reason = choice.get("finish_reason") or reason
                     if piece:
                         first = first or time.perf_counter()
                         pieces.append(piece)
                         if not is_quiet:
-                            sys.stdout.write(piece)
-                            sys.stdout.flush()
+                            _show(piece)
         end = time.perf_counter()
         return {
             "text": "".join(pieces),
@@ -124,6 +123,12 @@ class RemoteRun:
             "ttft_ms": None if first is None else round((first - begin) * 1e3, 3),
             "total_ms": round((end - begin) * 1e3, 3),
         }
+
+
+def _show(piece: str) -> None:
+    """Write a piece of an answer. A terminal gets none of the escapes that a model may write."""
+    sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
 
 
 def check_options(context: click.Context) -> None:
@@ -159,8 +164,7 @@ def _check_there(client: ServerClient) -> None:
     Raises:
         StaticLLMError: it does not.
     """
-    if not isinstance(client.get("/v1/models"), dict):
-        raise StaticLLMError(f"what answers at {client.url} is no server of 'staticllm serve'")
+    client.objects("/v1/models", "data")
 
 
 def _print_stats(found: dict[str, Any]) -> None:

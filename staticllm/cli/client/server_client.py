@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from staticllm.cli.client.tables import cell
 from staticllm.errors import ConfigError, StaticLLMError
 
 if TYPE_CHECKING:
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
 SERVER_VARIABLE, KEY_VARIABLE = "STATICLLM_SERVER", "STATICLLM_API_KEY"
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 5.0
+GET_SECONDS = 30.0
 ANSWER_SECONDS = 600.0
 """The longest silence within an answer; a server that loads a model sends comments only in streams."""
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer that is no stream."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -80,6 +85,7 @@ class ServerClient:
             raise ConfigError(f"{given!r} is no URL of a server: {error}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{given!r} is no URL of a server: give one like {DEFAULT_SERVER}")
+        self._short = httpx.Timeout(GET_SECONDS, connect=CONNECT_SECONDS)
         self._http = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -87,14 +93,28 @@ class ServerClient:
             trust_env=False,  # a proxy of the environment is not for a server of this machine
         )
 
-    def get(self, path: str, **query: str | int) -> Any:
-        """Return the JSON that ``GET path`` answers.
+    def get(self, path: str, **query: str | int) -> dict[str, Any]:
+        """Return the JSON object that ``GET path`` answers.
 
         Raises:
-            ServerError: there is no server, or it refused.
+            ServerError: there is no server, it refused, or it answers something else.
         """
-        with self._failures():
-            return self._json(self._http.get(path, params=query))
+        with self._failures(), self._http.stream("GET", path, params=query, timeout=self._short) as response:
+            found = self._json(response, GET_SECONDS)
+        if not isinstance(found, dict):
+            raise self.foreign()
+        return found
+
+    def objects(self, path: str, name: str) -> list[dict[str, Any]]:
+        """Return the list ``name`` of objects in what ``GET path`` answers.
+
+        Raises:
+            ServerError: there is no server, it refused, or it answers something else.
+        """
+        found = self.get(path).get(name)
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            raise self.foreign()
+        return found
 
     def post(self, path: str, body: object) -> Any:
         """Return the JSON that ``POST path`` answers.
@@ -102,8 +122,12 @@ class ServerClient:
         Raises:
             ServerError: there is no server, or it refused.
         """
-        with self._failures():
-            return self._json(self._http.post(path, json=body))
+        with self._failures(), self._http.stream("POST", path, json=body) as response:
+            return self._json(response, ANSWER_SECONDS)
+
+    def foreign(self, status: int = 0) -> ServerError:
+        """Return the error of an answer that is not ours."""
+        return ServerError(f"what answers at {self.url} is no server of 'staticllm serve'", status)
 
     @contextmanager
     def stream(self, path: str, body: object) -> Iterator[Iterator[dict[str, Any]]]:
@@ -116,8 +140,7 @@ class ServerClient:
 
         with self._failures(), connect_sse(self._http, "POST", path, json=body) as source:
             if source.response.status_code != 200:
-                source.response.read()
-                self._json(source.response)
+                self._json(source.response, GET_SECONDS)
             yield self._events(source)
 
     def close(self) -> None:
@@ -138,17 +161,25 @@ class ServerClient:
                     is_done = True
                     continue
                 found = json.loads(event.data)
+                if not _is_event(found):
+                    raise self.foreign()
                 if "error" in found:
                     raise ServerError(_message_of(found))
                 yield found
         if not is_done:
             raise ServerError(f"the server at {self.url} ended the answer in its middle: send it again")
 
-    def _json(self, response: httpx.Response) -> Any:
-        status = response.status_code
+    def _json(self, response: httpx.Response, seconds: float) -> Any:
+        """Read an answer within a time and a size, and return its JSON."""
+        status, until = response.status_code, time.monotonic() + seconds
+        data = bytearray()
+        for part in response.iter_bytes():
+            data += part
+            if len(data) > MAX_ANSWER or time.monotonic() > until:
+                raise ServerError(f"the answer of the server at {self.url} does not end", status)
         try:
-            found = response.json()
-        except ValueError:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
             found = None
         if status == 401:
             raise ServerError(f"the server at {self.url} refuses the key: give --api-key or set {KEY_VARIABLE}", status)
@@ -158,7 +189,7 @@ class ServerClient:
             )
             raise ServerError(f"the server at {self.url}: {message}", status)
         if found is None:
-            raise ServerError(f"what answers at {self.url} is no server of 'staticllm serve'", status)
+            raise self.foreign(status)
         return found
 
     @contextmanager
@@ -173,8 +204,8 @@ class ServerClient:
             ) from None
         except httpx.TimeoutException:
             raise ServerError(f"the server at {self.url} does not answer") from None
-        except (httpx.HTTPError, json.JSONDecodeError) as error:
-            text = str(error) or type(error).__name__
+        except (httpx.HTTPError, json.JSONDecodeError, RecursionError) as error:
+            text = cell(error) or type(error).__name__
             raise ServerError(f"the answer of the server at {self.url} cannot be read: {text}") from None
 
 
@@ -182,4 +213,21 @@ def _message_of(found: Any) -> str:
     """Return the message of an error in OpenAI's form or in Ollama's; empty if it is neither."""
     error = found.get("error") if isinstance(found, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return " ".join(message.split()) if isinstance(message, str) else ""
+    return cell(message) if isinstance(message, str) else ""
+
+
+def _is_event(found: Any) -> bool:
+    """Return whether a value has the form of a chunk, as far as it is read."""
+    if not isinstance(found, dict):
+        return False
+    choices, usage = found.get("choices") or [], found.get("usage") or {}
+    if not isinstance(choices, list) or not isinstance(usage, dict):
+        return False
+    return isinstance(usage.get("prompt_tokens_details") or {}, dict) and all(map(_is_choice, choices))
+
+
+def _is_choice(choice: Any) -> bool:
+    delta = isinstance(choice, dict) and (choice.get("delta") or {})
+    if not isinstance(delta, dict):
+        return False
+    return all(text is None or isinstance(text, str) for text in (choice.get("text"), delta.get("content")))

@@ -5,6 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def printable(text: object) -> str:
+    """Return a text without characters that a terminal obeys, such as escapes; line breaks and tabs stay.
+
+    Names and answers come from models and servers of others.
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in str(text))
+
+
+def cell(value: object) -> str:
+    """Return what a table shows of a value of JSON: "-" if there is none."""
+    return "-" if value is None else " ".join(printable(value).split())
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return lines of aligned columns; columns of numbers are aligned to the right."""
     lines = [head, *rows]

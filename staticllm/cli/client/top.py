@@ -14,6 +14,8 @@ from staticllm.cli.client.server_client import ServerClient, server_options
 from staticllm.cli.client.tables import table
 
 BAR = 24
+FIELDS = frozenset(["model", "models", "now", "cursor", "waiting_ms", "requests", "totals", "limits"])
+"""What is read of the feed."""
 MAX_REQUESTS = 20
 """The requests that are listed; more are counted."""
 
@@ -35,6 +37,8 @@ def command(client: ServerClient, model: str | None, interval: float, count: int
             time.sleep(interval)
         query: dict[str, str | int] = {"after": before["cursor"] if before else 0}
         found = client.get("/api/scheduler", **query, **({} if model is None else {"model": model}))
+        if not found.keys() >= FIELDS:
+            raise client.foreign()
         if as_json:
             click.echo(json.dumps(found))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import staticllm
+from staticllm.pipelines.generation.options import UNLIMITED
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.catalog.facts import context_length, current_facts
 from staticllm.server.served_model import ServedModel
@@ -32,6 +33,8 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
     if isinstance(pipeline, StaticLLMPipeline):
         config, tokenizer = pipeline.get_generation_config(), pipeline.get_tokenizer()
         params = {name: getattr(config, name) for name in _PARAMS}
+        if params["top_k"] == UNLIMITED:
+            params["top_k"] = 0  # llamacpp's value for all tokens
         found["default_generation_settings"]["params"] = params if config.do_sample else {**params, "temperature": 0.0}
         found["total_slots"] = model.num_seqs(state.settings.device)
         found["bos_token"], found["eos_token"] = tokenizer.get_bos_token(), tokenizer.get_eos_token()

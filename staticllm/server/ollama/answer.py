@@ -140,7 +140,7 @@ class AnswerForm:
             "load_duration": nanoseconds(self._loaded - self._begin),
             "prompt_eval_count": metrics.get_num_input_tokens(),
             "prompt_eval_duration": nanoseconds(first),
-            "eval_count": len(output.tokens),
+            "eval_count": len(times),
             "eval_duration": nanoseconds(times[-1] - times[0] if times else 0.0),
         }
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from staticllm.server.openai.fields import MAX_STOPS, Fields, Text
 from staticllm.server.openai.messages import MAX_MESSAGES
 
-Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+def _whole(value: Any) -> Any:
+    """Return 3.0 as 3: Ollama takes both."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[Whole, Field(ge=-(2**63), lt=2**63)]
 KeepAlive = float | Annotated[str, Field(max_length=100)]
 Think = bool | Literal["low", "medium", "high", "max"]
 Format = Literal["", "json"] | dict[str, Any]
@@ -20,19 +27,19 @@ class OllamaOptions(Fields):
     """How tokens are chosen. The fields from ``num_ctx`` on are accepted without effect: they are settings of the server."""
 
     temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, lt=1)
+    top_k: Whole | None = Field(None, ge=-1, lt=2**31)
+    top_p: float | None = Field(None, ge=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    mirostat: int | None = Field(None, ge=0, le=2)
+    mirostat: Whole | None = Field(None, ge=0, le=2)
     mirostat_tau: float | None = Field(None, gt=0, le=100)
     mirostat_eta: float | None = Field(None, ge=0, le=10)
     seed: Number | None = None
     stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
+    num_predict: Annotated[Whole, Field(ge=-2, lt=2**31)] | None = None
     num_ctx: Number | None = None
     num_keep: Number | None = None
     num_batch: Number | None = None
@@ -79,6 +86,11 @@ class OllamaGeneration(_Request):
     def is_search(self) -> bool:
         """Ollama's API has no beam search."""
         return False
+
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "messages"
 
 
 class OllamaFunctionCall(Fields):
@@ -152,6 +164,11 @@ class OllamaGenerateRequest(OllamaGeneration):
     context: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)] | None
     ) = None
+
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "prompt"
 
 
 class OllamaEmbedRequest(_Request):

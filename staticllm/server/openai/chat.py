@@ -77,6 +77,11 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "messages"
+
 
 async def chat_completions(call: Call, body: ChatRequest) -> Response:
     """Answer a conversation."""

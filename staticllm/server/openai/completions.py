@@ -43,6 +43,11 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     suffix: str | None = None
 
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "prompt"
+
 
 async def completions(call: Call, body: CompletionRequest) -> Response:
     """Continue prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_ANSWERS = 128
 MAX_STOPS = 16
@@ -14,9 +14,16 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=Tru
 
 
 class Fields(BaseModel):
-    """A JSON object without unknown fields; numbers are numbers, not text."""
+    """A JSON object without unknown fields; numbers are numbers, not text. Fields that are null count as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or None not in values.values():
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class IgnoredFields(Fields):
@@ -47,7 +54,7 @@ class SamplingFields(IgnoredFields):
 
     model: Text | None = None
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -57,7 +64,7 @@ class SamplingFields(IgnoredFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, lt=1)
+    min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
     typical_p: float | None = Field(None, gt=0, le=1)

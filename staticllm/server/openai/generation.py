@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
+from staticllm.errors import PromptTooLongError
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.pipelines.text.templates.bounds import MAX_CHARS
 from staticllm.server.answers import Answers
-from staticllm.server.api_error import json_response
+from staticllm.server.api_error import ApiError, json_response, prompt_too_long
 from staticllm.server.endpoint import Call
 from staticllm.server.served_model import ServedModel
 
@@ -21,13 +23,17 @@ Close = Callable[[], Awaitable[None]]
 
 
 class Asked(Protocol):
-    """What a request says about its answers: whether they are streamed, and whether they are found by beam search."""
+    """What a request says about its answers: whether they are streamed, whether they are found by beam search, and which field
+    has the prompt."""
 
     @property
     def stream(self) -> bool: ...
 
     @property
     def is_search(self) -> bool: ...
+
+    @property
+    def prompt_field(self) -> str: ...
 
 
 async def respond(
@@ -59,13 +65,16 @@ async def respond(
 
     try:
         pipeline = model.chat
+        _check_chars([prompt for prompt, _ in inputs], pipeline.config.max_prompt_len, body.prompt_field)
+
+        priority = inputs[0][1].get("priority", 0)
 
         def submit(number: int) -> GenerationHandle:
             prompt, options = inputs[number]
-            return pipeline.submit(prompt, **options)
+            return pipeline.submit(prompt, **{**options, "priority": min(0, priority)})  # in the engine are all clients
 
         submits = [partial(submit, number) for number in range(len(inputs))]
-        answers = Answers(call.state, model, call.client, submits, body.is_search)
+        answers = Answers(call.state, model, call.client, submits, body.is_search, priority)
         await call.connected(answers.begin())
         if body.stream:
             response = stream(answers, close)
@@ -73,6 +82,28 @@ async def respond(
             return response
         handles = await call.connected(answers.outputs())
         return await call.state.workers.run(lambda: json_response(complete(handles)))
+    except PromptTooLongError as error:
+        raise prompt_too_long(error, body.prompt_field) from None
     finally:
         if not is_handed_over:
             await close()
+
+
+def _check_chars(prompts: Sequence[Any], limit: int, field: str) -> None:
+    """Check that no prompt has more characters than a chat template may make, before it is rendered.
+
+    Raises:
+        ApiError: one has.
+    """
+    for prompt in prompts:
+        texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
+        contents = (text if isinstance(text, str) else str(text.get("content") or "") for text in texts)
+        num_chars = sum(map(len, contents))
+        if num_chars > MAX_CHARS:
+            raise ApiError(
+                400,
+                f"This model's maximum context length for prompts is {limit} tokens; of {num_chars} characters in "
+                f"{field}, at most {MAX_CHARS} are read: send less",
+                code="context_length_exceeded",
+                param=field,
+            )

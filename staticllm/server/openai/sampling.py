@@ -8,6 +8,8 @@ from staticllm.server.api_error import ApiError
 from staticllm.server.openai.fields import SamplingFields
 
 UNLIMITED = 2**64 - 1
+MAX_ID_DIGITS = 10
+"""Digits of a token id; Python refuses to read numbers with thousands of them."""
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
          "dry_penalty_last_n", "dry_sequence_breakers", "num_beams", "ignore_eos")  # fmt: skip
 _DRAWING = ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau",
@@ -52,6 +54,10 @@ def _drawing(body: SamplingFields, index: int) -> dict[str, Any]:
     given = {name: value for name in _DRAWING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # as other servers: all tokens
         given["top_k"] = 0
+    for name, value in (("top_p", 0), ("min_p", 1)):
+        if given.get(name) == value:  # only the most likely token is left, which the engine calls top_k=1
+            del given[name]
+            given["top_k"] = 1
     options: dict[str, Any] = {} if body.seed is None else {"rng_seed": _seed(body.seed, index)}
     if body.temperature == 0 or body.is_search:
         return {**options, "do_sample": False}
@@ -70,7 +76,7 @@ def _seed(seed: int, index: int) -> int:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    if not all(key.isdecimal() for key in given):
+    if not all(key.isdecimal() and len(key) <= MAX_ID_DIGITS for key in given):
         raise ApiError(400, "the keys of logit_bias are token ids, as text", param="logit_bias")
     return {int(key): value for key, value in given.items()}
 

@@ -1,22 +1,39 @@
-"""``/tokenize`` and ``/detokenize``: texts or conversations become token ids of a chat model, and back."""
+"""``/tokenize`` and ``/detokenize``: texts or conversations become token ids of a chat model, and back.
+
+Long answers are made in parts, each a call of its own in a thread: other requests run in between, and a client that has gone ends
+the rest.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
+from staticllm.pipelines.text.templates.bounds import MAX_CHARS
 from staticllm.pipelines.text.tokenization import check_ids, encode_messages
-from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.api_error import ApiError, json_response, to_json
 from staticllm.server.endpoint import Call
 from staticllm.server.openai.fields import Fields, Text
 from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.served_model import ServedModel
+from staticllm.server.workers import Workers
+
+SLICE = 1 << 14
+"""Tokens that are written as JSON at once: a millisecond, in which no other thread runs."""
+DECODED = 1 << 8
+"""Tokens that are decoded at once."""
 
 
 class TokenizeRequest(Fields):
-    """The body of a request for token ids: a text (``content`` or ``prompt``), or a conversation with the chat template."""
+    """The body of a request for token ids: a text, or a conversation with the chat template.
+
+    ``content`` is llamacpp's name of the text, ``prompt`` that of vLLM, which adds special tokens by default. Their texts in a
+    text always count as such.
+    """
 
     model_config = ConfigDict(title="TokenizeRequest")
 
@@ -24,7 +41,8 @@ class TokenizeRequest(Fields):
     content: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special: bool = True
+    add_special: bool | None = None
+    parse_special: Literal[True] = True
     with_pieces: bool = False
 
 
@@ -42,44 +60,79 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Response:
     given = [value for value in (body.content, body.prompt, body.messages) if value is not None]
     if len(given) != 1:
         raise ApiError(400, "give one of content, prompt and messages", param="content")
+    text = given[0]
+    if isinstance(text, str) and len(text) > MAX_CHARS:
+        raise ApiError(
+            400, f"a text of {len(text)} characters: at most {MAX_CHARS} are tokenized at once", code="text_too_long"
+        )
 
-    def run(model: ServedModel) -> dict[str, Any]:
-        tokenizer = model.chat.get_tokenizer()
-        if body.messages is not None:
-            ids = encode_messages(tokenizer, template_messages(body.messages)).ids
-        elif not given[0]:
-            ids = []
-        else:
-            encoded = tokenizer.encode(given[0], add_special_tokens=body.add_special)
-            ids = [int(token) for token in encoded.input_ids.data[0]]
-        shown: list[Any] = list(ids)
-        if body.with_pieces:
-            shown = [{"id": token, "piece": tokenizer.decode([token])} for token in ids]
-        return {"tokens": shown, "count": len(ids), "max_model_len": model.chat.config.max_seq_len}
+    async def answer(model: ServedModel) -> Response:
+        ids = await call.state.workers.run(lambda: _encoded(model, body, text))
+        pieces = await _pieces(call.state.workers, model, ids) if body.with_pieces else None
+        parts = [
+            await call.state.workers.run(partial(_shown, ids[start : start + SLICE], pieces))
+            for start in range(0, len(ids), SLICE)
+        ]
+        rest = to_json({"count": len(ids), "max_model_len": model.chat.config.max_seq_len})
+        return Response(f'{{"tokens":[{",".join(parts)}],{rest[1:]}', media_type="application/json")
 
-    return await _on_model(call, body.model, run)
+    return await _on_model(call, body.model, answer)
+
+
+def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
+    tokenizer = model.chat.get_tokenizer()
+    if body.messages is not None:
+        return encode_messages(tokenizer, template_messages(body.messages)).ids
+    if not text:
+        return []
+    adds = body.prompt is not None if body.add_special is None else body.add_special
+    found: list[int] = tokenizer.encode(text, add_special_tokens=adds).input_ids.data[0].tolist()
+    return found
+
+
+async def _pieces(workers: Workers, model: ServedModel, ids: list[int]) -> dict[int, str]:
+    """Return the text of each token by its id."""
+    different = sorted(await workers.run(lambda: set(ids)))
+    decode = model.chat.get_tokenizer().decode
+    found: dict[int, str] = {}
+    for start in range(0, len(different), DECODED):
+        part = different[start : start + DECODED]
+        texts = await workers.run(partial(decode, [[token] for token in part]))
+        found.update(zip(part, texts, strict=True))
+    return found
+
+
+def _shown(ids: list[int], pieces: dict[int, str] | None) -> str:
+    """Return the JSON of some of the tokens, without the brackets."""
+    shown: list[Any] = ids if pieces is None else [{"id": token, "piece": pieces[token]} for token in ids]
+    return to_json(shown)[1:-1]
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
     """Return the text of token ids."""
 
-    def run(model: ServedModel) -> dict[str, Any]:
+    def run(model: ServedModel) -> Response:
         tokenizer = model.chat.get_tokenizer()
         if body.tokens:
             check_ids(body.tokens, len(tokenizer.get_vocab()), len(body.tokens))
         text = tokenizer.decode(body.tokens) if body.tokens else ""
-        return {"content": text, "prompt": text}
+        return json_response({"content": text, "prompt": text})
 
-    return await _on_model(call, body.model, run)
+    async def answer(model: ServedModel) -> Response:
+        return await call.state.workers.run(lambda: run(model))
+
+    return await _on_model(call, body.model, answer)
 
 
-async def _on_model(call: Call, name: str | None, run: Any) -> Response:
+async def _on_model(
+    call: Call, name: str | None, answer: Callable[[ServedModel], Coroutine[Any, Any, Response]]
+) -> Response:
     model = call.state.hub.find(name, "chat")
 
     async def loaded() -> Response:
         await call.state.hub.acquire(model)
         try:
-            return await call.state.workers.run(lambda: json_response(run(model)))
+            return await answer(model)
         finally:
             call.state.hub.release(model)
 

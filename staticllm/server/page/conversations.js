@@ -72,6 +72,7 @@ export class Conversations {
     clearTimeout(this.timers.get(conversation.id));
     this.timers.delete(conversation.id);
     const text = JSON.stringify(conversation);
+    if (text.length > MAX_CHARACTERS) return false; // it would take the place of all others, and not fit
     this.makeRoom(conversation.id, text.length);
     while (!write(PREFIX + conversation.id, text)) {
       if (!this.dropOldest(conversation.id)) return false;

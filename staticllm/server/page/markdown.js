@@ -7,11 +7,11 @@ const PROTOCOLS = new Set(["http:", "https:", "mailto:"]);
 const MAX_DEPTH = 8;
 const MAX_INLINE = 20000; // characters of a paragraph with marks; a longer one is shown as it is
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:\s+|$)(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
-const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const TABLE_RULE = /^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?$/; // of a line without spaces at its ends
 
 /** Show text in a container. Blocks that have not changed since the last call keep their nodes, so that selections survive. */
 export function showMarkdown(container, text) {
@@ -62,8 +62,15 @@ function fenced(lines, at) {
 
 function heading(lines, at) {
   const found = HEADING.exec(lines[at]);
-  if (found) return { kind: "heading", level: found[1].length, text: found[2], end: at + 1 };
+  if (found) return { kind: "heading", level: found[1].length, text: withoutMarks(found[2].trimEnd()), end: at + 1 };
   return RULE.test(lines[at]) ? { kind: "rule", end: at + 1 } : null;
+}
+
+/** Return the text of a heading without the marks at its end; a regular expression would look for them from every space. */
+function withoutMarks(text) {
+  let end = text.length;
+  while (end && text[end - 1] === "#") end -= 1;
+  return end && !/\s/.test(text[end - 1]) ? text : text.slice(0, end).trimEnd();
 }
 
 function list(lines, at) {
@@ -104,7 +111,7 @@ function quote(lines, at) {
 
 function table(lines, at) {
   const rule = lines[at + 1];
-  if (!lines[at].includes("|") || rule === undefined || !rule.includes("-") || !TABLE_RULE.test(rule)) return null;
+  if (!lines[at].includes("|") || rule === undefined || !rule.includes("-") || !TABLE_RULE.test(rule.trim())) return null;
   const head = cells(lines[at]);
   const marks = cells(rule);
   if (marks.length !== head.length) return null;

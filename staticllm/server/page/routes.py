@@ -12,7 +12,7 @@ from starlette.responses import Response
 from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import guarded
 from staticllm.server.page.assets import ASSETS, HEADERS, Asset, read_asset
-from staticllm.server.state import ServerState
+from staticllm.server.state import LOOK_SECONDS, ServerState
 
 SCHEDULER = "/api/scheduler"
 MAX_CURSOR_DIGITS = 15
@@ -70,7 +70,7 @@ def _scheduler(state: ServerState) -> Callable[[Request], Awaitable[Response]]:
                     for each in state.hub.models.values()
                 ],
             }
-            response = await state.workers.run(lambda: json_response({**head, **read()}))
+            response = await state.observers.run_within(LOOK_SECONDS, lambda: json_response({**head, **read()}))
             response.headers["Cache-Control"] = "no-store"
             return response
 

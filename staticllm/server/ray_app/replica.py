@@ -19,7 +19,7 @@ from staticllm.server.ray_app.health import DeviceWatch
 from staticllm.server.ray_app.in_process import answer_parts, scope_of
 from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
 from staticllm.server.served_model import ModelSpec
-from staticllm.server.state import ServerState
+from staticllm.server.state import LOOK_SECONDS, ServerState
 
 _unloading: set[asyncio.Future[None]] = set()  # the loop itself holds tasks weakly
 
@@ -65,7 +65,7 @@ class Replica:
     async def metrics(self) -> tuple[str, bytes]:
         """Return the name of this replica, and its metrics in Prometheus' text format."""
         name = serve.get_replica_context().replica_id.unique_id
-        return name, await self._state.workers.run(self._state.metrics.text)
+        return name, await self._state.observers.run_within(LOOK_SECONDS, self._state.metrics.text)
 
     async def check_health(self) -> None:
         """Tell Ray whether requests can be served. Ray calls it every few seconds, and replaces a replica that raises.

@@ -119,13 +119,13 @@ class ResponseMaker:
         self._id, self._created = new_id("resp"), int(time.time())
 
     def check(self) -> None:
-        """Check that what the answer repeats of its request can be written as JSON.
+        """Check that what the answer and the store repeat of the request can be written as JSON.
 
         Raises:
             ApiError: a number is outside the range of JSON's readers, such as 1e999, which was read as infinite.
         """
         try:
-            to_json([self.unfinished(), self._conversation])
+            to_json([self.unfinished(), self._conversation, input_items(self._body.input)])
         except ValueError:
             raise ApiError(400, "a number of the request is not finite: leave it out", code="invalid_value") from None
 

@@ -107,7 +107,7 @@ class ResponsesRequest(IgnoredFields):
     stream_options: ResponsesStreamOptions | None = None
     background: Literal[False] = False
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     top_logprobs: Literal[0] = 0
     text: TextOptions = Field(default_factory=TextOptions)
@@ -121,7 +121,7 @@ class ResponsesRequest(IgnoredFields):
         | None
     ) = None
     top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, lt=1)
+    min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -134,3 +134,8 @@ class ResponsesRequest(IgnoredFields):
     def is_search(self) -> bool:
         """There is no beam search here."""
         return False
+
+    @property
+    def prompt_field(self) -> str:
+        """The name of the field that has the prompt."""
+        return "input"

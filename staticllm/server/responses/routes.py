@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from staticllm.server.api_error import json_response
+from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import Call, endpoint, guarded
 from staticllm.server.responses.create import create
 from staticllm.server.responses.fields import ResponsesRequest
@@ -18,6 +18,7 @@ from staticllm.server.responses.store import ResponseStore
 from staticllm.server.state import ServerState
 
 PATH = "/v1/responses"
+MAX_PAGE = 100
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -44,20 +45,27 @@ def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str
             _answer(state, store, find),
             methods=[method],
             response_model=None,
-            openapi_extra={"parameters": [_ID]},
+            openapi_extra={"parameters": [_ID, *(_PAGE if find is _input_items else [])]},
             name=f"{method.lower()}_response{path.removeprefix(stored).replace('/', '_')}",
         )
     return [PATH]
 
 
 _ID = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
-Find = Callable[[ResponseStore, str, str], dict[str, Any]]
+_PAGE = [
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+]
+Query = Mapping[str, str]
+Find = Callable[[ResponseStore, str, str, Query], dict[str, Any]]
 
 
 def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     async def run(request: Request) -> Response:
         async def answer() -> Response:
-            found = find(store, request.path_params["response_id"], Call(state, request).client)
+            client = Call(state, request).client
+            found = find(store, request.path_params["response_id"], client, request.query_params)
             return await state.workers.run(lambda: json_response(found))
 
         return await guarded(state, request, answer())
@@ -65,16 +73,32 @@ def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     return run
 
 
-def _get(store: ResponseStore, id: str, owner: str) -> dict[str, Any]:
+def _get(store: ResponseStore, id: str, owner: str, _: Query) -> dict[str, Any]:
     return store.get(id, owner).response
 
 
-def _delete(store: ResponseStore, id: str, owner: str) -> dict[str, Any]:
+def _delete(store: ResponseStore, id: str, owner: str, _: Query) -> dict[str, Any]:
     store.remove(id, owner)
     return {"id": id, "object": "response", "deleted": True}
 
 
-def _input_items(store: ResponseStore, id: str, owner: str) -> dict[str, Any]:
-    items = [*reversed(store.get(id, owner).items)]  # the newest first, as OpenAI lists them
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
+def _input_items(store: ResponseStore, id: str, owner: str, query: Query) -> dict[str, Any]:
+    """Return the page of items that the query asks for: by default all, the newest first, as OpenAI lists them."""
+    items = store.get(id, owner).items
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "")
+    ordered = [*items] if order == "asc" else [*reversed(items)]
+    ids = [item["id"] for item in ordered]
+    if order not in ("asc", "desc"):
+        raise _invalid("order", "must be asc or desc")
+    if after is not None and after not in ids:
+        raise _invalid("after", "is the id of no item")
+    if limit and not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_PAGE):
+        raise _invalid("limit", f"must be a number from 1 to {MAX_PAGE}")
+    rest = ordered if after is None else ordered[ids.index(after) + 1 :]
+    page = rest[: int(limit)] if limit else rest
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(page) < len(rest)}
+
+
+def _invalid(name: str, reason: str) -> ApiError:
+    return ApiError(400, f"Invalid {name}: {reason}", param=name, code="invalid_value")

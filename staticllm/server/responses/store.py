@@ -41,7 +41,7 @@ class ResponseStore:
 
     def put(self, stored: StoredResponse) -> None:
         """Keep an answer; the oldest are forgotten."""
-        size = len(to_json(stored.messages)) + len(to_json(stored.response))
+        size = sum(len(to_json(part)) for part in (stored.messages, stored.response, stored.items))
         with self._lock:
             self._stored[stored.response["id"]] = stored, size
             self._num_chars += size

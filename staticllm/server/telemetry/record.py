@@ -69,7 +69,7 @@ class RequestRecord:
         """Add the answers of one handle."""
         self.prompt_tokens += outputs[0].metrics.get_num_input_tokens()
         self.cached_tokens += outputs[0].num_cached
-        self.output_tokens += sum(len(output.tokens) for output in outputs)
+        self.output_tokens += sum(len(output.token_times) for output in outputs)
         self.finish_reasons += [str(output.finish_reason.value) for output in outputs]
 
 

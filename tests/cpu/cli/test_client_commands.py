@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
@@ -16,6 +18,7 @@ from daemons import wait_for  # noqa: E402
 from served import serving  # noqa: E402
 
 from staticllm.cli import cli  # noqa: E402
+from staticllm.cli.client.tables import printable  # noqa: E402
 
 PROMPT = "What is an NPU?"
 KEY = "only-this-one"
@@ -200,13 +203,20 @@ def test_bad_servers_and_keys_get_one_line(served, command):
     assert "outside ASCII" in refused(*command, served.url, key="schlüssel")
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_what_is_no_server_of_ours_gets_one_line(command):
+@contextlib.contextmanager
+def answering(body, kind="application/json", pause=0.0):
+    """Serve one answer for every request, and yield the address. With a ``pause`` it has no end."""
+
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
+            self.send_header("Content-Type", kind)
             self.end_headers()
-            self.wfile.write(b"<html>hello</html>")
+            self.wfile.write(body)
+            with contextlib.suppress(OSError):
+                while pause:
+                    self.wfile.write(b" ")
+                    time.sleep(pause)
 
         do_POST = do_GET  # noqa: N815
 
@@ -214,14 +224,66 @@ def test_what_is_no_server_of_ours_gets_one_line(command):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as other:
+        other.daemon_threads = True
         thread = threading.Thread(target=other.serve_forever)
         thread.start()
         try:
-            line = refused(*command, f"127.0.0.1:{other.server_port}")
+            yield f"127.0.0.1:{other.server_port}"
         finally:
             other.shutdown()
             thread.join()
+
+
+FOREIGN = (
+    b"<html>hello</html>", b"[1]", b"null", b"5", b"[" * 100_000,
+    b'{"data": [null], "models": [5]}', b'{"data": {}, "models": {}, "type": 5, "status": []}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", FOREIGN, ids=lambda body: body[:9].decode())
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_what_is_no_server_of_ours_gets_one_line(command, body):
+    with answering(body) as address:
+        line = refused(*command, address)
     assert "no server of 'staticllm serve'" in line or "cannot be read" in line
+
+
+EVENTS = (
+    "[1]", "5", '{"choices": 5}', '{"choices": [5]}', '{"choices": [{"delta": 5}]}',
+    '{"choices": [{"delta": {"content": []}}]}', '{"choices": [], "usage": 5}', "[" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event[:20])
+def test_a_stream_of_something_else_gets_one_line(event):
+    with answering(f"data: {event}\n\n".encode(), "text/event-stream") as address:
+        line = refused("run", PROMPT, "--server", address)
+    assert "no server of 'staticllm serve'" in line or "cannot be read" in line
+
+
+def test_a_list_of_ollama_is_shown_as_far_as_it_goes():
+    models = [
+        {"id": "a", "object": "model", "name": "a:latest", "size": None, "expires_at": "soon"},
+        {"name": "\x1b[2Jb"},
+    ]
+    with answering(json.dumps({"data": models, "models": models}).encode()) as address:
+        assert ok("list", server=address).splitlines()[1].split() == ["a", "-", "-"]
+        listed = ok("ps", server=address)
+    assert listed.splitlines()[1].split() == ["a", "-", "-", "-"]
+    assert "\x1b" not in listed and "[2Jb" in listed
+
+
+def test_an_answer_without_an_end_is_given_up(monkeypatch):
+    monkeypatch.setattr("staticllm.cli.client.server_client.GET_SECONDS", 0.5)
+    with answering(b"[", pause=0.05) as address:
+        assert "does not end" in refused("list", server=address)
+    monkeypatch.setattr("staticllm.cli.client.server_client.MAX_ANSWER", 1000)
+    with answering(b"[" + b"1," * 1000, pause=0.05) as address:
+        assert "does not end" in refused("list", server=address)
+
+
+def test_a_terminal_gets_no_escapes_of_an_answer():
+    assert printable("a\x1b[2Jb\x07\n\té\x9b") == "a\ufffd[2Jb\ufffd\n\té\ufffd"
 
 
 def test_wrong_models_and_options_get_one_line(served):

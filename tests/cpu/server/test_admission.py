@@ -199,3 +199,34 @@ def test_further_answers_of_a_request_are_not_refused_and_do_not_fill_the_queue(
         await asyncio.gather(*more, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def test_a_priority_orders_the_requests_of_one_client_and_no_others():
+    async def test():
+        admission, admitted = Admission(AdmissionLimits(1, 1, 10)), []
+
+        async def ask(client, name, priority):
+            await admission.enter(client, priority=priority)
+            admitted.append(name)
+            admission.leave(client)
+
+        await admission.enter("other")
+        asked = [
+            ("a", "a0", 0),
+            ("a", "a5", 5),
+            ("a", "a5 again", 5),
+            ("b", "b-1", -1),
+            ("a", "a1000", 1000),
+            ("b", "b0", 0),
+        ]
+        tasks = []
+        for each in asked:
+            tasks.append(asyncio.ensure_future(ask(*each)))
+            await asyncio.sleep(0)
+        admission.leave("other")
+        await asyncio.gather(*tasks)
+        assert [name for name in admitted if name.startswith("a")] == ["a1000", "a5", "a5 again", "a0"]
+        assert [name for name in admitted if name.startswith("b")] == ["b0", "b-1"]
+        assert admitted.index("b0") == 1, "the client with the fewest answers is next, whatever another says"
+
+    asyncio.run(test())

@@ -47,6 +47,14 @@ def test_an_answer_is_that_of_the_pipeline(client, answer):
     assert found.object == "chat.completion" and found.id.startswith("chatcmpl-") and found.model == "demo"
 
 
+def test_tokens_of_a_stop_string_are_counted(client, answer):
+    """As in OpenAI's API: also where it begins within the first token, so that no token is left of the answer."""
+    stop = answer.texts[0][1:3]
+    found = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=40, stop=[stop])
+    assert found.choices[0].message.content == answer.texts[0][:1] and found.choices[0].finish_reason == "stop"
+    assert 1 <= found.usage.completion_tokens <= 3
+
+
 def test_a_second_turn_is_cached(client):
     conversation = [{"role": "user", "content": "Tell me about a fox. " * 8}]
     first = client.chat.completions.create(model="demo", messages=conversation, max_tokens=8)

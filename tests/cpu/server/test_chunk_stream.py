@@ -2,6 +2,7 @@
 for what comes later, and a client that takes nothing is cut off."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,12 @@ values = st.recursive(
 def test_an_event_is_that_of_the_library(value, name):
     text = to_json(value)
     assert EventFrame.of(name).around(text) == ServerSentEvent(text, event=name, sep="\n").encode()
+
+
+def test_an_answer_is_one_line_also_for_clients_that_split_as_unicode_does():
+    value = {"content": "a\x85b\u2028c\u2029d\x0be\x1cf\né"}
+    text = to_json(value)
+    assert text.splitlines() == [text] and json.loads(text) == value and "é" in text
 
 
 class Client:

@@ -59,6 +59,7 @@ def test_props_are_those_of_the_model_without_its_path(served):
     found = httpx.get(served.url + "/props", timeout=60).json()
     assert found["default_generation_settings"]["n_ctx"] == served.pipeline().config.max_seq_len
     assert found["default_generation_settings"]["params"]["temperature"] == 0
+    assert found["default_generation_settings"]["params"]["top_k"] < 2**31
     assert found["total_slots"] == 16 and "<|assistant|>" in found["chat_template"]
     assert (found["bos_token"], found["eos_token"]) == ("<s>", "</s>")
     assert str(demo_model_path()) not in json.dumps(found)

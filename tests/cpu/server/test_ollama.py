@@ -98,7 +98,14 @@ def test_options_reach_the_engine(post, answer):
     assert drawn(7) == drawn(7)
     assert len({drawn(seed) for seed in range(6)}) > 1
     assert drawn(0) == drawn(0)
-    settings = {"num_ctx": 8192, "num_gpu": -1, "num_thread": 4, "num_batch": 512, "use_mmap": True, "num_predict": 40}
+    settings = {
+        "num_ctx": 8192,
+        "num_gpu": -1,
+        "num_thread": 4,
+        "num_batch": 512.0,
+        "use_mmap": True,
+        "num_predict": 40.0,
+    }
     assert post("generate", prompt=QUESTION, stream=False, options=settings).json()["response"] == answer.texts[0]
 
 

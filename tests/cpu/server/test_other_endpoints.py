@@ -57,7 +57,7 @@ def test_a_text_is_continued(served, client):
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20)
     assert found.choices[0].text == str(direct)
     assert found.usage.completion_tokens == len(direct.tokens[0])
-    ids = httpx.post(served.url + "/tokenize", json={"content": PROMPT}, timeout=60).json()["tokens"]
+    ids = httpx.post(served.url + "/tokenize", json={"prompt": PROMPT}, timeout=60).json()["tokens"]
     assert client.completions.create(model="demo", prompt=ids, max_tokens=20).choices[0].text == str(direct)
     stream = client.completions.create(model="demo", prompt=ids, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == str(direct)
@@ -83,6 +83,22 @@ def test_several_prompts_have_several_answers_each(served, client):
     for chunk in client.completions.create(**options, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [choice.text for choice in found.choices]
+
+
+def test_a_priority_goes_before_no_other_client(served, monkeypatch):
+    """In the engine are all clients: a request may only go behind them."""
+    pipeline, priorities = served.pipeline(), []
+    submit = pipeline.submit
+
+    def noting(*given, **options):
+        priorities.append(options["priority"])
+        return submit(*given, **options)
+
+    monkeypatch.setattr(pipeline, "submit", noting)
+    for priority in (1000, 0, -3):
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 1, "priority": priority}
+        assert httpx.post(served.url + "/v1/completions", json=body, timeout=60).status_code == 200
+    assert priorities == [0, 0, -3]
 
 
 def test_a_prompt_is_echoed(client):
@@ -163,22 +179,6 @@ def test_documents_are_ranked(served, path):
     assert [entry["document"]["text"] for entry in found["results"]] == [TEXTS[index] for index in order]
     metrics = httpx.get(served.url + "/metrics", timeout=60).text
     assert value_of(metrics, f'staticllm_http_requests_total{{path="{path}",status="200"}}') >= 1
-
-
-def test_texts_become_tokens_and_texts_again(served):
-    tokenizer = served.pipeline().get_tokenizer()
-    found = httpx.post(served.url + "/tokenize", json={"content": PROMPT}, timeout=60).json()
-    assert found["tokens"] == tokenizer.encode(PROMPT).input_ids.data[0].tolist() and found["count"] == len(
-        found["tokens"]
-    )
-    back = httpx.post(served.url + "/detokenize", json={"tokens": found["tokens"]}, timeout=60).json()["content"]
-    assert back == tokenizer.decode(found["tokens"])
-    pieces = httpx.post(served.url + "/tokenize", json={"content": PROMPT, "with_pieces": True}, timeout=60).json()[
-        "tokens"
-    ]
-    assert [piece["id"] for piece in pieces] == found["tokens"]
-    assert httpx.post(served.url + "/detokenize", json={"tokens": [10**9]}, timeout=60).status_code == 400
-    assert httpx.post(served.url + "/tokenize", json={"content": "a", "prompt": "b"}, timeout=60).status_code == 400
 
 
 def value_of(text, name):

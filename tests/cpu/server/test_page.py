@@ -328,3 +328,12 @@ def test_the_number_and_size_of_conversations_is_bounded(tab):
     kept = tab.page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('staticllm.conversation.x'))")
     assert len(kept) == 59 and "staticllm.conversation.x0" not in kept and "staticllm.conversation.x74" in kept
     assert tab.text() == "You said hello."
+    tab.page.evaluate(
+        """async () => { const { Conversations } = await import("/page/conversations.js");
+        const all = new Conversations({ onChange() {}, isBusy: () => false });
+        all.save({ id: "huge", updated: 1, messages: [{ id: "m", role: "user", content: "y".repeat(4100000) }] }); }"""
+    )
+    left = tab.page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('staticllm.conversation.'))")
+    assert len(left) >= 59 and "staticllm.conversation.huge" not in left, (
+        "one that cannot be kept takes no place of others"
+    )

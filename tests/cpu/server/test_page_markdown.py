@@ -171,3 +171,14 @@ SHOW = """async (text) => {
 def test_no_text_keeps_the_browser_busy(tab, part):
     """100 000 characters take a fraction of a second; with work that grows with their square they would take minutes."""
     assert tab.page.evaluate(SHOW, part * (100_000 // len(part))) < 20_000
+
+
+def test_a_heading_of_spaces_takes_no_time_and_loses_its_marks(tab):
+    assert tab.page.evaluate(SHOW, "# a" + " " * 300_000 + "b") < 5_000
+    assert tab.page.evaluate(SHOW, "a | b\n" + "-" + " " * 300_000 + "b") < 5_000
+    shown = """async () => {
+      const { showMarkdown } = await import("/page/markdown.js"), box = document.createElement("div");
+      showMarkdown(box, "# a #  \\n\\n## b#\\n\\n### c ### d");
+      return [...box.children].map((each) => each.textContent);
+    }"""
+    assert tab.page.evaluate(shown) == ["a", "b#", "c ### d"]

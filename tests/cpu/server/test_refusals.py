@@ -40,6 +40,26 @@ def error_of(response, status):
 CHAT = "/v1/chat/completions"
 
 
+def test_too_many_texts_are_refused_as_such(client):
+    error = error_of(client.post("/v1/embeddings", json={"model": "demo", "input": ["a"] * 2049}), 400)
+    assert error["param"] == "input" and "at most 2048" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stream": True, "stream_options": {"include_usage": None}},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": None, "name": None}]},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"temperature": None},
+        {"top_p": 0},
+        {"min_p": 1},
+    ],
+)
+def test_null_counts_as_absent_and_ends_of_ranges_are_taken(client, change):
+    assert client.post(CHAT, json={**HELLO, **change}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "change, param, words",
     [
@@ -52,12 +72,14 @@ CHAT = "/v1/chat/completions"
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"stop": [""]}, "stop.0", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only the chosen tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
         ({"tool_choice": "required"}, "tool_choice", "without tools"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"99999999": 1}}, None, "99999999"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}}, None, ""),
@@ -105,6 +127,33 @@ def test_a_long_prompt_is_refused_with_both_numbers(client, served):
         assert f"maximum context length for prompts is {limit} tokens" in error["message"]
         found = client.post("/tokenize", json={"messages": long["messages"]}).json()
         assert f"have {found['count']} tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path, field",
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/api/chat", ""),
+    ],
+)
+def test_a_prompt_of_any_length_is_too_long_in_the_same_way(path, field):
+    """Also one with more characters than a chat template may make."""
+    with serving(max_body=16 << 20) as served:
+        for size in (3000, 3 << 20):
+            text = "a " * size
+            given = {"messages": [{"role": "user", "content": text}], "prompt": text, "input": text}
+            body = {"model": "demo", "truncate": False} if not field else {"model": "demo"}
+            response = httpx.post(
+                served.url + path, json={**body, field or "messages": given[field or "messages"]}, timeout=60
+            )
+            assert response.status_code == 400 and "context length for prompts" in response.text
+            if field:
+                error = error_of(response, 400)
+                assert (
+                    error["code"] == "context_length_exceeded" and error["param"] == field and field in error["message"]
+                )
 
 
 def test_an_unknown_model_is_not_found(client):
@@ -230,7 +279,7 @@ def test_endless_headers_close_the_connection(served):
     assert b" 400 " in answer.split(b"\r\n")[0]
 
 
-LOCAL = ["app://obsidian.md", "tauri://localhost", "null", "file://", "vscode-webview://abc", "http://localhost:3000",
+LOCAL = ["app://obsidian.md", "tauri://localhost", "null", "file://", "vscode-webview://abc", "vscode-file://vscode-app", "http://localhost:3000",
          "http://127.0.0.1:5173", "http://tauri.localhost", "http://[::1]:80"]  # fmt: skip
 FOREIGN = [
     "https://evil.example",

@@ -122,6 +122,22 @@ def test_answers_are_retrieved_and_deleted(client):
         client.responses.retrieve(unstored.id)
 
 
+def test_input_items_are_listed_in_pages(served, client):
+    asked = [{"role": "user", "content": name} for name in "abc"]
+    made = client.responses.create(model="demo", input=asked, max_output_tokens=1)
+
+    def texts(**query):
+        return [item.content for item in client.responses.input_items.list(made.id, **query)]
+
+    assert texts() == ["c", "b", "a"] and texts(order="asc") == ["a", "b", "c"]
+    first = client.responses.input_items.list(made.id, limit=2)
+    assert [item.content for item in first.data] == ["c", "b"] and first.has_more
+    assert texts(after=first.last_id) == ["a"] and texts(limit=1) == ["c", "b", "a"], "the client reads on"
+    for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
+        found = httpx.get(f"{served.url}/v1/responses/{made.id}/input_items?{query}", timeout=60)
+        assert found.status_code == 400 and found.json()["error"]["param"] == query.partition("=")[0]
+
+
 def test_a_schema_is_kept(client):
     schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
@@ -243,6 +259,20 @@ def test_one_client_cannot_continue_the_conversation_of_another():
             clients[1].responses.create(model="demo", input="x", previous_response_id=made.id)
         for client in clients:
             client.close()
+
+
+def test_the_store_counts_everything_that_it_keeps():
+    store = ResponseStore(max_chars=1000)
+    for name in "abcde":
+        store.put(StoredResponse({"id": name}, (), ({"id": "rs", "encrypted_content": "x" * 300},), "me"))
+    assert len(store) == 2 and store.find("e", "me") is not None
+
+
+def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeats_it(served):
+    item = {"type": "reasoning", "id": "rs", "summary": ["number"]}
+    text = json.dumps({"model": "demo", "input": [item, {"role": "user", "content": "a"}], "max_output_tokens": 1})
+    found = httpx.post(served.url + "/v1/responses", content=text.replace('"number"', "1e999"), timeout=60)
+    assert found.status_code == 400 and "not finite" in found.json()["error"]["message"]
 
 
 def test_the_store_forgets_the_oldest():

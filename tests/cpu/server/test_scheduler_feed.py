@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -172,3 +174,42 @@ def test_many_readers_get_the_same(served):
     for thread in threads:
         thread.join()
     assert len(found) == 8 and all(calls == found[0] for calls in found) and len(found[0]) >= 30
+
+
+def test_a_model_that_does_not_answer_holds_no_thread_of_the_others(monkeypatch):
+    """As one whose process hangs: metrics and the feed are an error after a time, and answers go on."""
+    monkeypatch.setattr("staticllm.server.app.LOOK_SECONDS", 0.3)
+    gate = threading.Event()
+    with serving(num_threads=1) as served:
+        stats = served.pipeline().stats
+        monkeypatch.setattr(served.pipeline(), "stats", lambda: (gate.wait(60), stats())[1])
+        try:
+            for _ in range(4):
+                found = httpx.get(served.url + "/metrics", timeout=60)
+                assert found.status_code == 503 and found.json()["error"]["code"] == "process_silent"
+            asked = httpx.post(served.url + "/v1/chat/completions", json={**body(count=2), "stream": False}, timeout=60)
+            assert asked.status_code == 200
+        finally:
+            gate.set()
+
+
+def test_submitting_to_a_model_that_does_not_answer_leaves_threads_to_others(monkeypatch):
+    gate, begun = threading.Event(), []
+    with serving(num_threads=2) as served, ThreadPoolExecutor(3) as pool:
+        submit = served.pipeline().submit
+        monkeypatch.setattr(
+            served.pipeline(),
+            "submit",
+            lambda *given, **more: (begun.append(1), gate.wait(60), submit(*given, **more))[2],
+        )
+        whole = {**body(count=2), "stream": False}
+        try:
+            with contextlib.suppress(httpx.ReadTimeout):  # it keeps its thread, also after its client has gone
+                httpx.post(served.url + CHAT, json=whole, timeout=0.3)
+            asked = [pool.submit(httpx.post, served.url + CHAT, json=whole, timeout=60) for _ in range(3)]
+            assert httpx.post(served.url + "/tokenize", json={"content": "a"}, timeout=10).status_code == 200
+            assert len(begun) == 1
+        finally:
+            gate.set()
+        assert [each.result().status_code for each in asked] == [200] * 3
+        served.wait_until_idle()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +17,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
+
+from staticllm.server.lifecycle import Lifecycle, LifecycleMiddleware  # noqa: E402
 
 
 def start(*arguments, **environment):
@@ -44,6 +50,53 @@ def test_it_serves_until_a_signal(tmp_path, stop):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
+def test_a_second_signal_cuts_answers_off(tmp_path):
+    process = start("--port", "0", "--grace", "60", "-p", "MIN_RESPONSE_LEN=30000")
+    try:
+        url = process.stdout.readline().split()[0]
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 30000, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=60) as client:
+            whole = pool.submit(client.post, url + "/chat/completions", json=body)
+            with client.stream("POST", url + "/chat/completions", json={**body, "stream": True}) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+                process.send_signal(signal.SIGINT)
+                *_, last = (line for line in lines if line)
+            assert last == "data: [DONE]"
+            assert whole.result(60).json()["choices"][0]["finish_reason"] == "length"
+        assert process.wait(30) == 130
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_request_that_does_not_end_in_time_gets_an_error_of_the_api():
+    async def test():
+        lifecycle, sent, refused = Lifecycle(), [], []
+
+        async def send(message):
+            sent.append(message)
+
+        async def app(scope, receive, send):
+            await asyncio.Event().wait()
+
+        scope = {"type": "http", "path": "/v1/models", "headers": []}
+        layer = LifecycleMiddleware(app, lifecycle, refused.append)
+        task = asyncio.ensure_future(layer(scope, None, send))
+        await asyncio.sleep(0)
+        lifecycle.is_stopping = True
+        task.cancel()
+        await task
+        assert [error.code for error in refused] == ["stopping"] and lifecycle.num_requests == 0
+        assert sent[0]["status"] == 503 and json.loads(sent[1]["body"])["error"]["code"] == "stopping"
+
+    asyncio.run(test())
 
 
 def test_the_key_can_be_in_the_environment():
@@ -83,6 +136,14 @@ def test_it_ends_if_its_first_model_cannot_be_loaded():
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "demo" in out
     assert err.splitlines()[-1].startswith("Error: ") and "NO_SUCH" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_it_ends_if_its_first_model_is_larger_than_the_limit():
+    process = start("--port", "0", "--memory-limit-mb", "1")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1].startswith("Error: ") and "--memory-limit-mb" in err.splitlines()[-1]
     assert "Traceback" not in err
 
 

@@ -33,6 +33,23 @@ def references(one_more):
     return {"$defs": {**names, "d30": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
+def chained(count, one_more):
+    """Return a schema with a chain of definitions, each of which has the next one."""
+    names = {f"d{i}": one_more({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
+    return {"$defs": {**names, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def circle(count):
+    """Return a schema whose definitions refer to each other, from the last one to the first."""
+    schema = chained(count, lambda ref: {"type": "array", "items": ref})
+    return {**schema, "$defs": {**schema["$defs"], f"d{count}": {"$ref": "#/$defs/d0"}}}
+
+
+def overlapping(count, values):
+    """Return a schema with options that are compared in pairs, as they may hold together."""
+    return {"oneOf": [{"enum": [*(f"{i} {j}" for j in range(values)), "x"]} for i in range(count)]}
+
+
 def concatenated(levels):
     tag = Config.ConstString("a")
     for _ in range(levels):
@@ -50,6 +67,32 @@ GRAMMARS = {
         )
     },
     "two options": {"json_schema": references(lambda ref: {"anyOf": [ref, ref]})},
+    "a chain of options": {"json_schema": chained(3000, lambda ref: {"anyOf": [ref, {"type": "integer"}]})},
+    "a chain of properties": {
+        "json_schema": chained(3000, lambda ref: {"type": "object", "properties": {"a": ref}, "required": ["a"]})
+    },
+    "a chain of references": {"json_schema": chained(20_000, lambda ref: ref)},
+    "a chain of anchors": {
+        "json_schema": {
+            "$defs": {str(i): {"$anchor": f"x{i}", "anyOf": [{"$ref": f"#x{i + 1}"}]} for i in range(3000)},
+            "$ref": "#x0",
+        }
+    },
+    "a circle": {"json_schema": circle(3000)},
+    "as many levels as are followed": {"json_schema": chained(140, lambda ref: {"anyOf": [ref, {"type": "integer"}]})},
+    "options of objects": {
+        "json_schema": {
+            "oneOf": [
+                {"type": "object", "properties": {f"a{i}": {"type": "integer"}}, "required": [f"a{i}"]}
+                for i in range(6000)
+            ]
+        }
+    },
+    "options of many values": {"json_schema": overlapping(100, 500)},
+    "options with many properties": {
+        "json_schema": {"oneOf": [{"type": "object", "required": [f"{i:x}" for i in range(20_000)]}] * 2}
+    },
+    "not oneOf": {"json_schema": {"not": {"oneOf": [{"const": i} for i in range(6000)]}}},
     "long constant": {"json_schema": {"const": "ab" * 200_000}},
     "many rules": {
         "grammar": "root ::= r0\n" + "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(9000)) + 'r9000 ::= "b"'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -12,11 +12,11 @@ from staticllm.pipelines.generation.structured.schemas.facts import (
     NUMBERS,
     AnySchema,
     Atoms,
+    ExhaustedError,
     InexpressibleError,
     SchemaFacts,
     atom_of,
     canonical,
-    listed_values,
 )
 
 MAX_NESTED = 6
@@ -30,9 +30,15 @@ _LENGTHS = {
 
 
 def are_disjoint(facts: SchemaFacts, one: AnySchema, other: AnySchema, within: Atoms = ANY, depth: int = 0) -> bool:
-    """Return whether it is certain that no value of the types ``within`` satisfies both schemas."""
+    """Return whether it is certain that no value of the types ``within`` satisfies both schemas.
+
+    Raises:
+        ExhaustedError: too many parts were looked at.
+    """
     try:
         return _Pair(facts, one, other, depth).is_disjoint(within)
+    except ExhaustedError:
+        raise
     except InexpressibleError:
         return False
 
@@ -48,13 +54,13 @@ def are_told_apart(facts: SchemaFacts, options: Sequence[AnySchema], within: Ato
         sides = [list(facts.conjuncts(option)) for option in options]
         if not all(within & facts.atoms(option) <= {"object"} for option in options):
             return False
-        names = [name for part in sides[0] for name in _list(part, "required") if isinstance(name, str)]
-        return any(_have_other_values(facts, [_required(parts, name) for parts in sides]) for name in names)
+        names = frozenset.intersection(*map(_required, sides))
+        return any(_have_other_values(facts, (_said_of(parts, name) for parts in sides)) for name in sorted(names))
     except InexpressibleError:
         return False
 
 
-def _have_other_values(facts: SchemaFacts, options: Sequence[AnySchema]) -> bool:
+def _have_other_values(facts: SchemaFacts, options: Iterable[AnySchema]) -> bool:
     seen = set[str]()
     for option in options:
         values = facts.values(option)
@@ -64,10 +70,13 @@ def _have_other_values(facts: SchemaFacts, options: Sequence[AnySchema]) -> bool
     return True
 
 
-def _required(parts: Parts, name: str) -> AnySchema:
-    """Return the schema of a property that must be there; one of anything if it may be missing."""
-    if not any(name in _list(part, "required") for part in parts):
-        return True
+def _required(parts: Parts) -> frozenset[str]:
+    """Return the names of the properties that must be there."""
+    return frozenset(name for part in parts for name in _list(part, "required") if isinstance(name, str))
+
+
+def _said_of(parts: Parts, name: str) -> AnySchema:
+    """Return the schema of a property that must be there."""
     return {"allOf": [part["properties"][name] for part in parts if name in part.get("properties", {})]}
 
 
@@ -116,7 +125,7 @@ class _Pair:
         else:
             found = None
         for part in self._all:
-            listed = listed_values(part)
+            listed = self._facts.listed(part)
             if listed is not None:
                 values = {canonical(value): value for value in listed if atom_of(value) == atom}
                 found = values if found is None else {key: found[key] for key in found.keys() & values.keys()}
@@ -138,8 +147,7 @@ class _Pair:
 
     def _has_other_property(self) -> bool:
         """Return whether both say different things of a property that must be there."""
-        required = {name for part in self._all for name in _list(part, "required") if isinstance(name, str)}
-        for name in required:
+        for name in _required(self._all):
             for one, other in product(*(list(_of_property(parts, name)) for parts in self._sides)):
                 if are_disjoint(self._facts, one, other, ANY, self._depth + 1):
                     return True

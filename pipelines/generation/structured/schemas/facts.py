@@ -21,10 +21,16 @@ MAX_CHARS = 60
 """The longest text that a regular expression excludes: each character is a group within the one before it."""
 MAX_VISITS = 60_000
 """The most parts of schemas that are looked at, over all; two options are compared in pairs."""
+VALUES_PER_PART = 16
+"""Listed values that take as long as one part."""
 
 
 class InexpressibleError(Exception):
     """What a schema says cannot be said with the keywords that llguidance knows, or not in bounded time."""
+
+
+class ExhaustedError(InexpressibleError):
+    """More parts were looked at than is allowed: no further question about this schema will be answered."""
 
 
 class SchemaFacts:
@@ -34,15 +40,25 @@ class SchemaFacts:
         self._root = root
         self._num_left = MAX_VISITS
 
-    def visit(self) -> None:
-        """Count one part that is looked at.
+    def visit(self, num_parts: int = 1) -> None:
+        """Count parts that are looked at.
 
         Raises:
-            InexpressibleError: there were too many.
+            ExhaustedError: there were too many.
         """
-        self._num_left -= 1
+        self._num_left -= num_parts
         if self._num_left < 0:
-            raise InexpressibleError
+            raise ExhaustedError
+
+    def listed(self, part: Mapping[str, Any]) -> list[Any] | None:
+        """Return the values of ``const`` or ``enum``, and count them; None without them.
+
+        Raises:
+            ExhaustedError: there were too many.
+        """
+        values = listed_values(part)
+        self.visit(len(values or ()) // VALUES_PER_PART)
+        return values
 
     def target(self, name: object) -> AnySchema:
         """Return the part that a reference within the document leads to.
@@ -86,7 +102,7 @@ class SchemaFacts:
         for part in self.conjuncts(schema, depth):
             if "type" in part:
                 found &= atoms_of_type(part["type"])
-            if (values := listed_values(part)) is not None:
+            if (values := self.listed(part)) is not None:
                 found &= frozenset(map(atom_of, values))
             for name in ("anyOf", "oneOf"):
                 if isinstance(part.get(name), list):
@@ -97,7 +113,7 @@ class SchemaFacts:
     def values(self, schema: AnySchema) -> list[Any] | None:
         """Return values that include all of a schema, each once, if there are few; else None."""
         for part in self.conjuncts(schema):
-            if (values := listed_values(part)) is not None:
+            if (values := self.listed(part)) is not None:
                 return list({canonical(value): value for value in values}.values())
         atoms = self.atoms(schema)
         if atoms <= {"null", "boolean"}:
@@ -116,7 +132,9 @@ def listed_values(part: Mapping[str, Any]) -> list[Any] | None:
 def atoms_of_type(value: object) -> Atoms:
     """Return the types that the value of the keyword ``type`` names."""
     names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    if not all(isinstance(name, str) and (name in ANY or name == "number") for name in names):
+    if len(names) > len(ANY) + 1 or not all(
+        isinstance(name, str) and (name in ANY or name == "number") for name in names
+    ):
         raise InexpressibleError
     return frozenset(atom for name in names for atom in (NUMBERS if name == "number" else {name}))
 

@@ -16,7 +16,6 @@ from staticllm.pipelines.generation.structured.schemas.facts import (
     atom_of,
     atoms_of_type,
     canonical,
-    listed_values,
     pattern_of_others,
     type_of,
 )
@@ -99,7 +98,7 @@ class _Complement:
             return not schema
         if not isinstance(schema, Mapping):
             raise InexpressibleError
-        if (values := listed_values(schema)) is not None:
+        if (values := self._facts.listed(schema)) is not None:
             self._other_values(values)
         for name, value in schema.items():
             if name in _SILENT or name == "const" or (name == "enum" and isinstance(value, list)):
@@ -195,6 +194,7 @@ class _Complement:
 
     def _one_of(self, parts: Any) -> None:
         self._any_of(parts)
+        self._facts.visit(len(parts) ** 2 // 2)
         self._ways += [Exact(allOf=[one, other]) for index, one in enumerate(parts) for other in parts[:index]]
 
     def _properties(self, properties: Any) -> None:
@@ -211,6 +211,7 @@ class _Complement:
         if "array" not in self._within:
             return
         for index, schema in enumerate(items):
+            self._facts.visit(index)
             first = [*[True] * index, self._of_any(schema)]
             self._ways.append(Exact(type="array", prefixItems=first, minItems=index + 1))
 

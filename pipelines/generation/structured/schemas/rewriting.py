@@ -127,14 +127,14 @@ class _Rewriter:
 
     def _told_apart(self, options: list[AnySchema]) -> list[AnySchema]:
         """Return options that must have the first property that all of them have, which is narrower."""
-        names: list[str] = []
-        for option in options:
-            parts = [part.get("properties", {}) for part in self._facts.conjuncts(option)]
-            known = [name for part in parts for name in part]
-            names = [name for name in names if name in known] if option is not options[0] else known
-        if not names:
+        known = [
+            dict.fromkeys(name for part in self._facts.conjuncts(option) for name in part.get("properties", {}))
+            for option in options
+        ]
+        name = next((name for name in known[0] if all(name in each for each in known)), None)
+        if name is None:
             raise InexpressibleError
-        return [both(option, {"required": names[:1]}) for option in options]
+        return [both(option, {"required": [name]}) for option in options]
 
     def _alone(self, option: AnySchema, others: list[AnySchema], rest: Schema) -> AnySchema:
         """Return a schema of the values that satisfy an option and none of the others."""
@@ -150,8 +150,8 @@ class _Rewriter:
             return rest
         if least == 0 and most == 0:
             return both(rest, Exact(items=self.of(Not(schema))), is_kept=True)
-        items = [*rest.get("prefixItems", []), rest.get("items", True)]
-        if all(self._implies(item, schema) for item in items):
+        items, text = [*rest.get("prefixItems", []), rest.get("items", True)], canonical(schema)
+        if all(self._implies(item, schema, text) for item in items):
             bounds = {"minItems": least} if most is None else {"minItems": least, "maxItems": most}
             return both(rest, Exact(bounds), is_kept=True)
         no_array = self._other_types(rest)
@@ -167,12 +167,10 @@ class _Rewriter:
         ]
         return both(rest, one_of([*ways, no_array]), is_kept=True)
 
-    def _implies(self, schema: AnySchema, other: AnySchema) -> bool:
-        """Return whether it is certain that what satisfies one schema satisfies the other."""
+    def _implies(self, schema: AnySchema, other: AnySchema, text: str) -> bool:
+        """Return whether it is certain that what satisfies one schema satisfies the other, whose canonical form is ``text``."""
         try:
-            return canonical(schema) == canonical(other) or are_disjoint(
-                self._facts, schema, self.of(Not(other, (schema,)))
-            )
+            return canonical(schema) == text or are_disjoint(self._facts, schema, self.of(Not(other, (schema,))))
         except InexpressibleError:
             return False
 
@@ -238,7 +236,7 @@ def _merged(one: Schema, other: Schema, is_kept: bool) -> Schema | None:
         if name not in one or canonical(one[name]) == canonical(value):
             found[name] = value
         elif name == "required":
-            found[name] = [*one[name], *(each for each in value if each not in one[name])]
+            found[name] = list(dict.fromkeys([*one[name], *value]))
         elif name == "properties":
             parts = {**one[name], **value}
             found[name] = {
