@@ -126,7 +126,8 @@ def test_thousands_of_generated_requests_leave_nothing_over(served):
         served.settings.num_threads + 2
     )  # its threads, the stop checker's and the loader's start when they are needed
     assert threading.active_count() <= threads + pool
-    assert psutil.Process().memory_info().rss - memory < 256 << 20
+    # first calls of many sizes, kept answers and grammars: 100 to 280 MB, and 284 after three times as many requests
+    assert psutil.Process().memory_info().rss - memory < 400 << 20
 
 
 def test_each_operation_takes_a_few_generated_requests(served):
