@@ -144,13 +144,10 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
 
 def _tokenizer_length(directory: Path) -> int | None:
     """Return the longest text in tokens as sentence-transformers takes it from the tokenizer; None if it has no limit."""
-    length, limit = (
-        _read_json(directory / "tokenizer_config.json", dict).get("model_max_length"),
-        max_positions(directory),
-    )
+    length = _read_json(directory / "tokenizer_config.json", dict).get("model_max_length")
     if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < NO_LIMIT:
         return None
-    return min(length, limit or length)
+    return min(length, max_positions(directory) or length)
 
 
 def _score_tokens(path: Path) -> tuple[int, int]:

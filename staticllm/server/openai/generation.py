@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from staticllm.errors import PromptTooLongError
-from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.templates.bounds import MAX_CHARS
 from staticllm.server.answers import Answers
@@ -68,12 +67,8 @@ async def respond(
         _check_chars([prompt for prompt, _ in inputs], pipeline.config.max_prompt_len, body.prompt_field)
 
         priority = inputs[0][1].get("priority", 0)
-
-        def submit(number: int) -> GenerationHandle:
-            prompt, options = inputs[number]
-            return pipeline.submit(prompt, **{**options, "priority": min(0, priority)})  # in the engine are all clients
-
-        submits = [partial(submit, number) for number in range(len(inputs))]
+        in_engine = min(0, priority)  # all clients are there: a request may only go behind others
+        submits = [partial(pipeline.submit, prompt, **{**options, "priority": in_engine}) for prompt, options in inputs]
         answers = Answers(call.state, model, call.client, submits, body.is_search, priority)
         await call.connected(answers.begin())
         if body.stream:
