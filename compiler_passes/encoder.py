@@ -14,6 +14,7 @@ from staticllm.compiler_passes.shapes.add_pooling import add_pooling
 from staticllm.compiler_passes.shapes.pool_scores import pool_scores
 from staticllm.compiler_passes.shapes.select_output import select_output
 from staticllm.compiler_passes.states.drop_past import drop_past
+from staticllm.compiler_passes.states.expose_past import expose_past, prove_past
 
 ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     (
@@ -26,7 +27,9 @@ ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
         Pass("check_places", lambda graph, options: check_places(graph)),
         Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
         Pass("prove_packing", lambda graph, options: prove_packing(graph)),
+        Pass("prove_past", lambda graph, options: prove_past(graph)),
         Pass("add_pooling", lambda graph, options: add_pooling(graph, options.dense, options.is_normalised)),
+        Pass("expose_past", lambda graph, options: expose_past(graph)),
     )
 )
 """Lowers an encoder to a pure function of packed texts. ``LoweredEncoder`` sets the sizes of a variant afterwards."""

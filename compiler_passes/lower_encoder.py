@@ -14,6 +14,7 @@ from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import (
     EMBEDDINGS,
+    PAST,
     POSITION_IDS,
     SCORES,
     TOKEN_TYPE_IDS,
@@ -27,13 +28,15 @@ from staticllm.ports import (
 class LoweredEncoder:
     """An encoder after its passes, with any batch, rows and texts. ``specialise`` and ``share`` set its sizes.
 
-    ``reasons``: why texts cannot share a sequence; empty if they can.
+    ``reasons``: why texts cannot share a sequence; empty if they can. ``continued``: its form with ports for earlier rows, if it
+    has one, for the variants that continue a text.
     """
 
     model: ov.Model
     shape: EncoderShape
     reports: tuple[PassReport, ...]
     reasons: tuple[str, ...] = ()
+    continued: ov.Model | None = None
 
     def specialise(self, variant: EncoderVariant) -> ov.Model:
         """Return the model of one variant's program, with static shapes only.
@@ -70,7 +73,10 @@ class LoweredEncoder:
         longest = max(variants, key=lambda variant: variant.rows)
         if longest.rows > self.shape.max_rows:
             raise ValueError(f"{longest} has more rows than the {self.shape.max_rows} that the model was lowered for")
-        model = self.model.clone()
+        is_continued = any(variant.past for variant in variants)
+        if is_continued and self.continued is None:
+            raise ValueError(f"{longest} continues a text, which the model does not allow")
+        model = (self.continued if is_continued and self.continued is not None else self.model).clone()
         shapes = {}
         for port in model.inputs:
             contract = find_encoder_port(port.get_any_name())
@@ -95,7 +101,7 @@ def lower_encoder(
     options = options or EncoderOptions()
     graph = EncoderGraph(model, max_rows=options.max_rows, original=model.clone())
     reports = passes.run(graph, options)
-    return LoweredEncoder(graph.model, _shape_of(graph), reports, tuple(graph.reasons))
+    return LoweredEncoder(graph.model, _shape_of(graph), reports, tuple(graph.reasons), graph.continued)
 
 
 def _shape_of(graph: EncoderGraph) -> EncoderShape:
@@ -117,6 +123,7 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
         head=graph.head,
         shares_prefixes=graph.shares_prefixes,
         skipped_id=graph.skipped_id,
+        past=_past_of(graph.continued),
     )
     known = encoder_input_names(shape)
     for port in graph.model.inputs:
@@ -125,3 +132,12 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
                 "lower_encoder", f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
             )
     return shape
+
+
+def _past_of(continued: ov.Model | None) -> tuple[tuple[int, int], ...]:
+    """Return the heads and head size of each past port, in the order of their numbers; none without such a form."""
+    if continued is None:
+        return ()
+    ports = {port.get_any_name(): port.get_partial_shape() for port in continued.inputs}
+    shapes = [ports[f"{PAST}{index}"] for index in range(sum(name.startswith(PAST) for name in ports))]
+    return tuple((shape[1].get_length(), shape[3].get_length()) for shape in shapes)

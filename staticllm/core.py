@@ -242,15 +242,18 @@ class ModelShape:
 class EncoderVariant:
     """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.
 
-    A sequence holds one text, or several texts after each other if the model is packable.
+    A sequence holds one text, or several texts after each other if the model is packable. With ``past`` (P) above 0, a call
+    continues one text: its rows see the keys and values of up to so many tokens before them.
     """
 
     batch: int
     rows: int
     texts: int
+    past: int = 0
 
     def __str__(self) -> str:
-        return f"encode[{self.batch}x{self.rows},texts={self.texts}]"
+        past = f",past={self.past}" if self.past else ""
+        return f"encode[{self.batch}x{self.rows},texts={self.texts}{past}]"
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,8 @@ class EncoderShape:
     they are also the number of heads. ``head``: what became of the head of a causal language model: it was ``cut``, or it
     computes the logits of a few ``tokens``; ``none`` for models that have no such head. ``shares_prefixes``: whether texts that
     begin alike may share the rows of their beginning. ``skipped_id``: tokens with this id have the position before the first, and
-    those after them are counted without them; None if all tokens are counted.
+    those after them are counted without them; None if all tokens are counted. ``past``: the heads and the head size of the keys
+    or values in each past port, for a model whose calls can continue a text; else it is empty.
     """
 
     output: Literal["embeddings", "scores"]
@@ -309,6 +313,7 @@ class EncoderShape:
     head: Literal["none", "cut", "tokens"] = "none"
     shares_prefixes: bool = False
     skipped_id: int | None = None
+    past: tuple[tuple[int, int], ...] = ()
 
 
 class FinishReason(str, Enum):

@@ -2,7 +2,8 @@
 
 This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
 its rows S, the KV slots that it sees T, and the rows that get logits R. Those of an encoder's call are its batch B, the rows of
-each sequence S, and the texts R. All other sizes are the model's own.
+each sequence S, the texts R, and, where a text is continued, the earlier rows P that it sees and the rows K that are kept. All
+other sizes are the model's own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, EncoderShape, Encoder
 
 INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
 TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings", "scores"
+KEPT_ROWS, PAST, PRESENT = "kept_rows", "past.", "present."
 ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
 """The smallest and the largest size of an axis; both are equal if the size is fixed."""
@@ -60,6 +62,8 @@ class EncoderSizes:
     rows: Range
     texts: Range
     tokens: Range
+    past: Range = (0, 0)
+    kept: Range = (0, 0)
 
     @classmethod
     def of(cls, *variants: EncoderVariant) -> EncoderSizes:
@@ -69,11 +73,15 @@ class EncoderSizes:
             _range(variant.rows for variant in variants),
             _range(variant.texts for variant in variants),
             _range(variant.batch * variant.rows for variant in variants),
+            _range(variant.past for variant in variants),
+            _range(variant.rows if variant.past else 0 for variant in variants),
         )
 
     def along(self, axis: str) -> Range | None:
         """Return the range of an axis by its meaning; None if it has the model's own size."""
-        return {"B": self.batch, "S": self.rows, "R": self.texts, "B*S": self.tokens}.get(axis)
+        seen = self.past[0] + self.rows[0], self.past[1] + self.rows[1]
+        own = {"B": self.batch, "S": self.rows, "R": self.texts, "B*S": self.tokens}
+        return {**own, "P": self.past, "P+S": seen, "K": self.kept}.get(axis)
 
 
 def _range(values: Iterable[int]) -> Range:
@@ -131,10 +139,13 @@ ENCODER_PORTS = (
     Port(INPUT_IDS, ("B", "S"), "int64"),
     Port(POSITION_IDS, ("B", "S"), "int64"),
     Port(TOKEN_TYPE_IDS, ("B", "S"), "int64"),
-    Port(r"mask\..+", ("B", "1", "S", "S"), "float32"),
+    Port(r"mask\..+", ("B", "1", "S", "P+S"), "float32"),
     Port(POOL, ("R", "B*S"), "float32"),
     Port(EMBEDDINGS, ("R", "width"), "float32"),
     Port(SCORES, ("R", "width"), "float32"),
+    Port(KEPT_ROWS, ("K",), "int64"),
+    Port(r"past\.\d+", ("B", "heads", "P", "head_dim"), "float32"),
+    Port(r"present\.\d+", ("B", "heads", "K", "head_dim"), "float32"),
 )
 """The ports of encoder programs."""
 
@@ -188,6 +199,8 @@ def encoder_shape_of(name: str, shape: EncoderShape, variant: EncoderVariant) ->
         raise KeyError(f"no port of an encoder program has the name {name}")
     ranges = port.ranges(len(port.axes), EncoderSizes.of(variant))
     own = {"1": 1, "width": shape.width}
+    if name.startswith((PAST, PRESENT)):
+        own["heads"], own["head_dim"] = shape.past[int(name.rpartition(".")[2])]
     return tuple(ranges[index][0] if index in ranges else own[axis] for index, axis in enumerate(port.axes))
 
 
@@ -198,4 +211,16 @@ def encoder_input_names(shape: EncoderShape) -> frozenset[str]:
         names.add(POSITION_IDS)
     if shape.has_token_types:
         names.add(TOKEN_TYPE_IDS)
+    if shape.past:
+        names |= {KEPT_ROWS, *past_names(shape)}
     return frozenset(names)
+
+
+def past_names(shape: EncoderShape) -> tuple[str, ...]:
+    """Return the names of the inputs that hold the keys and values of earlier tokens of a text."""
+    return tuple(f"{PAST}{index}" for index in range(len(shape.past)))
+
+
+def present_names(shape: EncoderShape) -> tuple[str, ...]:
+    """Return the names of the outputs with the keys and values of the rows that a call keeps."""
+    return tuple(f"{PRESENT}{index}" for index in range(len(shape.past)))

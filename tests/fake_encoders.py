@@ -15,6 +15,7 @@ class Adder:
 
     shape = EncoderShape("embeddings", 2, (), 64)
     variants = (EncoderVariant(1, 16, 2), EncoderVariant(2, 64, 16))
+    continuing = ()
 
     def __init__(self):
         self.calls = []

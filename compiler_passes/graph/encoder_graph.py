@@ -30,6 +30,8 @@ class EncoderGraph(StepGraph):
     head: Literal["none", "cut", "tokens"] = "none"  # what became of the head of a causal language model
     reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
     shares_prefixes: bool = False  # whether texts of a sequence can share the rows of a common beginning
+    joins: list[ov.Node] = field(default_factory=list)  # for each state, what appends new rows to it; empty if unknown
+    continued: ov.Model | None = None  # the graph whose calls continue a text, with ports for its earlier rows
 
     @property
     def is_per_text(self) -> bool:

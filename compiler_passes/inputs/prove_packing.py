@@ -89,7 +89,7 @@ def prove_packing(graph: EncoderGraph) -> None:
     layouts = [known.shared, known.apart] if graph.is_packable else [known.apart]
     texts = [_placed(graph, layout) for layout in layouts]
     original, lowered = _distinct_parts(graph)
-    expected = _alone(graph, original, [text for found in texts for text in found])
+    expected = run_alone(graph, original, [text for found in texts for text in found])
     program = get_core().compile_model(lowered, "CPU", EXACT)
     worst = 0.0
     for layout, found in zip(layouts, texts, strict=True):
@@ -122,7 +122,7 @@ def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.Compile
         ids = np.concatenate((before.ids[:num_shared], random_ids(graph.original, (own,), seed=10 + len(texts))))
         texts.append(Text(0, rows, ids, num_shared))
         start += own
-    worst = _difference(_alone(graph, original, texts), _together(graph, program, texts, layouts.rows))
+    worst = _difference(run_alone(graph, original, texts), _together(graph, program, texts, layouts.rows))
     graph.shares_prefixes = worst <= TOLERANCE
     how = "run once" if graph.shares_prefixes else "not shared"
     graph.note(STAGE, f"common beginnings of texts are {how}: within {worst:.0e} of the original")
@@ -163,7 +163,7 @@ def _until(model: ov.Model, end: ov.Node) -> ov.Model:
     return ov.Model([result], copy.get_parameters())  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
 
 
-def _alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) -> list[Vectors]:
+def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) -> list[Vectors]:
     """Return what the original computes for each text: the hidden states ``[length, width]``, or the scores ``[1, labels]``.
 
     The longest text is the first to run: OpenVINO 2026.4's fused attention without a mask, if it has seen one token before
@@ -182,7 +182,7 @@ def _alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) -> li
 
 
 def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Text], rows: int) -> list[Vectors]:
-    """Return what the lowered graph computes for each text in sequences of ``rows`` rows, as ``_alone`` does."""
+    """Return what the lowered graph computes for each text in sequences of ``rows`` rows, as ``run_alone`` does."""
     batch = 1 + texts[-1].sequence
     feeds = {
         INPUT_IDS: random_ids(graph.original, (batch, rows), seed=99),

@@ -5,12 +5,15 @@ An embedder or a reranker that was exported with past key values then is an enco
 
 from __future__ import annotations
 
+import openvino as ov
+
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.exported_inputs import BEAM_IDX
 from staticllm.compiler_passes.graph.step_graph import consumers, redirect
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "drop_past"
+ROW_AXIS = 2
 
 
 def drop_past(graph: EncoderGraph) -> None:
@@ -23,6 +26,8 @@ def drop_past(graph: EncoderGraph) -> None:
     reads = [node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
     if not reads and not model.get_sinks():
         return
+    joins = [_join_of(read) for read in reads]
+    graph.joins = [join for join in joins if join is not None] if None not in joins else []
     for read in reads:
         if not read.get_input_size():
             name = read.get_attributes()["variable_id"]
@@ -36,6 +41,22 @@ def drop_past(graph: EncoderGraph) -> None:
     model.validate_nodes_and_infer_types()
     graph.original = model.clone()
     graph.note(STAGE, f"{len(reads)} states are empty")
+
+
+def _join_of(read: ov.Node) -> ov.Node | None:
+    """Return the Concat of a state ``[B, heads, past, head_dim]`` with the new rows; None if the state is used otherwise."""
+    found, left = list[ov.Node](), consumers(read.output(0))
+    while left:
+        node = left.pop()
+        if node.get_type_name() == "Concat":
+            found.append(node)
+        elif node.get_type_name() == "Gather" and not node.input_value(1).get_node().get_type_name() == "Constant":
+            left += consumers(node.output(0))  # the order of beams
+    if len(found) != 1 or found[0].get_input_size() != 2:
+        return None
+    shape = found[0].get_output_partial_shape(0)
+    is_by_rows = len(shape) == 4 and found[0].get_attributes()["axis"] % 4 == ROW_AXIS
+    return found[0] if is_by_rows and shape[1].is_static and shape[3].is_static else None
 
 
 def _drop_beams(graph: EncoderGraph) -> None:

@@ -20,6 +20,8 @@ CHOICES = ("max_length", "sizes", "longest", "vocab_size")
 ones), the most tokens of a text that the programs hold, and the number of token ids (None if unknown)."""
 MAX_SIZES = 64
 MAX_MASKS = 64
+MAX_PORTS, MAX_SIZE = 1024, 1 << 16
+"""The most ports of keys and values, and the most heads or values of a head."""
 
 
 def encoder_shape_to_json(shape: EncoderShape) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def encoder_shape_from_json(content: Mapping[str, Any]) -> EncoderShape:
     values = dict(content)
     values["masks"] = tuple(EncoderMask(**mask) for mask in values["masks"])
     values["unsafe_rows"] = tuple(values["unsafe_rows"])
+    values["past"] = tuple((heads, size) for heads, size in values["past"])
     return EncoderShape(**values)
 
 
@@ -78,6 +81,8 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
         check_flag(flag)
     for rows in shape.unsafe_rows:
         whole_of(rows, 1)
+    for size in (size for sizes in list_of(content["past"], MAX_PORTS) for size in list_of(sizes, 2)):
+        whole_of(size, 1, MAX_SIZE)
 
 
 def encoder_variant_from_json(values: Mapping[str, Any]) -> EncoderVariant:
@@ -88,6 +93,6 @@ def encoder_variant_from_json(values: Mapping[str, Any]) -> EncoderVariant:
     """
     if set(values) != {item.name for item in fields(EncoderVariant)}:
         raise ValueError("a variant has unknown sizes, or lacks one")
-    for value in values.values():
-        whole_of(value, 1)
+    for name, value in values.items():
+        whole_of(value, 0 if name == "past" else 1)
     return EncoderVariant(**values)

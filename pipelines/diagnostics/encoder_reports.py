@@ -25,11 +25,14 @@ from staticllm.pipelines.programs.layout import PROGRAM_BYTES
 from staticllm.ports import (
     EMBEDDINGS,
     INPUT_IDS,
+    KEPT_ROWS,
     POSITION_IDS,
     SCORES,
     TOKEN_TYPE_IDS,
     encoder_input_names,
     encoder_shape_of,
+    past_names,
+    present_names,
 )
 
 PoolingSource = Literal["the model's graph", "the user", "the model's files", "the default"]
@@ -38,11 +41,15 @@ SecondsSource = Literal["measured now", "kept in the cache", "unknown"]
 
 @dataclass(frozen=True)
 class EncoderVariantReport:
-    """The size of one encoder program: sequences per call, tokens of each, and the most texts of a call."""
+    """The size of one encoder program: sequences per call, tokens of each, and the most texts of a call.
+
+    ``past``: the earlier tokens that it sees, if it continues a text, else 0.
+    """
 
     batch: int
     rows: int
     texts: int
+    past: int
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ def _report(job: EncoderJob, plan: EncoderPlan) -> EncoderReport:
         num_programs=1 if job.mode == "shared" else len(plan.variants),
         buffers_bytes=encoder_buffer_bytes(shape, plan.variants),
         passes=plan.lowered.reports,
-        variants=tuple(EncoderVariantReport(v.batch, v.rows, v.texts) for v in plan.variants),
+        variants=tuple(EncoderVariantReport(v.batch, v.rows, v.texts, v.past) for v in plan.variants),
     )
 
 
@@ -180,14 +187,19 @@ def _pooling(job: EncoderJob, shape: EncoderShape) -> tuple[Pooling | None, Pool
 
 
 def encoder_buffer_bytes(shape: EncoderShape, variants: Iterable[EncoderVariant]) -> int:
-    """Return the bytes of the host's memory behind the ports of all variants."""
+    """Return the bytes of the host's memory behind the ports of all variants, with keys and values of one long text."""
+    variants = list(variants)
     names = [*encoder_input_names(shape), EMBEDDINGS if shape.output == "embeddings" else SCORES]
-    widths = {INPUT_IDS: 8, POSITION_IDS: 8, TOKEN_TYPE_IDS: 8}
-    return sum(
+    widths = {INPUT_IDS: 8, POSITION_IDS: 8, TOKEN_TYPE_IDS: 8, KEPT_ROWS: 8}
+    own = sum(
         widths.get(name, 4) * math.prod(encoder_shape_of(name, shape, variant))
         for variant in variants
         for name in names
+        if name not in past_names(shape)
     )
+    most = max(variants, key=lambda variant: (variant.past, variant.rows))
+    shared = (*past_names(shape), *present_names(shape))
+    return own + sum(4 * math.prod(encoder_shape_of(name, shape, most)) for name in shared)
 
 
 def estimate_encoder(models_path: str | os.PathLike[str], device: str, choices: EncoderChoices) -> EncoderEstimate:
@@ -247,7 +259,7 @@ def _estimate(
         available=available,
         fits=None if available is None else needed <= available,
         seconds_source=source,
-        variants=tuple(VariantSeconds(v.batch, v.rows, v.texts, seconds.get(v)) for v in variants),
+        variants=tuple(VariantSeconds(v.batch, v.rows, v.texts, v.past, seconds.get(v)) for v in variants),
     )
 
 

@@ -15,6 +15,7 @@ from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMEr
 from staticllm.pipelines.embedding.batching_delay import BatchingDelay
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
 from staticllm.pipelines.embedding.packing.plan_calls import PackedCall, plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.waiting_texts import Backlog, Plan, PlannedCall, WaitingText
@@ -110,11 +111,10 @@ class EmbeddingQueue:
         with self._lock:
             if (priority := self._turn()) is None:
                 return None
-            call, texts = self._plans[priority].head
-            requests = [text.request for text in texts]
+            requests = [text.request for text in self._plans[priority].head.texts]
             arrival = min(request.arrival for request in requests)
             deadline = min((r.deadline for r in requests if r.deadline is not None), default=None)
-            return JobView(self.id, self.runner.cost(call.variant), arrival, max(self._priorities), deadline)
+            return JobView(self.id, self._seconds(priority), arrival, max(self._priorities), deadline)
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
         """Run one call, if texts wait, and hand their vectors out. Return its number of texts."""
@@ -123,13 +123,16 @@ class EmbeddingQueue:
             with self._lock:
                 if (priority := self._turn()) is None:
                     return 0
-                call, texts = self._pop(priority)
+                planned = self._pop(priority)
             try:
-                self._run(call, texts, meanwhile)
+                if planned.chunk is None:
+                    self._run(planned.call, planned.texts, meanwhile)
+                else:
+                    self._run_chunk(planned, planned.chunk, meanwhile)
             except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
-                for text in texts:
+                for text in planned.texts:
                     text.request.fail(as_ours(error))
-            return len(texts)
+            return len(planned.texts)
 
     def close(self) -> None:
         """End all requests, and return after the call that runs now; later requests are refused."""
@@ -195,7 +198,11 @@ class EmbeddingQueue:
         return min(text.request.arrival for text in plan.head.texts) if plan else self._backlogs[priority].arrival
 
     def _seconds(self, priority: int) -> float:
-        return self.runner.cost(self._plans[priority].head.call.variant)
+        head = self._plans[priority].head
+        return self.runner.cost(head.call.variant if head.chunk is None else self._next_chunk(head.chunk))
+
+    def _next_chunk(self, chunk: ContinuedText) -> EncoderVariant:
+        return self.runner.next_chunk(chunk, self._max_seconds)
 
     def _plan(self, priority: int) -> bool:
         """Plan the next texts of a priority, unless its plan is still good. Return False if nobody waits for any of its texts."""
@@ -253,6 +260,10 @@ class EmbeddingQueue:
     def _packed(self, texts: list[WaitingText], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self.runner
+        long = [text for text in texts if runner.continuing and len(text.tokens) > runner.max_rows]
+        if long:
+            texts = [text for text in texts if len(text.tokens) <= runner.max_rows]
+        chunked = [self._begun(text) for text in long]
         lengths = [len(text.tokens) for text in texts]
         most = max((variant.rows for variant in allowed), default=0)
         needed = {self._cheapest(length) for length in set(lengths) if length > most}
@@ -263,7 +274,12 @@ class EmbeddingQueue:
         prefixes = find_groups([text.tokens for text in texts]) if runner.shape.shares_prefixes else None
         calls = plan_calls(lengths, (*allowed, *needed), cost, runner.shape.is_packable, prefixes)
         calls.sort(key=lambda call: min(call.texts))
-        return [PlannedCall(call, [texts[index] for index in call.texts]) for call in calls]
+        packed = [PlannedCall(call, [texts[index] for index in call.texts]) for call in calls]
+        return sorted((*packed, *chunked), key=lambda planned: min(text.order for text in planned.texts)) if long else packed
+
+    def _begun(self, text: WaitingText) -> PlannedCall:
+        chunk = self.runner.continued(text.tokens)
+        return PlannedCall(PackedCall(self.runner.continuing[0], ((0,),)), [text], chunk)
 
     def _cheapest(self, num_tokens: int) -> EncoderVariant:
         """Return the cheapest variant that holds a text of so many tokens."""
@@ -292,18 +308,33 @@ class EmbeddingQueue:
                 suspects.append(text)
             else:
                 text.request.fail(_not_finite(text.index))
-        self._run_alone_later(suspects)
+        if suspects:  # another text of the call may be the cause
+            with self._lock:
+                variants = self._variants(())
+            self._run_next([planned for text in reversed(suspects) for planned in self._packed([text], variants)])
 
-    def _run_alone_later(self, texts: list[WaitingText]) -> None:
-        """Plan texts whose vectors were not finite as calls of their own, because another text of the call may be the cause."""
+    def _run_chunk(
+        self, planned: PlannedCall, chunk: ContinuedText, meanwhile: Callable[[], None] | None
+    ) -> None:
+        """Run the next chunk of a text. If it is not the last one, the text is the next of its priority again."""
+        (text,) = planned.texts
+        vector = self.runner.run_chunk(chunk, self._next_chunk(chunk), meanwhile)
+        if vector is None:
+            self._run_next([planned])
+        elif np.isfinite(vector).all():
+            text.request.put(text.index, vector)
+        else:
+            text.request.fail(_not_finite(text.index))
+
+    def _run_next(self, calls: list[PlannedCall]) -> None:
+        """Let these calls, of one text each, be the next ones of their priorities."""
         with self._lock:
-            closed = texts if self._is_closed else []
-            for text in [] if self._is_closed else texts:
-                plan = self._plans.setdefault(text.request.priority, Plan())
-                plan.alone.extend(self._packed([text], self._variants(())))
+            closed = calls if self._is_closed else []
+            for planned in [] if self._is_closed else calls:
+                self._plans.setdefault(planned.texts[0].request.priority, Plan()).alone.appendleft(planned)
                 self._num_waiting += 1
-        for text in closed:
-            text.request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
+        for planned in closed:
+            planned.texts[0].request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
 
 
 def _not_finite(index: int) -> NumericalError:

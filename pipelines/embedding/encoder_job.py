@@ -82,6 +82,16 @@ class EncoderJob:
         """Whether somebody says how a decoder's vectors become one: then it is an embedder, not a chat model."""
         return bool(self.choices.pooling or self.files.pooling or self.choices.score_tokens)
 
+    @property
+    def pooling(self) -> Pooling | None:
+        """The pooling that the user chose, or the model's files name; None if neither does."""
+        return self.choices.pooling or self.files.pooling
+
+    @property
+    def wants_chunks(self) -> bool:
+        """Whether long texts may run in chunks: a vector must be that of the last token then."""
+        return bool(self.choices.score_tokens) or self.pooling in (None, "last")
+
     def fingerprint(self) -> EncoderFingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
@@ -98,7 +108,8 @@ class EncoderJob:
             dense=_digest_of(self.files),
             score_tokens=", ".join(map(str, self.choices.score_tokens)) or "none",
             max_length=str(self.max_length),
-            sizes="default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes),
+            sizes=("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
+            + (", chunks" if self.wants_chunks else ""),
             programs=self.mode,
             normalize=str(self.choices.is_normalised),
             properties=", ".join(f"{name}={value}" for name, value in properties),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import openvino as ov
 
 from staticllm.compiler_passes.lower_encoder import LoweredEncoder, lower_encoder
 from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderShape, EncoderVariant, ProgressEvent
+from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, DeviceError, last_line
 from staticllm.mapped_weights import MappedWeights
@@ -27,6 +27,8 @@ SHARED_SIZES = (*SIZES, *((1, rows) for rows in MORE_ROWS))
 """The same where one program runs all sizes, so that another one costs no memory: a text alone has fewer idle rows."""
 TOKENS_PER_TEXT = 8
 """A call holds at most one text for so many of its tokens."""
+CHUNK_ROWS, SHORT_CHUNKS = 512, (64, 256)
+"""The rows of calls that continue a text, and of others for its end, where another size costs no memory."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,37 @@ def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
     unsafe = () if job.mode == "shared" else lowered.shape.unsafe_rows
     longest -= longest in unsafe
     sizes = job.choices.sizes or (SHARED_SIZES if job.mode == "shared" else SIZES)
-    variants = variants_for(longest, [size for size in sizes if size[1] not in unsafe])
+    sizes = [size for size in sizes if size[1] not in unsafe]
+    if _runs_in_chunks(job, lowered.shape, longest):
+        sizes = [size for size in sizes if size[1] <= CHUNK_ROWS]
+        variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing_for(longest, job.mode == "shared"))
+    else:
+        lowered = replace(lowered, shape=replace(lowered.shape, past=()), continued=None)
+        variants = variants_for(longest, sizes)
     load.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
     return EncoderPlan(lowered, variants, longest, vocab_size, weights)
+
+
+def _runs_in_chunks(job: EncoderJob, shape: EncoderShape, longest: int) -> bool:
+    """Return whether long texts run in chunks. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
+    is_wanted = job.wants_chunks and longest > CHUNK_ROWS and CHUNK_ROWS not in shape.unsafe_rows
+    return bool(shape.past) and is_wanted and (shape.pooling or job.pooling or default_pooling(shape)) == "last"
+
+
+def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
+    """Return the variants that continue texts of up to ``longest`` tokens: one, or several if they share a program."""
+    most = -(-longest // CHUNK_ROWS) * CHUNK_ROWS - CHUNK_ROWS
+    if not is_shared:
+        return (EncoderVariant(1, CHUNK_ROWS, 1, most),)
+    past = [CHUNK_ROWS]
+    while past[-1] < most:
+        past.append(min(2 * past[-1], most))
+    return tuple(EncoderVariant(1, rows, 1, seen) for rows in (*SHORT_CHUNKS, CHUNK_ROWS) for seen in past)
+
+
+def default_pooling(shape: EncoderShape) -> Pooling:
+    """Return the last token for a model whose tokens see only earlier ones, else the first, as GenAI does."""
+    return "last" if all(mask.after == 0 for mask in shape.masks) else "first"
 
 
 def variants_for(longest: int, sizes: Sequence[tuple[int, int]] = SIZES) -> tuple[EncoderVariant, ...]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import openvino as ov
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling
+from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText, Rows, chunk_variant
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
+from staticllm.ports import past_names
 
-SLOW_RUN = 0.1
-"""A call of more seconds is measured once at loading: noise is small beside it, and loading should not take minutes."""
+SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
+"""Seconds of a call from which on it is measured once at loading, because noise is small beside it, and not apart from its first
+run, because preparing is small beside it: loading should not take minutes."""
 NEW_SHARE = 0.1
 """The weight of a new measurement in the cost of a variant."""
+COSTLY_PAST = 4096
+"""So many past rows are taken to double a call's time, until one was measured."""
 
 
 class EncoderProgram(BoundRequest):
@@ -25,6 +32,28 @@ class EncoderProgram(BoundRequest):
             compiled, {name: ov.Tensor(array, shared_memory=True) for name, array in buffers.arrays.items()}
         )
         self.buffers = buffers
+
+
+class ContinuedProgram(EncoderProgram):
+    """A variant that continues a text. The text owns the past rows, which are bound before each call."""
+
+    def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers, past: Sequence[Rows]) -> None:
+        self._names = past_names(buffers.shape)
+        buffers.arrays.update(zip(self._names, past, strict=True))
+        super().__init__(compiled, buffers)
+        self.chunk_buffers = buffers
+        self._is_static = not any(port.partial_shape.is_dynamic for port in compiled.inputs)
+
+    def bind_past(self, past: Sequence[Rows]) -> None:
+        """Let the next calls read these rows."""
+        for name, array in zip(self._names, past, strict=True):
+            self.buffers.arrays[name] = array
+            self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
+
+    def release_past(self) -> None:
+        """Forget the rows, where the program allows it, so that their memory is freed with the text."""
+        if not self._is_static:
+            self.bind_past([np.zeros((1, heads, 0, size), np.float32) for heads, size in self.buffers.shape.past])
 
 
 class EncoderRunner:
@@ -45,27 +74,30 @@ class EncoderRunner:
         self.pooling: Pooling = shape.pooling or pooling
         self._compiled, self._pad_id = dict(compiled), pad_id
         self._bound: dict[EncoderVariant, EncoderProgram] = {}
+        self._present: dict[int, list[Rows]] = {}  # for so many rows
         self._seconds: dict[EncoderVariant, float] = {}
-
-    @property
-    def variants(self) -> tuple[EncoderVariant, ...]:
-        """The variants, the smallest first."""
-        return tuple(sorted(self._compiled))
+        self.variants = tuple(sorted(variant for variant in self._compiled if not variant.past))
+        """The variants that run whole texts, the smallest first."""
+        self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
+        """The variants that continue a text."""
 
     @property
     def max_rows(self) -> int:
-        """The most tokens of one text."""
-        return max(variant.rows for variant in self._compiled)
+        """The most tokens of one text that runs whole."""
+        return max(variant.rows for variant in self.variants)
 
     def cost(self, variant: EncoderVariant) -> float:
         """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
         if variant in self._seconds:
             return self._seconds[variant]
+        if variant.past:
+            return self._cost_to_continue(variant)
         size = _size(variant)
-        if not self._seconds:
+        whole = [known for known in self._seconds if not known.past]
+        if not whole:
             return 1e-3 + 1e-4 * size
-        below = max((known for known in self._seconds if _size(known) <= size), key=_size, default=None)
-        above = min((known for known in self._seconds if _size(known) >= size), key=_size, default=None)
+        below = max((known for known in whole if _size(known) <= size), key=_size, default=None)
+        above = min((known for known in whole if _size(known) >= size), key=_size, default=None)
         if below is None or above is None or _size(below) == _size(above):
             near = below or above
             assert near is not None
@@ -73,17 +105,37 @@ class EncoderRunner:
         share = (size - _size(below)) / (_size(above) - _size(below))
         return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
 
+    def _cost_to_continue(self, variant: EncoderVariant) -> float:
+        """Return the seconds of a variant that was not measured: attention takes time for each pair of a row and a past row."""
+        alone = self.cost(replace(variant, past=0))
+        known = [each for each in self._seconds if each.past]
+        if not known:
+            return alone * (1 + variant.past / COSTLY_PAST)
+        near = min(known, key=lambda each: (abs(each.rows - variant.rows), abs(each.past - variant.past)))
+        more = max(0.0, self._seconds[near] - self.cost(replace(near, past=0)))
+        return alone + more * (variant.rows * variant.past) / (near.rows * near.past)
+
+    def cost_of_text(self, num_tokens: int) -> float:
+        """Return the seconds of all chunks of a text that runs in chunks."""
+        seconds, num_done = 0.0, 0
+        while num_done < num_tokens:
+            variant = chunk_variant(self.continuing, num_done, num_tokens - num_done)
+            seconds += self.cost(variant)
+            num_done += variant.rows
+        return seconds
+
     def warm_up(self, num_runs: int = 3, known: Mapping[EncoderVariant, float] | None = None) -> None:
         """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
 
         ``known``: seconds per call that need not be measured again.
         """
-        for variant in self.variants:
+        for variant in (*self.variants, *self._continuing_to_measure()):
             program = self._program(variant)
             slowest = program.run()  # the first run prepares
             seconds = (known or {}).get(variant)
-            count = num_runs if slowest < SLOW_RUN else 1
-            self._seconds[variant] = min(program.run() for _ in range(count)) if seconds is None else seconds
+            if seconds is None and slowest < VERY_SLOW_RUN:
+                seconds = min(program.run() for _ in range(num_runs if slowest < SLOW_RUN else 1))
+            self._seconds[variant] = slowest if seconds is None else seconds
 
     @property
     def costs(self) -> dict[EncoderVariant, float]:
@@ -99,12 +151,71 @@ class EncoderRunner:
         """Return the vectors ``[n, width]`` of all texts, in their order. A vector may hold numbers that are not finite."""
         program = self._program(variant)
         program.buffers.fill(sequences, self.pooling)
-        seconds = program.run(meanwhile)
-        known = self._seconds.get(variant, seconds)
-        self._seconds[variant] = known + NEW_SHARE * (seconds - known)
+        self._measure(variant, program.run(meanwhile))
         return program.buffers.output[: sum(map(len, sequences))].copy()
 
+    def continued(self, text: TokenizedText) -> ContinuedText:
+        """Return a text that ``run_chunk`` runs."""
+        return ContinuedText(self.shape, text)
+
+    def next_chunk(self, chunk: ContinuedText, max_seconds: float | None = None) -> EncoderVariant:
+        """Return the variant of a text's next call: one within ``max_seconds`` if there is one, else the shortest call."""
+        found = chunk_variant(self.continuing, chunk.num_done, chunk.num_left)
+        if max_seconds is None or self.cost(found) <= max_seconds:
+            return found
+        fitting = [variant for variant in self.continuing if chunk.num_done <= variant.past <= found.past]
+        short = [variant for variant in fitting if self.cost(variant) <= max_seconds]
+        if short:
+            return max(short, key=lambda variant: (variant.rows, -variant.past))
+        return min(fitting, key=self.cost)
+
+    def run_chunk(
+        self, chunk: ContinuedText, variant: EncoderVariant, meanwhile: Callable[[], None] | None = None
+    ) -> Vectors | None:
+        """Run the next tokens of a text, and return its vector ``[width]`` after the last ones, else None."""
+        count = min(variant.rows, chunk.num_left)
+        is_last = count == chunk.num_left
+        chunk.reserve(variant.past)
+        program = self._continued_program(variant, chunk.past)
+        buffers = program.chunk_buffers
+        try:
+            buffers.fill_chunk(chunk, count, self.pooling)
+            self._measure(variant, program.run(meanwhile))
+            if not is_last:
+                chunk.append(buffers.present, count)
+                return None
+            return buffers.output[0].copy()
+        finally:
+            program.release_past()
+
+    def _measure(self, variant: EncoderVariant, seconds: float) -> None:
+        known = self._seconds.get(variant, seconds)
+        self._seconds[variant] = known + NEW_SHARE * (seconds - known)
+
+    def _continuing_to_measure(self) -> list[EncoderVariant]:
+        """Return the variants that continue a text after the fewest tokens, those with the fewest and the most rows."""
+        near = [each for each in self.continuing if each.past == self.continuing[0].past]
+        return sorted({near[0], near[-1]}) if near else []
+
+    def _continued_program(self, variant: EncoderVariant, past: Sequence[Rows]) -> ContinuedProgram:
+        found = self._bound.get(variant)
+        if isinstance(found, ContinuedProgram):
+            found.bind_past(past)
+            return found
+        present = self._present.setdefault(
+            variant.rows, [np.zeros((1, heads, variant.rows, size), np.float32) for heads, size in self.shape.past]
+        )
+        program = ContinuedProgram(
+            self._compiled[variant], ChunkBuffers(self.shape, variant, self._pad_id, present), past
+        )
+        self._bound[variant] = program
+        return program
+
     def _program(self, variant: EncoderVariant) -> EncoderProgram:
+        if variant.past:
+            text = self.continued(TokenizedText(np.zeros(1, np.int64)))
+            text.reserve(variant.past)
+            return self._continued_program(variant, text.past)
         if variant not in self._bound:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)

@@ -26,6 +26,7 @@ from staticllm.pipelines.blobs.manifest import ENCODE, Manifest, VariantFile
 from staticllm.pipelines.blobs.measurements import CostsPlace, KeptCosts
 from staticllm.pipelines.embedding.encoder_job import EncoderJob
 from staticllm.pipelines.embedding.encoder_programs import EncoderPrograms, compile_encoder, plan_encoder
+from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.model_loader.blob_export import (
@@ -39,10 +40,19 @@ from staticllm.pipelines.model_loader.cached import CachePlace, open_cache
 from staticllm.pipelines.model_loader.exported import export_target
 from staticllm.pipelines.model_loader.imported import import_each, read_checked
 from staticllm.pipelines.model_loader.loaded import Origin
-from staticllm.ports import EMBEDDINGS, SCORES, encoder_input_names, encoder_shape_of
+from staticllm.ports import (
+    EMBEDDINGS,
+    SCORES,
+    encoder_input_names,
+    encoder_shape_of,
+    past_names,
+    present_names,
+)
 
 FEW_IDS = 50
 """Token ids below this are used to compare a blob with its program, if the model has that many."""
+MOST_PAST = 512
+"""The most past rows that are not empty in such a comparison."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,8 @@ def random_texts(shape: EncoderShape, variant: EncoderVariant, num_ids: int) -> 
     The values are the same in every process.
     """
     random = np.random.default_rng(0)
+    if variant.past:
+        return _random_chunk(shape, variant, num_ids)
     per_sequence = min(variant.texts // variant.batch, 2, variant.rows) if shape.is_packable else 1
     cuts = np.linspace(0, variant.rows, max(per_sequence, 1) + 1).astype(int)
     sequences = [
@@ -133,7 +145,24 @@ def random_texts(shape: EncoderShape, variant: EncoderVariant, num_ids: int) -> 
     ]
     buffers = EncoderBuffers(shape, variant, 0)
     buffers.fill(sequences, shape.pooling or "mean")
-    return {name: array for name, array in buffers.arrays.items() if array is not buffers.output}
+    return _inputs(shape, buffers)
+
+
+def _random_chunk(shape: EncoderShape, variant: EncoderVariant, num_ids: int) -> dict[str, NDArray[Any]]:
+    """Return the inputs of a call that continues a random text after random keys and values."""
+    random, num_done = np.random.default_rng(0), min(variant.past, MOST_PAST)
+    chunk = ContinuedText(shape, TokenizedText(random.integers(0, num_ids, num_done + variant.rows)))
+    chunk.reserve(variant.past)
+    chunk.num_done = num_done
+    for rows in chunk.past:
+        rows[:, :, :num_done] = random.standard_normal((*rows.shape[:2], num_done, rows.shape[3]), np.float32)
+    buffers = ChunkBuffers(shape, variant, 0, [np.zeros(0, np.float32)] * len(shape.past))
+    buffers.fill_chunk(chunk, variant.rows, "last")
+    return {**_inputs(shape, buffers), **dict(zip(past_names(shape), chunk.past, strict=True))}
+
+
+def _inputs(shape: EncoderShape, buffers: EncoderBuffers) -> dict[str, NDArray[Any]]:
+    return {name: array for name, array in buffers.arrays.items() if name in encoder_input_names(shape)}
 
 
 def _manifest_of(
@@ -200,9 +229,12 @@ def _check_ports(shape: EncoderShape, compiled: Mapping[EncoderVariant, ov.Compi
         ValueError: a program cannot run its variant, or no variant holds the longest text.
         KeyError: a program has a port that an encoder does not have.
     """
-    if longest > max(variant.rows for variant in compiled):
+    if longest > max(variant.past + variant.rows for variant in compiled):
         raise ValueError(f"no program holds texts of {longest} tokens")
+    if not any(not variant.past for variant in compiled) or any(v.past for v in compiled) != bool(shape.past):
+        raise ValueError("the programs are not those of a model of this shape")
     known = encoder_input_names(shape) | {EMBEDDINGS if shape.output == "embeddings" else SCORES}
+    known |= {*present_names(shape)}
     for variant, program in compiled.items():
         for port in (*program.inputs, *program.outputs):
             names = sorted(port.get_names() & known)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import openvino_genai as genai
 
 from staticllm.compiler_passes.model_kind import EMBEDDINGS, SCORES
-from staticllm.core import EncoderShape, OnProgress, Pooling, ProgressEvent
+from staticllm.core import EncoderShape, OnProgress, ProgressEvent
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
+from staticllm.pipelines.embedding.encoder_programs import default_pooling
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.encoder_set import EncoderSet, programs_of
 from staticllm.pipelines.model_loader.arguments import read_tokenizer
@@ -70,7 +71,7 @@ def make_encoder_runner(job: EncoderJob, found: EncoderSet, pad_id: int = 0) -> 
         DeviceError: the device cannot run a program.
     """
     programs, start = found.programs, time.perf_counter()
-    pooling = job.choices.pooling or job.files.pooling or default_pooling(programs.shape)
+    pooling = job.pooling or default_pooling(programs.shape)
     runner = EncoderRunner(programs.shape, programs.compiled, pooling, pad_id)
     try:
         runner.warm_up(known=programs.costs)
@@ -114,8 +115,3 @@ def _check_pooling(job: EncoderJob, shape: EncoderShape) -> None:
             f"{str(job.load.directory)!r}: its files name the pooling {named!r}, and its graph pools by {own!r}: give "
             "pooling_type to say that the graph is right"
         )
-
-
-def default_pooling(shape: EncoderShape) -> Pooling:
-    """Return the last token for a model whose tokens see only earlier ones, else the first, as GenAI does."""
-    return "last" if all(mask.after == 0 for mask in shape.masks) else "first"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from staticllm.core import EncoderVariant
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
 from staticllm.pipelines.embedding.packing.plan_calls import PackedCall
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
@@ -115,18 +116,20 @@ class Backlog:
 
 
 class PlannedCall(NamedTuple):
-    """A call and its texts, in the order of the call."""
+    """A call and its texts, in the order of the call. ``chunk``: the progress of a text that runs in several calls."""
 
     call: PackedCall
     texts: list[WaitingText]
+    chunk: ContinuedText | None = None
 
 
 @dataclass
 class Plan:
     """The next calls of one priority.
 
-    ``alone`` are texts whose vectors were not finite beside others: they run first, each in a call of its own. ``variants`` are
-    those that the other calls were planned with. A plan that ``is_stale`` is made again, together with texts that came later.
+    ``alone`` are a text that has begun to run in chunks, and texts whose vectors were not finite beside others: they run first,
+    each in calls of its own. ``variants`` are those that the other calls were planned with. A plan that ``is_stale`` is made
+    again, together with texts that came later.
     """
 
     alone: deque[PlannedCall] = field(default_factory=deque)

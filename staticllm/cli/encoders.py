@@ -17,7 +17,7 @@ from staticllm.errors import ConfigError
 if TYPE_CHECKING:
     from staticllm.core import ProgramMode
     from staticllm.pipelines.blobs.manifest import Manifest
-    from staticllm.pipelines.diagnostics.encoder_reports import EncoderEstimate, EncoderReport
+    from staticllm.pipelines.diagnostics.encoder_reports import EncoderEstimate, EncoderReport, EncoderVariantReport
     from staticllm.pipelines.diagnostics.reports import Verdict
     from staticllm.pipelines.embedding.encoder_job import EncoderChoices
 
@@ -131,7 +131,7 @@ def _report_text(report: EncoderReport) -> str:
         *([f"unsafe    no static program of {_numbers(report.unsafe_rows)} rows"] if report.unsafe_rows else []),
         f"buffers   {_mib(report.buffers_bytes)} for masks, pooling and vectors",
         f"programs  {report.num_programs} {report.programs} on {report.device}, {report.settings}",
-        "variants  " + ", ".join(f"{v.batch}x{v.rows}" for v in report.variants) + " (sequences x tokens)",
+        "variants  " + ", ".join(map(_size, report.variants)) + f" (sequences x tokens{_of_chunks(report)})",
         "",
         "pass                       nodes          what it did",
     ]
@@ -167,8 +167,16 @@ def _plan_text(found: EncoderEstimate, measured: bool) -> str:
     for v in found.variants:
         if v.seconds is not None:
             each = f"{v.seconds * 1e3:9.2f} ms  {v.batch * v.rows / v.seconds:9.0f} tokens/s"
-            lines.append(f"  {v.batch}x{v.rows:<20} {each}")
+            lines.append(f"  {_size(v):<22} {each}")
     return "\n".join(lines)
+
+
+def _size(variant: EncoderVariantReport) -> str:
+    return f"{variant.batch}x{variant.rows}" + (f"+{variant.past}" if variant.past else "")
+
+
+def _of_chunks(report: EncoderReport) -> str:
+    return " + earlier tokens, for texts that run in chunks" if any(v.past for v in report.variants) else ""
 
 
 REMEDY = "; --measured measures it, -p CACHE_DIR=… reads it from a cache"

@@ -15,12 +15,15 @@ from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import (
     EMBEDDINGS,
     INPUT_IDS,
+    KEPT_ROWS,
     POOL,
     POSITION_IDS,
     SCORES,
     TOKEN_TYPE_IDS,
     encoder_input_names,
     encoder_shape_of,
+    past_names,
+    present_names,
 )
 
 HIDDEN = -65504.0
@@ -35,10 +38,15 @@ class EncoderBuffers:
     """The host memory of one variant's ports, which ``fill`` overwrites before each call."""
 
     def __init__(self, shape: EncoderShape, variant: EncoderVariant, pad_id: int) -> None:
-        self.shape, self.variant, self._pad_id = shape, variant, pad_id
+        self.shape, self.variant, self.pad_id = shape, variant, pad_id
         self.arrays: dict[str, NDArray[Any]] = {}
-        for name in encoder_input_names(shape):
-            dtype = np.int64 if name in (INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS) else np.float32
+        names = encoder_input_names(shape)
+        if variant.past:  # the keys and values of a continued text have other owners
+            names -= set(past_names(shape))
+        else:
+            names |= set(present_names(shape))  # of no rows
+        for name in names:
+            dtype = np.int64 if name in (INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS, KEPT_ROWS) else np.float32
             self.arrays[name] = np.zeros(encoder_shape_of(name, shape, variant), dtype)
         output = EMBEDDINGS if shape.output == "embeddings" else SCORES
         self.output: Vectors = np.zeros(encoder_shape_of(output, shape, variant), np.float32)
@@ -54,7 +62,7 @@ class EncoderBuffers:
 
         If the model allows it, a text that begins like the one before it shares the rows of this beginning.
         """
-        self.arrays[INPUT_IDS].fill(self._pad_id)
+        self.arrays[INPUT_IDS].fill(self.pad_id)
         for name in {TOKEN_TYPE_IDS, POOL} & self.arrays.keys():
             self.arrays[name].fill(0)
         for mask, _ in self._patterns:

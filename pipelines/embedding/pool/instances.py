@@ -123,24 +123,41 @@ class LocalInstance:
 
 def costs_of(runner: EncoderRunner) -> dict[EncoderVariant, float]:
     """Return the seconds per call of each variant."""
-    return {variant: runner.cost(variant) for variant in runner.variants}
+    costs = {variant: runner.cost(variant) for variant in runner.variants}
+    if runner.continuing:  # a text that runs in chunks counts like one in a call of its own
+        most = max(variant.past + variant.rows for variant in runner.continuing)
+        for num_tokens in (*range(2 * runner.max_rows, most, runner.max_rows), most):
+            costs[EncoderVariant(1, num_tokens, 1)] = runner.cost_of_text(num_tokens)
+    return costs
 
 
 def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vectors:
-    """Return the vectors ``[n, width]`` of texts in packed calls.
+    """Return the vectors ``[n, width]`` of texts in packed calls; those that are too long for them run in chunks.
 
     A text whose vector is not finite runs again without others, because one of those may be the cause.
     """
     vectors = np.zeros((len(texts), runner.shape.width), np.float32)
-    prefixes = find_groups(texts) if runner.shape.shares_prefixes else None
-    lengths = [len(text) for text in texts]
+    is_long = [bool(runner.continuing) and len(text) > runner.max_rows for text in texts]
+    places = [index for index, long in enumerate(is_long) if not long]
+    short = [texts[index] for index in places]
+    prefixes = find_groups(short) if runner.shape.shares_prefixes else None
+    lengths = [len(text) for text in short]
     for call in plan_calls(lengths, runner.variants, runner.cost, runner.shape.is_packable, prefixes):
-        found = runner.run(call.variant, [[texts[index] for index in sequence] for sequence in call.sequences])
-        vectors[list(call.texts)] = found
+        found = runner.run(call.variant, [[short[index] for index in sequence] for sequence in call.sequences])
+        vectors[[places[index] for index in call.texts]] = found
+    for index in (index for index, long in enumerate(is_long) if long):
+        vectors[index] = _embed_in_chunks(runner, texts[index])
     if len(texts) > 1:
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             vectors[index] = embed_texts(runner, [texts[index]])[0]
     return vectors
+
+
+def _embed_in_chunks(runner: EncoderRunner, text: TokenizedText) -> Vectors:
+    chunk = runner.continued(text)
+    while (vector := runner.run_chunk(chunk, runner.next_chunk(chunk))) is None:
+        pass
+    return vector
 
 
 def load_of(costs: Costs, is_packable: bool, ratio: float = 1.0) -> NewLoad:
