@@ -50,7 +50,7 @@ def _join_of(read: ov.Node) -> ov.Node | None:
         node = left.pop()
         if node.get_type_name() == "Concat":
             found.append(node)
-        elif node.get_type_name() == "Gather" and not node.input_value(1).get_node().get_type_name() == "Constant":
+        elif node.get_type_name() == "Gather" and node.input_value(1).get_node().get_type_name() != "Constant":
             left += consumers(node.output(0))  # the order of beams
     if len(found) != 1 or found[0].get_input_size() != 2:
         return None

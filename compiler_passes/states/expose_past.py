@@ -7,7 +7,7 @@ text of any length runs in chunks, whose rows see those of the chunks before. Wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import openvino as ov
@@ -161,5 +161,4 @@ def _chunk(
     values = program({name: feeds[name] for port in program.inputs for name in port.get_names() & feeds.keys()})
     names = [port.get_any_name() if port.get_names() else "" for port in program.outputs]
     new = {name: np.array(values[index]) for index, name in enumerate(names) if name.startswith(PRESENT)}
-    states: Sequence[float] = values[0]
-    return np.array(states, np.float32).reshape(-1, values[0].shape[-1]), new
+    return np.array(values[0], np.float32).reshape(-1, values[0].shape[-1]), new

@@ -125,10 +125,10 @@ class EmbeddingQueue:
                     return 0
                 planned = self._pop(priority)
             try:
-                if planned.chunk is None:
-                    self._run(planned.call, planned.texts, meanwhile)
-                else:
+                if planned.chunk is not None:
                     self._run_chunk(planned, planned.chunk, meanwhile)
+                elif planned.call is not None:
+                    self._run(planned.call, planned.texts, meanwhile)
             except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
                 for text in planned.texts:
                     text.request.fail(as_ours(error))
@@ -198,8 +198,9 @@ class EmbeddingQueue:
         return min(text.request.arrival for text in plan.head.texts) if plan else self._backlogs[priority].arrival
 
     def _seconds(self, priority: int) -> float:
-        head = self._plans[priority].head
-        return self.runner.cost(head.call.variant if head.chunk is None else self._next_chunk(head.chunk))
+        call, _, chunk = self._plans[priority].head
+        variant = self._next_chunk(chunk) if chunk is not None else None if call is None else call.variant
+        return 0.0 if variant is None else self.runner.cost(variant)
 
     def _next_chunk(self, chunk: ContinuedText) -> EncoderVariant:
         return self.runner.next_chunk(chunk, self._max_seconds)
@@ -260,10 +261,12 @@ class EmbeddingQueue:
     def _packed(self, texts: list[WaitingText], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self.runner
+        if len(texts) == 1 and runner.continuing and (chunk := runner.resumed(texts[0].tokens)) is not None:
+            return [_in_chunks(texts[0], chunk)]
         long = [text for text in texts if runner.continuing and len(text.tokens) > runner.max_rows]
         if long:
             texts = [text for text in texts if len(text.tokens) <= runner.max_rows]
-        chunked = [self._begun(text) for text in long]
+        chunked = [_in_chunks(text, runner.continued(text.tokens)) for text in long]
         lengths = [len(text.tokens) for text in texts]
         most = max((variant.rows for variant in allowed), default=0)
         needed = {self._cheapest(length) for length in set(lengths) if length > most}
@@ -275,11 +278,11 @@ class EmbeddingQueue:
         calls = plan_calls(lengths, (*allowed, *needed), cost, runner.shape.is_packable, prefixes)
         calls.sort(key=lambda call: min(call.texts))
         packed = [PlannedCall(call, [texts[index] for index in call.texts]) for call in calls]
-        return sorted((*packed, *chunked), key=lambda planned: min(text.order for text in planned.texts)) if long else packed
-
-    def _begun(self, text: WaitingText) -> PlannedCall:
-        chunk = self.runner.continued(text.tokens)
-        return PlannedCall(PackedCall(self.runner.continuing[0], ((0,),)), [text], chunk)
+        return (
+            sorted((*packed, *chunked), key=lambda planned: min(text.order for text in planned.texts))
+            if long
+            else packed
+        )
 
     def _cheapest(self, num_tokens: int) -> EncoderVariant:
         """Return the cheapest variant that holds a text of so many tokens."""
@@ -313,9 +316,7 @@ class EmbeddingQueue:
                 variants = self._variants(())
             self._run_next([planned for text in reversed(suspects) for planned in self._packed([text], variants)])
 
-    def _run_chunk(
-        self, planned: PlannedCall, chunk: ContinuedText, meanwhile: Callable[[], None] | None
-    ) -> None:
+    def _run_chunk(self, planned: PlannedCall, chunk: ContinuedText, meanwhile: Callable[[], None] | None) -> None:
         """Run the next chunk of a text. If it is not the last one, the text is the next of its priority again."""
         (text,) = planned.texts
         vector = self.runner.run_chunk(chunk, self._next_chunk(chunk), meanwhile)
@@ -335,6 +336,10 @@ class EmbeddingQueue:
                 self._num_waiting += 1
         for planned in closed:
             planned.texts[0].request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
+
+
+def _in_chunks(text: WaitingText, chunk: ContinuedText) -> PlannedCall:
+    return PlannedCall(None, [text], chunk)
 
 
 def _not_finite(index: int) -> NumericalError:

@@ -17,6 +17,7 @@ from staticllm.errors import ConfigError, DeviceError, last_line
 from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import read_model
 from staticllm.pipelines.embedding.encoder_job import EncoderJob
+from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.ports import INPUT_IDS
 
@@ -29,6 +30,8 @@ TOKENS_PER_TEXT = 8
 """A call holds at most one text for so many of its tokens."""
 CHUNK_ROWS, SHORT_CHUNKS = 512, (64, 256)
 """The rows of calls that continue a text, and of others for its end, where another size costs no memory."""
+REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKENS)
+"""There, too: the rows of calls that run the rest of a text whose beginning is kept, and the tokens of such beginnings."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,10 @@ def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
     longest -= longest in unsafe
     sizes = job.choices.sizes or (SHARED_SIZES if job.mode == "shared" else SIZES)
     sizes = [size for size in sizes if size[1] not in unsafe]
-    if _runs_in_chunks(job, lowered.shape, longest):
+    continuing = _continuing(job, lowered.shape, longest)
+    if continuing:
         sizes = [size for size in sizes if size[1] <= CHUNK_ROWS]
-        variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing_for(longest, job.mode == "shared"))
+        variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing)
     else:
         lowered = replace(lowered, shape=replace(lowered.shape, past=()), continued=None)
         variants = variants_for(longest, sizes)
@@ -94,21 +98,25 @@ def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
     return EncoderPlan(lowered, variants, longest, vocab_size, weights)
 
 
-def _runs_in_chunks(job: EncoderJob, shape: EncoderShape, longest: int) -> bool:
-    """Return whether long texts run in chunks. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
-    is_wanted = job.wants_chunks and longest > CHUNK_ROWS and CHUNK_ROWS not in shape.unsafe_rows
-    return bool(shape.past) and is_wanted and (shape.pooling or job.pooling or default_pooling(shape)) == "last"
+def _continuing(job: EncoderJob, shape: EncoderShape, longest: int) -> tuple[EncoderVariant, ...]:
+    """Return the variants that continue texts. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
+    is_wanted = job.wants_chunks and CHUNK_ROWS not in shape.unsafe_rows
+    if not shape.past or not is_wanted or (shape.pooling or job.pooling or default_pooling(shape)) != "last":
+        return ()
+    return continuing_for(longest, job.mode == "shared")
 
 
 def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
-    """Return the variants that continue texts of up to ``longest`` tokens: one, or several if they share a program."""
+    """Return the variants that continue texts of up to ``longest`` tokens: at most one, or several if they share a program."""
     most = -(-longest // CHUNK_ROWS) * CHUNK_ROWS - CHUNK_ROWS
     if not is_shared:
-        return (EncoderVariant(1, CHUNK_ROWS, 1, most),)
-    past = [CHUNK_ROWS]
-    while past[-1] < most:
+        return (EncoderVariant(1, CHUNK_ROWS, 1, most),) if most else ()
+    past = [CHUNK_ROWS] if most else []
+    while past and past[-1] < most:
         past.append(min(2 * past[-1], most))
-    return tuple(EncoderVariant(1, rows, 1, seen) for rows in (*SHORT_CHUNKS, CHUNK_ROWS) for seen in past)
+    chunks = {EncoderVariant(1, rows, 1, seen) for rows in (*SHORT_CHUNKS, CHUNK_ROWS) for seen in past}
+    rests = {EncoderVariant(1, rows, 1, seen) for rows in REST_ROWS for seen in BEGINNINGS if rows <= longest}
+    return tuple(sorted(chunks | rests))
 
 
 def default_pooling(shape: EncoderShape) -> Pooling:

@@ -11,6 +11,7 @@ import openvino as ov
 from staticllm.core import EncoderShape, EncoderVariant, Pooling
 from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText, Rows, chunk_variant
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
+from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS, KeptBeginnings
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.ports import past_names
@@ -76,6 +77,7 @@ class EncoderRunner:
         self._bound: dict[EncoderVariant, EncoderProgram] = {}
         self._present: dict[int, list[Rows]] = {}  # for so many rows
         self._seconds: dict[EncoderVariant, float] = {}
+        self._beginnings = KeptBeginnings()
         self.variants = tuple(sorted(variant for variant in self._compiled if not variant.past))
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
@@ -155,8 +157,22 @@ class EncoderRunner:
         return program.buffers.output[: sum(map(len, sequences))].copy()
 
     def continued(self, text: TokenizedText) -> ContinuedText:
-        """Return a text that ``run_chunk`` runs."""
-        return ContinuedText(self.shape, text)
+        """Return a text that ``run_chunk`` runs, after the tokens that are kept of an earlier text, if it begins like one."""
+        return ContinuedText(self.shape, text, start=self._beginnings.find(text))
+
+    def resumed(self, text: TokenizedText) -> ContinuedText | None:
+        """Return a text that comes alone for ``run_chunk`` if its beginning is kept or worth keeping; None if it runs whole."""
+        if not any(variant.past <= MOST_TOKENS for variant in self.continuing):
+            return None
+        num_kept = self._beginnings.to_keep(text)
+        chunk = self.continued(text)
+        if not chunk.num_done and not num_kept:
+            return None
+        chunk.num_kept = 0 if chunk.num_done else num_kept
+        variant = self.next_chunk(chunk)
+        whole = [self.cost(each) for each in self.variants if each.rows >= len(text)]
+        is_dear = bool(chunk.num_done and whole) and self.cost(variant) >= min(whole)
+        return None if is_dear or variant.rows < chunk.num_left else chunk
 
     def next_chunk(self, chunk: ContinuedText, max_seconds: float | None = None) -> EncoderVariant:
         """Return the variant of a text's next call: one within ``max_seconds`` if there is one, else the shortest call."""
@@ -184,18 +200,27 @@ class EncoderRunner:
             if not is_last:
                 chunk.append(buffers.present, count)
                 return None
-            return buffers.output[0].copy()
+            vector: Vectors = buffers.output[0].copy()
+            if chunk.num_kept and np.isfinite(vector).all():
+                chunk.append(buffers.present, count)
+                self._keep_beginning(chunk)
+            return vector
         finally:
             program.release_past()
+
+    def _keep_beginning(self, chunk: ContinuedText) -> None:
+        chunk.num_done = chunk.num_kept
+        chunk.reserve(min(each.past for each in self.continuing if each.past >= chunk.num_kept))
+        self._beginnings.keep(chunk, chunk.num_kept)
 
     def _measure(self, variant: EncoderVariant, seconds: float) -> None:
         known = self._seconds.get(variant, seconds)
         self._seconds[variant] = known + NEW_SHARE * (seconds - known)
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
-        """Return the variants that continue a text after the fewest tokens, those with the fewest and the most rows."""
-        near = [each for each in self.continuing if each.past == self.continuing[0].past]
-        return sorted({near[0], near[-1]}) if near else []
+        """Return variants that continue a text after few tokens, of which one has the fewest rows and others have the most."""
+        ends = {each.past: each for each in sorted(self.continuing, key=lambda each: each.rows)}
+        return sorted({*self.continuing[:1], *(each for past, each in sorted(ends.items())[:2])})
 
     def _continued_program(self, variant: EncoderVariant, past: Sequence[Rows]) -> ContinuedProgram:
         found = self._bound.get(variant)

@@ -116,9 +116,9 @@ class Backlog:
 
 
 class PlannedCall(NamedTuple):
-    """A call and its texts, in the order of the call. ``chunk``: the progress of a text that runs in several calls."""
+    """A call and its texts, in the order of the call, or one text and its progress, which runs in calls of its own."""
 
-    call: PackedCall
+    call: PackedCall | None
     texts: list[WaitingText]
     chunk: ContinuedText | None = None
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderMask, EncoderShape, EncoderVariant, Pooling
-from staticllm.pipelines.embedding.packing.encoder_buffers import HIDDEN, EncoderBuffers, positions_of, pooling_weights
+from staticllm.pipelines.embedding.packing.encoder_buffers import HIDDEN, EncoderBuffers, pooling_weights, positions_of
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE_IDS, present_names
 
@@ -19,13 +19,24 @@ Rows = NDArray[np.float32]
 class ContinuedText:
     """One text in progress. Its first ``num_done`` tokens have run; ``past`` has their keys and values.
 
-    ``past``: an array ``[1, heads, P, head_dim]`` for each past port, with a P of ``reserve``.
+    ``past``: an array ``[1, heads, P, head_dim]`` for each past port, with a P of ``reserve``. ``num_kept``: the tokens at its
+    start that are worth keeping for other texts. ``start``: so many tokens, and their rows, come from an earlier text; they are
+    not changed.
     """
 
-    def __init__(self, shape: EncoderShape, text: TokenizedText) -> None:
-        self.text = text
+    def __init__(
+        self,
+        shape: EncoderShape,
+        text: TokenizedText,
+        num_kept: int = 0,
+        start: tuple[int, Sequence[Rows]] | None = None,
+    ) -> None:
+        self.text, self.num_kept = text, num_kept
         self.num_done = 0
         self.past: list[Rows] = [np.zeros((1, heads, 0, size), np.float32) for heads, size in shape.past]
+        self._is_borrowed = start is not None
+        if start is not None:
+            self.num_done, self.past = start[0], list(start[1])
 
     @property
     def num_left(self) -> int:
@@ -39,12 +50,13 @@ class ContinuedText:
                 grown = np.zeros((*rows.shape[:2], num_rows, rows.shape[3]), np.float32)
                 grown[:, :, : self.num_done] = rows[:, :, : self.num_done]
                 self.past[index] = grown
+                self._is_borrowed = False
 
     def append(self, present: Sequence[Rows], count: int) -> None:
         """Take the keys and values of the next ``count`` tokens, which are the first rows of ``present``."""
-        end = self.num_done + count
-        if end > self.past[0].shape[2]:
-            self.reserve(max(end, 2 * self.past[0].shape[2]))
+        end, size = self.num_done + count, self.past[0].shape[2]
+        if end > size or self._is_borrowed:
+            self.reserve(max(end, 2 * size))
         for rows, new in zip(self.past, present, strict=True):
             rows[:, :, self.num_done : end] = new[:, :, :count]
         self.num_done = end

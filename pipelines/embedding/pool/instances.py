@@ -12,6 +12,7 @@ from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.load import LoadedEncoder
+from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
@@ -124,8 +125,8 @@ class LocalInstance:
 def costs_of(runner: EncoderRunner) -> dict[EncoderVariant, float]:
     """Return the seconds per call of each variant."""
     costs = {variant: runner.cost(variant) for variant in runner.variants}
-    if runner.continuing:  # a text that runs in chunks counts like one in a call of its own
-        most = max(variant.past + variant.rows for variant in runner.continuing)
+    most = max((variant.past + variant.rows for variant in runner.continuing), default=0)
+    if most > runner.max_rows:  # a text that runs in chunks counts like one in a call of its own
         for num_tokens in (*range(2 * runner.max_rows, most, runner.max_rows), most):
             costs[EncoderVariant(1, num_tokens, 1)] = runner.cost_of_text(num_tokens)
     return costs
@@ -137,6 +138,8 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
     A text whose vector is not finite runs again without others, because one of those may be the cause.
     """
     vectors = np.zeros((len(texts), runner.shape.width), np.float32)
+    if len(texts) == 1 and runner.continuing and (chunk := runner.resumed(texts[0])) is not None:
+        return _in_chunks(runner, chunk)[None]
     is_long = [bool(runner.continuing) and len(text) > runner.max_rows for text in texts]
     places = [index for index, long in enumerate(is_long) if not long]
     short = [texts[index] for index in places]
@@ -146,15 +149,14 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
         found = runner.run(call.variant, [[short[index] for index in sequence] for sequence in call.sequences])
         vectors[[places[index] for index in call.texts]] = found
     for index in (index for index, long in enumerate(is_long) if long):
-        vectors[index] = _embed_in_chunks(runner, texts[index])
+        vectors[index] = _in_chunks(runner, runner.continued(texts[index]))
     if len(texts) > 1:
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             vectors[index] = embed_texts(runner, [texts[index]])[0]
     return vectors
 
 
-def _embed_in_chunks(runner: EncoderRunner, text: TokenizedText) -> Vectors:
-    chunk = runner.continued(text)
+def _in_chunks(runner: EncoderRunner, chunk: ContinuedText) -> Vectors:
     while (vector := runner.run_chunk(chunk, runner.next_chunk(chunk))) is None:
         pass
     return vector

@@ -1,4 +1,4 @@
-"""Tests texts that run in chunks against the stateful original in f32, through the passes, the runner, the queue and the pipeline."""
+"""Tests texts that run in chunks, and beginnings that are kept, against the stateful original in f32, at every level."""
 
 import json
 import shutil
@@ -117,6 +117,63 @@ def test_whatever_comes_between_two_chunks_changes_nothing(folder, original):
             assert np.abs(runner.run(SMALL[0], [[short]])[0] - original(short.ids)).max() <= 1e-6
     for text, vector in found.items():
         assert np.abs(vector - original(text.text.ids)).max() <= 1e-6
+
+
+STEM = tokens(12, 77)
+WHOLE = EncoderVariant(1, 32, 2)
+RESTS = tuple(EncoderVariant(1, rows, 1, 16) for rows in (4, 8, 24))
+
+
+def begun(count, seed, stem=STEM):
+    return TokenizedText(np.concatenate((stem, tokens(count, seed))))
+
+
+def calls_of(runner):
+    """Return the list of the variants that the runner runs from now on."""
+    found, old = [], runner._measure
+    runner._measure = lambda variant, seconds: (found.append(variant), old(variant, seconds))
+    return found
+
+
+def test_the_beginning_of_queries_runs_once(folder, original):
+    runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
+    runner._seconds = {variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)}
+    calls = calls_of(runner)
+    for number, count in enumerate((6, 9, 3, 8, 4)):
+        text = begun(count, number)
+        assert np.abs(embed_texts(runner, [text])[0] - original(text.ids)).max() <= 1e-6
+    assert calls == [WHOLE, RESTS[2], RESTS[0], RESTS[1], RESTS[0]]
+    other = TokenizedText(tokens(10, 5))  # begins otherwise, and does not push out what is kept
+    assert np.abs(embed_texts(runner, [other])[0] - original(other.ids)).max() <= 1e-6
+    text = begun(2, 40)
+    assert np.abs(embed_texts(runner, [text])[0] - original(text.ids)).max() <= 1e-6
+    assert calls[-1] == RESTS[0]
+    short = TokenizedText(STEM[:9])  # a part of what is kept, of which the last token runs
+    assert np.abs(embed_texts(runner, [short])[0] - original(short.ids)).max() <= 1e-6
+    assert calls[-1] == RESTS[0]
+
+
+def test_few_beginnings_are_kept_and_each_is_right(folder, original):
+    runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
+    runner._seconds = {variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)}
+    rng = np.random.default_rng(2)
+    stems = [tokens(10, 100 + number) for number in range(6)]
+    for number in range(40):
+        text = begun(int(rng.integers(1, 9)), number, stems[number // 2 % 6 if number < 24 else int(rng.integers(6))])
+        assert np.abs(embed_texts(runner, [text])[0] - original(text.ids)).max() <= 1e-6
+    assert len(runner._beginnings._kept) <= 4
+
+
+def test_vectors_that_are_not_finite_keep_nothing(folder):
+    runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
+    runner._seconds = {variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)}
+    embed_texts(runner, [begun(3, 1)])
+    chunk = runner.resumed(begun(3, 2))
+    program = runner._continued_program(runner.next_chunk(chunk), chunk.past)
+    old = program.run
+    program.run = lambda meanwhile=None: (old(meanwhile), program.buffers.output.fill(np.nan))[0]
+    assert not np.isfinite(runner.run_chunk(chunk, runner.next_chunk(chunk))).all()
+    assert not runner._beginnings._kept
 
 
 def test_a_limit_of_time_makes_chunks_shorter(folder):
@@ -261,8 +318,9 @@ def test_long_texts_run_in_a_worker_process(demo, demo_alone):
 
 def test_inspect_names_the_chunks(demo):
     report = inspect_encoder(demo, "CPU", EncoderChoices())
-    assert {(variant.rows, variant.past) for variant in report.variants if variant.past} == {
+    assert {(variant.rows, variant.past) for variant in report.variants if variant.past >= 512} == {
         (rows, past) for rows in (64, 256, 512) for past in (512, 1024, 1536)
     }
+    assert {variant.past for variant in report.variants if 0 < variant.past < 512} == {32, 64, 128}
     report = inspect_encoder(demo, "CPU", EncoderChoices(properties={"PROGRAMS": "separate"}))
     assert [(variant.rows, variant.past) for variant in report.variants if variant.past] == [(512, 1536)]

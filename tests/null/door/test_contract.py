@@ -34,7 +34,7 @@ from staticllm.ports import (
 
 CALL_AXES = {"S", "T", "R", "T+S", "B", "B*S"}
 TYPES = {"f32": "float32", "i64": "int64", "i32": "int32"}
-EXAMPLES = {"kind": "causal", "layer": "0", "n": "0"}
+EXAMPLES = {"kind": "causal", "layer": "0", "n": "0", "i": "0"}
 """What stands for the parts of a name that a model decides."""
 KV = [KVState(0, role, "v", 1, 2, is_scale=is_scale) for role in ("key", "value") for is_scale in (False, True)]
 STATE = RecurrentState(0, "s", (1, 2))
