@@ -6,6 +6,7 @@ from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.inputs.check_places import check_places
 from staticllm.compiler_passes.inputs.expose_encoder_mask import expose_encoder_mask
 from staticllm.compiler_passes.inputs.expose_encoder_positions import expose_encoder_positions
+from staticllm.compiler_passes.inputs.expose_past import expose_past, prove_past
 from staticllm.compiler_passes.inputs.fix_encoder_inputs import fix_encoder_inputs
 from staticllm.compiler_passes.inputs.prove_packing import prove_packing
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
@@ -14,7 +15,6 @@ from staticllm.compiler_passes.shapes.add_pooling import add_pooling
 from staticllm.compiler_passes.shapes.pool_scores import pool_scores
 from staticllm.compiler_passes.shapes.select_output import select_output
 from staticllm.compiler_passes.states.drop_past import drop_past
-from staticllm.compiler_passes.states.expose_past import expose_past, prove_past
 
 ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     (

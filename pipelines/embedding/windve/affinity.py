@@ -137,12 +137,14 @@ def bind(processors: Iterable[int]) -> None:
     if not wanted:
         raise ConfigError("binding to no processor: give the indices of one or more")
     if sys.platform == "linux":
-        try:
+        before = current_processors()
+        with contextlib.suppress(OSError, OverflowError, ValueError):
             os.sched_setaffinity(0, wanted)
-        except (OSError, OverflowError, ValueError):
-            raise ConfigError(
-                f"processors {wanted} cannot be used here; there are {sorted(current_processors())}"
-            ) from None
+        missing = sorted(set(wanted) - current_processors())
+        if missing:  # the system binds to those of a list that it has
+            os.sched_setaffinity(0, before)
+            which = f"processor {missing[0]}" if len(missing) == 1 else f"processors {missing[0]} to {missing[-1]}"
+            raise ConfigError(f"{which} cannot be used here; there are {', '.join(map(str, sorted(before)))}")
 
 
 def bind_process(processors: Iterable[int]) -> None:

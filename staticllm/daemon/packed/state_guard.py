@@ -14,6 +14,8 @@ from staticllm.errors import PromptError
 from staticllm.ports import INPUT_IDS
 
 Array = NDArray[Any]
+CONVERTED = tuple(map(np.dtype, ("float16", "int8", "uint8", "int32")))
+"""The types that OpenVINO converts to the floats of a state; it refuses larger ones."""
 
 
 class StateGuard:
@@ -53,7 +55,7 @@ class StateGuard:
             self._check_beams(beams, ids)
 
     def check_state(self, index: int, values: Array) -> None:
-        """Check the value of a state.
+        """Check the value of a state. A state of floats takes smaller types, too: the device converts them.
 
         Raises:
             PromptError: its type or shape is not that of the state.
@@ -64,11 +66,11 @@ class StateGuard:
             size in (given, 0) or place == 0
             for place, (size, given) in enumerate(zip(empty, values.shape, strict=True))
         )
-        if not fits or values.dtype != state.element_type.to_dtype():
+        own = np.dtype(state.element_type.to_dtype())
+        is_converted = own == np.float32 and values.dtype in CONVERTED
+        if not fits or not (values.dtype == own or is_converted):
             sizes = ", ".join("any" if not size or place == 0 else str(size) for place, size in enumerate(empty))
-            raise PromptError(
-                f"state {index} gets {values.dtype} {list(values.shape)}: must be {state.element_type.to_dtype()} [{sizes}]"
-            )
+            raise PromptError(f"state {index} gets {values.dtype} {list(values.shape)}: must be {own} [{sizes}]")
 
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state, as a program does natively. Whether that changes the state is the device's.

@@ -86,3 +86,21 @@ def test_a_state_of_another_type_or_shape_is_refused(request_of):
     set_state(0, np.zeros(longer, np.float32))
     with pytest.raises(PromptError, match="reset them"):  # the other states have fewer columns
         infer(call(6, 1))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int8, np.uint8, np.float16])
+def test_a_state_takes_the_types_that_openvino_converts(kind, model_path):
+    xml = str(model_path("llama") / "openvino_model.xml")
+    model = PlainModel(1, ov.Core().compile_model(xml, "CPU", EXACT), "CPU", Devices(), 0)
+
+    def after(*types):
+        own = model.open(1)
+        own.infer({model.names.index(name): array for name, array in call(0, 5).items() if name in model.names})
+        for index in range(len(own.state_names()) if types else 0):
+            values = np.random.default_rng(index).integers(0, 3, own.get_state(index).shape)
+            own.set_state(index, values.astype(types[0]))
+        inputs = {model.names.index(name): array for name, array in call(5, 1).items() if name in model.names}
+        return own.infer(inputs)[0][0].copy()
+
+    assert np.array_equal(after(kind), after(np.float32))
+    assert not np.allclose(after(kind), after(), atol=1e-3), "the state makes a difference"

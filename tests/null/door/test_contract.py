@@ -30,6 +30,7 @@ from staticllm.ports import (
     find_encoder_port,
     find_port,
     input_names,
+    present_names,
 )
 
 CALL_AXES = {"S", "T", "R", "T+S", "B", "B*S"}
@@ -97,8 +98,8 @@ def test_all_ports_are_documented_as_inputs_or_outputs(page):
 def test_all_ports_of_encoders_are_documented(page):
     documented = [name for row in rows_of(page, "Encoder programs") for name in row.names]
     kind = EncoderMask(after=0)
-    shape = EncoderShape("scores", 3, (kind,), 64, has_token_types=True)
-    assert sorted(documented) == sorted([*encoder_input_names(shape), EMBEDDINGS, SCORES])
+    shape = EncoderShape("scores", 3, (kind,), 64, has_token_types=True, past=((2, 8),))
+    assert sorted(documented) == sorted([*encoder_input_names(shape), *present_names(shape), EMBEDDINGS, SCORES])
     assert {find_encoder_port(name) for name in documented} == set(ENCODER_PORTS)
     assert "position_ids" not in encoder_input_names(EncoderShape("scores", 3, (kind,), 64, has_positions=False))
 
@@ -111,6 +112,23 @@ def test_the_ports_of_encoders_have_the_shapes_of_a_variant():
     }  # fmt: skip
     with pytest.raises(KeyError, match="past"):
         encoder_shape_of("past.0.key", shape, variant)
+
+
+def test_the_ports_of_continued_texts_have_the_shapes_of_a_variant():
+    shape, variant = (
+        EncoderShape("embeddings", 8, (EncoderMask(after=0),), 64, past=((2, 4),)),
+        EncoderVariant(1, 16, 1, 32),
+    )
+    names = (*encoder_input_names(shape), *present_names(shape))
+    shapes = {name: encoder_shape_of(name, shape, variant) for name in names}
+    assert shapes == {
+        "input_ids": (1, 16), "position_ids": (1, 16), "mask.causal": (1, 1, 16, 48), "pool": (1, 16), "kept_rows": (16,),
+        "past.0": (1, 2, 32, 4), "present.0": (1, 2, 16, 4),
+    }  # fmt: skip
+    whole = EncoderVariant(3, 16, 1)
+    assert [encoder_shape_of(name, shape, whole) for name in ("past.0", "present.0", "kept_rows")] == [
+        (3, 2, 0, 4), (3, 2, 0, 4), (0,)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,11 @@ def test_a_thread_is_bound_to_its_cores_and_others_are_not():
     thread.join()
     assert seen == [{max(before)}]
     assert os.sched_getaffinity(0) == before
-    with pytest.raises(ConfigError, match=r"processors \[9999\] cannot be used here"):
+    with pytest.raises(ConfigError, match="processor 9999 cannot be used here; there are"):
         bind([9999])
+    with pytest.raises(ConfigError, match="processors 9998 to 9999 cannot be used here"):
+        bind([max(before), 9998, 9999])
+    assert os.sched_getaffinity(0) == before
     with pytest.raises(ConfigError, match="binding to no processor"):
         bind([])
 
