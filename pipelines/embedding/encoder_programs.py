@@ -115,7 +115,7 @@ def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
     while past and past[-1] < most:
         past.append(min(2 * past[-1], most))
     chunks = {EncoderVariant(1, rows, 1, seen) for rows in (*SHORT_CHUNKS, CHUNK_ROWS) for seen in past}
-    rests = {EncoderVariant(1, rows, 1, seen) for rows in REST_ROWS for seen in BEGINNINGS if rows <= longest}
+    rests = {EncoderVariant(1, rows, 1, seen) for rows in REST_ROWS for seen in BEGINNINGS if max(rows, seen) < longest}
     return tuple(sorted(chunks | rests))
 
 

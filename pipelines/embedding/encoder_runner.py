@@ -88,6 +88,12 @@ class EncoderRunner:
         """The most tokens of one text that runs whole."""
         return max(variant.rows for variant in self.variants)
 
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one text."""
+        chunked = [variant.past + variant.rows for variant in self.continuing if variant.past >= self.max_rows]
+        return max(chunked, default=self.max_rows)
+
     def cost(self, variant: EncoderVariant) -> float:
         """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
         if variant in self._seconds:

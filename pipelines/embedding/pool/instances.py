@@ -125,7 +125,7 @@ class LocalInstance:
 def costs_of(runner: EncoderRunner) -> dict[EncoderVariant, float]:
     """Return the seconds per call of each variant."""
     costs = {variant: runner.cost(variant) for variant in runner.variants}
-    most = max((variant.past + variant.rows for variant in runner.continuing), default=0)
+    most = runner.max_tokens
     if most > runner.max_rows:  # a text that runs in chunks counts like one in a call of its own
         for num_tokens in (*range(2 * runner.max_rows, most, runner.max_rows), most):
             costs[EncoderVariant(1, num_tokens, 1)] = runner.cost_of_text(num_tokens)
@@ -140,7 +140,7 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
     vectors = np.zeros((len(texts), runner.shape.width), np.float32)
     if len(texts) == 1 and runner.continuing and (chunk := runner.resumed(texts[0])) is not None:
         return _in_chunks(runner, chunk)[None]
-    is_long = [bool(runner.continuing) and len(text) > runner.max_rows for text in texts]
+    is_long = [runner.max_rows < len(text) <= runner.max_tokens for text in texts]
     places = [index for index, long in enumerate(is_long) if not long]
     short = [texts[index] for index in places]
     prefixes = find_groups(short) if runner.shape.shares_prefixes else None
