@@ -354,18 +354,25 @@ class PoolState:
                 del self._held[query.id]
 
     def expire(self, now: float) -> list[Ending]:
-        """Remove the texts whose deadlines have passed before they began."""
+        """Remove the texts whose deadlines have passed before they began, and end the requests of those that run."""
         late = [query.id for query in self._held.values() if query.deadline is not None and query.deadline <= now]
         found = [*(query.id for query in self.manager.expire(now)), *late]
         for query_id in found:
             self._held.pop(query_id, None)
         texts = [self._texts.pop(query_id) for query_id in found if query_id in self._texts]
+        texts += [self._texts[query.id] for query in self._running_with_deadline() if (query.deadline or 0.0) <= now]
         error = StaticLLMError("the deadline passed before all texts were embedded")
         return [Ending(text.request, error) for text in texts]
 
+    def _running_with_deadline(self) -> list[Query]:
+        """Return the queries in running batches that have a deadline, and that somebody still waits for."""
+        running = [query for device in self.devices for query in device.queue.running if query.deadline is not None]
+        return [query for query in running if query.id in self._texts and not self._texts[query.id].request.is_over]
+
     def next_event(self) -> float:
         """Return the moment of the next deadline or limit of a batch; infinite if there is none."""
-        deadlines = [query.deadline for query in self._held.values() if query.deadline is not None]
+        queries = (*self._held.values(), *self._running_with_deadline())
+        deadlines = [query.deadline for query in queries if query.deadline is not None]
         waiting = self.manager.next_deadline()
         limits = [device.ends_by for device in self.devices]
         return min([*limits, *deadlines, math.inf if waiting is None else waiting])
