@@ -226,22 +226,6 @@ def test_deadlines_pass_without_any_other_event(make):
     assert device.calls == [[1]]
 
 
-def test_a_deadline_passes_while_the_device_runs(make):
-    """The batch goes on; the caller of the late text does not wait until it ends, or hangs."""
-    device = Adder("A")
-    device.gate.clear()
-    pool = make(device)
-    late = submit(pool, 2, deadline=time.perf_counter() + 0.5)
-    with pytest.raises(StaticLLMError, match="deadline"):
-        late.result(SECONDS)
-    assert device.calls == [[2]]
-    other = submit(pool, 3)
-    device.gate.set()
-    assert results(other) == [sums(3)]
-    assert pool.num_waiting == 0
-    assert not device.num_recovered
-
-
 @pytest.mark.parametrize("seconds", [1e10, 1e300])
 def test_a_deadline_beyond_what_a_thread_can_wait_leaves_the_clock_alive(make, seconds):
     device = Adder("A")

@@ -1,4 +1,4 @@
-"""Tests worker processes of a pool that are killed again and again, and calls that Ctrl-C interrupts while they are admitted."""
+"""Tests worker processes of a pool that are killed or frozen, and calls that Ctrl-C interrupts while they are admitted."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 import pytest
 from fake_instances import Adder, request, sums
 
-from staticllm.errors import ClosedError, DeviceError
+from staticllm.errors import ClosedError, DeviceError, StaticLLMError
 from staticllm.pipelines.embedding.pool import embedding_pool, pool_state
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
@@ -35,8 +35,8 @@ def pool(worker):
     found.close()
 
 
-def submit(pool, *ids):
-    found = request(*ids)
+def submit(pool, *ids, **options):
+    found = request(*ids, **options)
     pool.submit(found)
     return found.future
 
@@ -169,3 +169,17 @@ def test_what_the_garbage_collector_ends_inside_the_lock_does_not_lock_the_pool_
         with pytest.raises(ClosedError):
             submit(pool, 23)
     assert collected.is_set()
+
+
+def test_a_deadline_passes_while_a_worker_is_frozen(pool, worker):
+    """The batch goes on; the caller of the late text does not wait until it ends, or until the worker is killed."""
+    worker.gate.clear()
+    late = submit(pool, 2, deadline=time.perf_counter() + 0.5)
+    with pytest.raises(StaticLLMError, match="deadline"):
+        late.result(SECONDS)
+    assert worker.calls == [[2]]
+    other = submit(pool, 3)
+    worker.gate.set()
+    assert other.result(SECONDS).tolist() == sums(3)
+    assert pool.num_waiting == 0
+    assert not worker.num_recovered
