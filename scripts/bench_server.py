@@ -1,6 +1,6 @@
 """Measures what the server costs: TTFT, throughput and processor time over HTTP against the same pipeline in process, in turns.
 
-Answers do not end before their length, so that each token is a chunk. The processor time of the server is that of its process;
+Answers do not end before their length, so that each has the same tokens. The processor time of the server is that of its process;
 that of the pipeline is this process's.
 
 python scripts/bench_server.py --clients 1 8 --rounds 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -39,6 +39,15 @@ class TextDelta:
             self.events + other.events,
             self.logprobs + other.logprobs,
         )
+
+
+def joined(deltas: Sequence[TextDelta]) -> list[TextDelta]:
+    """Return increments that follow each other as one; those with log-probabilities are left apart, token by token."""
+    if len(deltas) < 2 or any(delta.logprobs for delta in deltas):
+        return list(deltas)
+    tokens = [token for delta in deltas for token in delta.tokens]
+    events = [event for delta in deltas for event in delta.events]
+    return [TextDelta(tokens, "".join([delta.text for delta in deltas]), events)]
 
 
 @dataclass(frozen=True)

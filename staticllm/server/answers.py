@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError
 from staticllm.pipelines.text.handle import GenerationHandle
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
@@ -166,7 +166,7 @@ class Answers:
                     async for batch in batches:
                         answer.timer.tick(len(batch))
                         current_record().note_token()
-                        last = [AnswerDelta(answer.index, delta) for delta in batch]
+                        last = [AnswerDelta(answer.index, delta) for delta in joined(batch)]
                         if not handle.is_done or handle.finish_reason is FinishReason.ERROR:
                             yield last
                             last = []
