@@ -176,6 +176,16 @@ def test_logprobs_are_those_of_the_chosen_tokens(served, client):
     assert np.allclose([entry.logprob for entry in streamed], [entry.logprob for entry in entries], atol=1e-5)
 
 
+def test_tokens_that_are_ready_together_are_one_chunk_but_those_with_logprobs_are_not(client, answer):
+    options = {"model": "demo", "messages": QUESTION, "max_tokens": 40, "stream": True}
+    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**options)]
+    assert "".join(filter(None, pieces)) == answer.texts[0]
+    each = [len(chunk.choices[0].logprobs.content) for chunk in client.chat.completions.create(**options, logprobs=True)
+            if chunk.choices[0].logprobs]  # fmt: skip
+    assert sum(each) == len(answer.tokens[0])
+    assert len(each) > sum(map(bool, pieces)), "a token of the embedded model takes a fraction of the least gap"
+
+
 def test_a_beam_search_is_answered_whole(served, client):
     found = client.chat.completions.create(
         model="demo", messages=QUESTION, max_tokens=12, n=2, extra_body={"num_beams": 3}

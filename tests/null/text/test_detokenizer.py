@@ -10,7 +10,7 @@ from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.output_processor import OutputProcessor
+from staticllm.pipelines.text.output_processor import OutputProcessor, TextDelta, joined
 
 
 def decode(tokens):
@@ -128,3 +128,12 @@ def test_an_answer_that_has_ended_is_a_value_with_everything_that_was_received(e
     assert output.metrics.get_num_generated_tokens() == 2
     with pytest.raises(FrozenInstanceError):
         output.text = "another"
+
+
+def test_increments_are_joined_unless_they_have_log_probabilities():
+    parts = [TextDelta([1], "a"), TextDelta([], ""), TextDelta([2, 3], "bc")]
+    assert joined(parts) == [TextDelta([1, 2, 3], "abc")]
+    assert joined(parts[:1]) == parts[:1]
+    assert joined([]) == []
+    apart = [*parts, TextDelta([4], "d", logprobs=[-0.5])]
+    assert joined(apart) == apart
