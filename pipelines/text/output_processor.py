@@ -41,13 +41,14 @@ class TextDelta:
         )
 
 
-def joined(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """Return increments that follow each other as one; those with log-probabilities are left apart, token by token."""
-    if len(deltas) < 2 or any(delta.logprobs for delta in deltas):
-        return list(deltas)
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return increments that follow each other as one."""
+    if len(deltas) == 1:
+        return deltas[0]
     tokens = [token for delta in deltas for token in delta.tokens]
     events = [event for delta in deltas for event in delta.events]
-    return [TextDelta(tokens, "".join([delta.text for delta in deltas]), events)]
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+    return TextDelta(tokens, "".join([delta.text for delta in deltas]), events, logprobs)
 
 
 @dataclass(frozen=True)

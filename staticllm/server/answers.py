@@ -48,7 +48,8 @@ class Answers:
     """Runs answers on a model that its caller has acquired. ``begin``, then ``batches``; ``close`` in any case.
 
     ``submits`` has one function per answer. They run in threads, and return handles. ``is_search``: the only answer is a beam
-    search, whose tokens come at its end. ``priority`` orders the requests of this client.
+    search, whose tokens come at its end. ``priority`` orders the requests of this client. ``is_by_token``: each token is an
+    increment of its own, also if several are ready.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Answers:
         submits: Sequence[Submit],
         is_search: bool = False,
         priority: int = 0,
+        is_by_token: bool = False,
     ) -> None:
         assert model.admission is not None, "the model is not loaded"
         self._state, self._model, self._client, self._submits = state, model, client, submits
         self._admission, self._is_search, self._priority = model.admission, is_search, priority
+        self._is_by_token = is_by_token
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[_Answer] = set()
@@ -166,7 +169,8 @@ class Answers:
                     async for batch in batches:
                         answer.timer.tick(len(batch))
                         current_record().note_token()
-                        last = [AnswerDelta(answer.index, delta) for delta in joined(batch)]
+                        deltas = batch if self._is_by_token else [joined(batch)]
+                        last = [AnswerDelta(answer.index, delta) for delta in deltas]
                         if not handle.is_done or handle.finish_reason is FinishReason.ERROR:
                             yield last
                             last = []

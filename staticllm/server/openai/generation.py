@@ -69,7 +69,8 @@ async def respond(
         priority = inputs[0][1].get("priority", 0)
         in_engine = min(0, priority)  # all clients are there: a request may only go behind others
         submits = [partial(pipeline.submit, prompt, **{**options, "priority": in_engine}) for prompt, options in inputs]
-        answers = Answers(call.state, model, call.client, submits, body.is_search, priority)
+        is_by_token = "logprobs" in inputs[0][1]  # the texts of tokens have their places in the answer
+        answers = Answers(call.state, model, call.client, submits, body.is_search, priority, is_by_token)
         await call.connected(answers.begin())
         if body.stream:
             response = stream(answers, close)

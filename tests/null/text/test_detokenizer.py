@@ -130,10 +130,7 @@ def test_an_answer_that_has_ended_is_a_value_with_everything_that_was_received(e
         output.text = "another"
 
 
-def test_increments_are_joined_unless_they_have_log_probabilities():
-    parts = [TextDelta([1], "a"), TextDelta([], ""), TextDelta([2, 3], "bc")]
-    assert joined(parts) == [TextDelta([1, 2, 3], "abc")]
-    assert joined(parts[:1]) == parts[:1]
-    assert joined([]) == []
-    apart = [*parts, TextDelta([4], "d", logprobs=[-0.5])]
-    assert joined(apart) == apart
+def test_increments_that_follow_each_other_are_joined():
+    parts = [TextDelta([1], "a", logprobs=[-1.0]), TextDelta([], ""), TextDelta([2, 3], "bc", logprobs=[-0.5, 0.0])]
+    assert joined(parts) == parts[0] + parts[1] + parts[2] == TextDelta([1, 2, 3], "abc", [], [-1.0, -0.5, 0.0])
+    assert joined(parts[:1]) is parts[0]
