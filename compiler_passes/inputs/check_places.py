@@ -17,6 +17,7 @@ from staticllm.compiler_passes.graph.control_values import (
     PROBE_BATCH,
     PROBE_ROWS,
     Value,
+    at_sizes,
     depends_on_distance,
     divide,
     evaluate,
@@ -26,8 +27,10 @@ from staticllm.compiler_passes.graph.control_values import (
     row_axes,
 )
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.graph.step_graph import consumers
 from staticllm.compiler_passes.inputs.expose_encoder_positions import exposed_names
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import INPUT_IDS, POSITION_IDS
 
 STAGE = "check_places"
 MANY_ROWS = 512
@@ -75,6 +78,42 @@ def check_places(graph: EncoderGraph) -> None:
             graph.keep_texts_apart(STAGE, f"{one.reader} reads {reason}")
     if pairs:
         graph.note(STAGE, f"{pairs} values depend on the distance of two tokens")
+    reduced = _reduced_positions(graph)
+    if reduced is not None:
+        name = f"{reduced.get_type_name()} {reduced.get_friendly_name()!r}"
+        graph.keep_texts_apart(STAGE, f"{name} makes one value of the positions of all tokens")
+
+
+def _reduced_positions(graph: EncoderGraph) -> ov.Node | None:
+    """Return a node that computes one value of the positions of all tokens, such as their largest; None if there is none.
+
+    Such a value chooses the rotary factors of some models, so it must be that of one text, and of the whole text.
+    """
+    positions, ids = graph.parameter(POSITION_IDS), graph.parameter(INPUT_IDS)
+    if positions is None or ids is None:
+        return None
+    nodes = graph.model.get_ordered_ops()
+    probes = at_sizes(graph.model, PROBE_BATCH, PROBE_ROWS[0]).get_ordered_ops()
+    from_ids, from_positions = _downstream(ids), _downstream(positions)
+    for node, probe in zip(nodes, probes, strict=True):
+        key = node.get_instance_id()
+        if key in from_positions and key not in from_ids and node.get_type_name() != "Result":
+            shapes = [output.get_partial_shape() for output in probe.outputs()]
+            if not any(ov.Dimension(PROBE_ROWS[0]) in list(shape) for shape in shapes if shape.rank.is_static):
+                return node
+    return None
+
+
+def _downstream(parameter: ov.Node) -> set[int]:
+    """Return the nodes whose values depend on those of a parameter, not only on its shape."""
+    found, left = set[int](), [parameter]
+    while left:
+        node = left.pop()
+        key = node.get_instance_id()
+        if key not in found and node.get_type_name() != "ShapeOf":
+            found.add(key)
+            left += [target for output in node.outputs() for target in consumers(output)]
+    return found
 
 
 def _what_remains(graph: EncoderGraph) -> list[Remains]:

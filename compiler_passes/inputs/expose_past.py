@@ -23,7 +23,7 @@ from staticllm.compiler_passes.inputs.prove_packing import MOST_ROWS, TOLERANCE,
 from staticllm.devices import get_core
 from staticllm.ports import INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
 
-STAGE = "expose_past"
+STAGE, PROOF = "expose_past", "prove_past"
 ROW_AXIS = 2
 MASK = "mask."
 Arrays = Mapping[str, NDArray[np.float32]]
@@ -42,10 +42,10 @@ def prove_past(graph: EncoderGraph) -> None:
         if worst > TOLERANCE:
             reason = f"in chunks it differs by {worst:.0e} of the largest value"
         else:
-            graph.note(STAGE, f"texts may run in chunks: within {worst:.0e} of the original")
+            graph.note(PROOF, f"texts may run in chunks: within {worst:.0e} of the original")
     if reason is not None:
         graph.joins = []
-        graph.note(STAGE, f"every text runs whole: {reason}")
+        graph.note(PROOF, f"every text runs whole: {reason}")
 
 
 def expose_past(graph: EncoderGraph) -> None:

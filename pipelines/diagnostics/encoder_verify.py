@@ -32,8 +32,8 @@ from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.encoder_set import programs_of
 from staticllm.pipelines.embedding.load import make_encoder_runner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.pipelines.embedding.pool.instances import embed_texts
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
 LENGTHS = (1, 2, 3, 5, 9, 17, 33, 60, 100, 128, 250, 512)
@@ -176,7 +176,7 @@ def verify_encoder(
         texts = _texts(runner, plan_encoder(job).vocab_size)
         if expected is None:
             expected = _originals(job, runner, texts)
-        alone = np.concatenate([_run(runner, [text]) for text in texts])
+        alone = np.concatenate([embed_texts(runner, [text]) for text in texts])
         shared = _run_full(runner, texts)
         packed, others = np.concatenate([call.vectors for call in shared]), [i for call in shared for i in call.texts]
         lengths = [len(text) for text in texts]
@@ -214,7 +214,7 @@ def verify_encoder_set(models_path: str | os.PathLike[str], device: str, folder:
     found = programs_of(job)
     runner = make_encoder_runner(job, found)
     texts = _texts(runner, found.programs.vocab_size)
-    expected, vectors = _originals(job, runner, texts), _run(runner, texts)
+    expected, vectors = _originals(job, runner, texts), embed_texts(runner, texts)
     distance = float(np.abs(vectors - expected).max() / np.ptp(expected))
     cosine = (
         _least_cosine(vectors, expected)
@@ -236,7 +236,9 @@ def _originals(job: EncoderJob, runner: EncoderRunner, texts: Sequence[Tokenized
 def _texts(runner: EncoderRunner, vocab_size: int | None) -> list[TokenizedText]:
     """Return texts of random ids, the second half of each with token type 1 if the model knows types."""
     random, most = np.random.default_rng(0), vocab_size or 1000
+    chunked = [runner.max_rows + 88, 2 * runner.max_rows + 1] if runner.continuing else []
     lengths = [length for length in LENGTHS if length <= runner.max_rows]
+    lengths += [length for length in chunked if length <= runner.max_tokens]
     has_types = runner.shape.has_token_types
     return [
         TokenizedText(
@@ -245,16 +247,6 @@ def _texts(runner: EncoderRunner, vocab_size: int | None) -> list[TokenizedText]
         )
         for length in lengths
     ]
-
-
-def _run(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vectors:
-    """Return the vectors of texts that share calls as far as the model allows it, in the order of ``texts``."""
-    found = np.zeros((len(texts), runner.shape.width), np.float32)
-    lengths = [len(text) for text in texts]
-    for call in plan_calls(lengths, runner.variants, runner.cost, runner.shape.is_packable):
-        sequences = [[texts[index] for index in sequence] for sequence in call.sequences]
-        found[list(call.texts)] = runner.run(call.variant, sequences)
-    return found
 
 
 @dataclass(frozen=True)

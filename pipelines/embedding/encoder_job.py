@@ -14,8 +14,8 @@ import openvino as ov
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Pooling, ProgramMode
 from staticllm.devices import check_device, get_core, known_properties
-from staticllm.errors import ConfigError
-from staticllm.model_dir import check_model_dir, max_positions
+from staticllm.errors import ConfigError, ModelError
+from staticllm.model_dir import MODEL_XML, check_model_dir, max_positions
 from staticllm.pipelines.blobs.blob_set import is_ours, json_properties
 from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
@@ -89,7 +89,7 @@ class EncoderJob:
 
     @property
     def wants_chunks(self) -> bool:
-        """Whether long texts may run in chunks: a vector must be that of the last token then."""
+        """Whether texts may be continued if the model has states: a vector must be that of the last token then."""
         return bool(self.choices.score_tokens) or self.pooling in (None, "last")
 
     def fingerprint(self) -> EncoderFingerprint:
@@ -109,7 +109,7 @@ class EncoderJob:
             score_tokens=", ".join(map(str, self.choices.score_tokens)) or "none",
             max_length=str(self.max_length),
             sizes=("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
-            + (", chunks" if self.wants_chunks else ""),
+            + (", chunks" if self.wants_chunks and has_states(self.load.directory / MODEL_XML) else ""),
             programs=self.mode,
             normalize=str(self.choices.is_normalised),
             properties=", ".join(f"{name}={value}" for name, value in properties),
@@ -170,6 +170,18 @@ def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMCo
     if resolved.config.programs not in ("auto", "separate", "shared"):
         raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
     return resolved.config
+
+
+def has_states(path: Path) -> bool:
+    """Return whether the IR at this path reads states, as a decoder that was exported with past does.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    try:
+        return b'type="ReadValue"' in path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
 
 
 def _digest_of(files: EncoderFiles) -> str:

@@ -107,16 +107,25 @@ def _continuing(job: EncoderJob, shape: EncoderShape, longest: int) -> tuple[Enc
 
 
 def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
-    """Return the variants that continue texts of up to ``longest`` tokens: at most one, or several if they share a program."""
-    most = -(-longest // CHUNK_ROWS) * CHUNK_ROWS - CHUNK_ROWS
+    """Return the variants that continue texts of up to ``longest`` tokens: at most one, or several if they share a program.
+
+    In a shared program, a text can go on after any number of its tokens: a beginning may be kept, and chunks may be short.
+    """
     if not is_shared:
+        most = -(-longest // CHUNK_ROWS) * CHUNK_ROWS - CHUNK_ROWS  # all chunks but the last one are full
         return (EncoderVariant(1, CHUNK_ROWS, 1, most),) if most else ()
-    past = [CHUNK_ROWS] if most else []
-    while past and past[-1] < most:
-        past.append(min(2 * past[-1], most))
-    chunks = {EncoderVariant(1, rows, 1, seen) for rows in (*SHORT_CHUNKS, CHUNK_ROWS) for seen in past}
-    rests = {EncoderVariant(1, rows, 1, seen) for rows in REST_ROWS for seen in BEGINNINGS if max(rows, seen) < longest}
-    return tuple(sorted(chunks | rests))
+    past = [min(CHUNK_ROWS, longest)]
+    while past[-1] < longest:
+        past.append(min(2 * past[-1], longest))
+    beginnings = [seen for seen in BEGINNINGS if seen < past[0]]
+    rests = {
+        EncoderVariant(1, rows, 1, seen) for rows in REST_ROWS for seen in (*beginnings, past[0]) if rows <= longest
+    }
+    if longest <= CHUNK_ROWS:
+        return tuple(sorted(rests))
+    return tuple(
+        sorted(rests | {EncoderVariant(1, rows, 1, seen) for rows in (*SHORT_CHUNKS, CHUNK_ROWS) for seen in past})
+    )
 
 
 def default_pooling(shape: EncoderShape) -> Pooling:

@@ -12,6 +12,7 @@ from staticllm.core import EncoderShape, EncoderVariant, Pooling
 from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText, Rows, chunk_variant
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
 from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS, KeptBeginnings
+from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.ports import past_names
@@ -61,7 +62,7 @@ class EncoderRunner:
     """Runs an encoder's programs. It is not thread-safe: only the thread that owns the device calls it.
 
     ``compiled``: the compiled program of each variant; several variants may share one. ``pooling``: how the vectors of a text's
-    tokens become one.
+    tokens become one. ``longest``: the most tokens of a text; None for those of the longest variant.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class EncoderRunner:
         compiled: Mapping[EncoderVariant, ov.CompiledModel],
         pooling: Pooling,
         pad_id: int = 0,
+        longest: int | None = None,
     ) -> None:
         self.shape = shape
         self.pooling: Pooling = shape.pooling or pooling
@@ -82,17 +84,13 @@ class EncoderRunner:
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
         """The variants that continue a text."""
+        self.max_tokens = longest or max(variant.rows + variant.past for variant in self._compiled)
+        """The most tokens of one text."""
 
     @property
     def max_rows(self) -> int:
         """The most tokens of one text that runs whole."""
         return max(variant.rows for variant in self.variants)
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of one text."""
-        chunked = [variant.past + variant.rows for variant in self.continuing if variant.past >= self.max_rows]
-        return max(chunked, default=self.max_rows)
 
     def cost(self, variant: EncoderVariant) -> float:
         """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
@@ -106,10 +104,11 @@ class EncoderRunner:
             return 1e-3 + 1e-4 * size
         below = max((known for known in whole if _size(known) <= size), key=_size, default=None)
         above = min((known for known in whole if _size(known) >= size), key=_size, default=None)
-        if below is None or above is None or _size(below) == _size(above):
-            near = below or above
-            assert near is not None
-            return self._seconds[near] * size / _size(near)
+        if below is None:
+            assert above is not None
+            return self._seconds[above]  # few rows take hardly less time, because all weights are read
+        if above is None or _size(below) == _size(above):
+            return self._seconds[below] * size / _size(below)
         share = (size - _size(below)) / (_size(above) - _size(below))
         return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
 
@@ -119,7 +118,7 @@ class EncoderRunner:
         known = [each for each in self._seconds if each.past]
         if not known:
             return alone * (1 + variant.past / COSTLY_PAST)
-        near = min(known, key=lambda each: (abs(each.rows - variant.rows), abs(each.past - variant.past)))
+        near = max(known, key=lambda each: each.rows * each.past)  # that with the most pairs is the surest
         more = max(0.0, self._seconds[near] - self.cost(replace(near, past=0)))
         return alone + more * (variant.rows * variant.past) / (near.rows * near.past)
 
@@ -172,12 +171,13 @@ class EncoderRunner:
             return None
         num_kept = self._beginnings.to_keep(text)
         chunk = self.continued(text)
-        if not chunk.num_done and not num_kept:
+        is_learning = num_kept >= chunk.num_done + LEAST_SHARED
+        if not chunk.num_done and not is_learning:
             return None
-        chunk.num_kept = 0 if chunk.num_done else num_kept
+        chunk.num_kept = num_kept if is_learning else 0
         variant = self.next_chunk(chunk)
         whole = [self.cost(each) for each in self.variants if each.rows >= len(text)]
-        is_dear = bool(chunk.num_done and whole) and self.cost(variant) >= min(whole)
+        is_dear = bool(whole) and not is_learning and self.cost(variant) >= min(whole)
         return None if is_dear or variant.rows < chunk.num_left else chunk
 
     def next_chunk(self, chunk: ContinuedText, max_seconds: float | None = None) -> EncoderVariant:
@@ -224,9 +224,12 @@ class EncoderRunner:
         self._seconds[variant] = known + NEW_SHARE * (seconds - known)
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
-        """Return variants that continue a text after few tokens, of which one has the fewest rows and others have the most."""
-        ends = {each.past: each for each in sorted(self.continuing, key=lambda each: each.rows)}
-        return sorted({*self.continuing[:1], *(each for past, each in sorted(ends.items())[:2])})
+        """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""
+        if not self.continuing:
+            return []
+        few, many = self.continuing[0].past, [each.past for each in self.continuing if each.past >= self.max_rows]
+        ends = [max(each for each in self.continuing if each.past == past) for past in {few, min(many, default=few)}]
+        return sorted({self.continuing[0], *ends})
 
     def _continued_program(self, variant: EncoderVariant, past: Sequence[Rows]) -> ContinuedProgram:
         found = self._bound.get(variant)

@@ -236,6 +236,9 @@ def _check_ports(shape: EncoderShape, compiled: Mapping[EncoderVariant, ov.Compi
     known = encoder_input_names(shape) | {EMBEDDINGS if shape.output == "embeddings" else SCORES}
     known |= {*present_names(shape)}
     for variant, program in compiled.items():
+        found = {name for port in (*program.inputs, *program.outputs) for name in port.get_names()}
+        if variant.past and not {*past_names(shape), *present_names(shape)} <= found:
+            raise KeyError(f"{variant} lacks ports of keys and values")
         for port in (*program.inputs, *program.outputs):
             names = sorted(port.get_names() & known)
             if not names:

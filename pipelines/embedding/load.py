@@ -72,7 +72,7 @@ def make_encoder_runner(job: EncoderJob, found: EncoderSet, pad_id: int = 0) -> 
     """
     programs, start = found.programs, time.perf_counter()
     pooling = job.pooling or default_pooling(programs.shape)
-    runner = EncoderRunner(programs.shape, programs.compiled, pooling, pad_id)
+    runner = EncoderRunner(programs.shape, programs.compiled, pooling, pad_id, programs.longest)
     try:
         runner.warm_up(known=programs.costs)
     except (RuntimeError, MemoryError) as error:
