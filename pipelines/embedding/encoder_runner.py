@@ -220,8 +220,11 @@ class EncoderRunner:
         self._beginnings.keep(chunk, chunk.num_kept)
 
     def _measure(self, variant: EncoderVariant, seconds: float) -> None:
-        known = self._seconds.get(variant, seconds)
-        self._seconds[variant] = known + NEW_SHARE * (seconds - known)
+        known = self._seconds.get(variant)
+        if known is None:  # the first run prepares, so it says only that the variant takes no longer
+            self._seconds[variant] = min(seconds, self.cost(variant))
+        else:
+            self._seconds[variant] = known + NEW_SHARE * (seconds - known)
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
         """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""

@@ -174,10 +174,6 @@ def test_a_long_text_ends_between_its_chunks(folder, end):
 def test_a_longer_common_beginning_replaces_a_shorter_one(folder, original):
     more = EncoderVariant(1, 4, 1, 32), EncoderVariant(1, 24, 1, 32)
     runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, *more, WHOLE), True)
-        folder / "openvino_model.xml",
-        (*SMALL, *RESTS, EncoderVariant(1, 4, 1, 32), EncoderVariant(1, 24, 1, 32), WHOLE),
-        True,
-    )
     runner._seconds = {variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)}
     calls = calls_of(runner)
     for stem in (tokens(11, 3), tokens(11, 4)):
@@ -187,3 +183,16 @@ def test_a_longer_common_beginning_replaces_a_shorter_one(folder, original):
     text = begun(3, 7, np.concatenate((STEM[:9], tokens(11, 4))))
     assert np.abs(embed_texts(runner, [text])[0] - original(text.ids)).max() <= 1e-6
     assert calls[-1].rows == 4, "only what follows the 20 common tokens runs"
+
+
+def test_a_slow_first_run_does_not_rule_a_size_out(folder):
+    """A shared program prepares each size in its first run."""
+    runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
+    runner._seconds = {variant: 1e-3 * variant.rows for variant in runner.variants}
+    expected = runner.cost(RESTS[1])
+    runner._measure(RESTS[1], 10.0)
+    assert runner.cost(RESTS[1]) == expected
+    runner._measure(RESTS[1], 10.0)
+    assert runner.cost(RESTS[1]) > 1, "what is slow again and again is"
+    runner._measure(RESTS[0], 1e-9)
+    assert runner.cost(RESTS[0]) == 1e-9

@@ -9,7 +9,7 @@ from encoder_models import Alone, Packed, Placed, unit, unpack
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
 
-from staticllm.compiler_passes.graph.step_graph import named_result
+from staticllm.compiler_passes.graph.step_graph import named_result, upstream
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
 from staticllm.compiler_passes.shapes.select_logits import find_head
@@ -89,6 +89,49 @@ def test_a_bias_by_the_distance_of_rows_forbids_shared_beginnings(tmp_path):
     biased = lower_encoder(model)
     assert (biased.shape.is_packable, biased.shape.shares_prefixes) == (True, False)
     assert any("not shared" in note for report in biased.reports for note in report.notes)
+
+
+def test_factors_that_depend_on_the_length_keep_texts_whole_and_apart(tmp_path):
+    """As in LongRoPE: a text of more than 20 tokens has other rotary factors, also for its first tokens."""
+    model = with_factors_by_length(read("qwen3_with_past", tmp_path), 20)
+    lowered = lower_encoder(model.clone())
+    assert (lowered.shape.is_packable, lowered.shape.past) == (False, ())
+    assert any("one value of the positions" in note for report in lowered.reports for note in report.notes)
+    (result,) = model.get_results()
+    model.add_results([named_result("states", find_head(result).input_value(0))])
+    original, rng = get_core().compile_model(model, "CPU", EXACT), np.random.default_rng(4)
+    for length in (8, 20, 21, 24):
+        ids = rng.integers(5, 99, length)
+        (vector,) = Packed(lowered, EncoderVariant(1, length, 1))(
+            [Placed(ids, 0, 0, np.zeros(length, np.int64))], "last"
+        )
+        assert np.abs(vector - unit(last_state(original, ids, length))).max() <= 1e-6
+    plain = lower_encoder(read("qwen3_with_past", tmp_path))
+    assert plain.shape.is_packable and plain.shape.past
+
+
+def with_factors_by_length(model, limit):
+    """Let the rotary frequencies depend on the largest position."""
+    (rotary,) = [node for node in model.get_ordered_ops() if node.get_type_name() == "MatMul" and is_rotary(node)]
+    place = next(index for index in (0, 1) if not depends_on_inputs(rotary.input_value(index).get_node()))
+    positions = rotary.input_value(1 - place)
+    largest = ops.reduce_max(positions, ops.constant(np.array([0, 1, 2])), False)
+    factor = ops.select(ops.greater_equal(largest, ops.constant(np.float32(limit))), np.float32(0.25), np.float32(1.0))
+    scaled = ops.multiply(rotary.input_value(place), factor)
+    rotary.input(place).replace_source_output(scaled.output(0))
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def is_rotary(node):
+    return any("rotary" in each.get_friendly_name() for each in (node, node.input_value(0).get_node())) and (
+        depends_on_inputs(node.input_value(0).get_node()) != depends_on_inputs(node.input_value(1).get_node())
+    )
+
+
+def depends_on_inputs(node):
+    kinds = {each.get_type_name() for each in upstream([node]) if each.get_type_name() == "Parameter"}
+    return bool(kinds)
 
 
 def write_out(attention):
