@@ -136,10 +136,11 @@ class EncoderRunner:
 
         ``known``: seconds per call that need not be measured again.
         """
+        self._seconds |= {variant: seconds for variant, seconds in (known or {}).items() if variant in self._compiled}
         for variant in (*self.variants, *self._continuing_to_measure()):
             program = self._program(variant)
             slowest = program.run()  # the first run prepares
-            seconds = (known or {}).get(variant)
+            seconds = self._seconds.get(variant)
             if seconds is None and slowest < VERY_SLOW_RUN:
                 seconds = min(program.run() for _ in range(num_runs if slowest < SLOW_RUN else 1))
             self._seconds[variant] = slowest if seconds is None else seconds
