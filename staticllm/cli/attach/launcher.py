@@ -11,6 +11,8 @@ from pathlib import Path
 import click
 
 import staticllm
+from staticllm.cli.attach.installed_hook import install as install_hook
+from staticllm.cli.attach.installed_hook import uninstall as uninstall_hook
 from staticllm.errors import ConfigError
 from staticllm.wire import endpoint
 
@@ -24,13 +26,31 @@ HOOK = Path(staticllm.__file__).parent / "attach" / "startup"
 @click.option(
     "--require/--auto", "is_required", help="Fail instead of running natively what the daemon does not serve."
 )
-@click.argument("command", nargs=-1, required=True)
-def command(devices: str | None, priority: int, exact: bool, is_required: bool, command: tuple[str, ...]) -> None:
+@click.option("--install", is_flag=True, help="Let the programs of a Python environment attach themselves instead.")
+@click.option("--uninstall", is_flag=True, help="Undo --install.")
+@click.argument("command", nargs=-1)
+def command(
+    devices: str | None,
+    priority: int,
+    exact: bool,
+    is_required: bool,
+    install: bool,
+    uninstall: bool,
+    command: tuple[str, ...],
+) -> None:
     """Run COMMAND, such as python app.py, with its OpenVINO models in the daemon. The program's files are not changed.
 
     What the daemon does not serve runs natively, with one line that says why. The environment variable STATICLLM_ATTACH=off
     leaves a program alone.
+
+    After `staticllm attach --install [PYTHON]`, the programs of the environment of PYTHON (by default this one) attach themselves
+    wherever the environment variable STATICLLM_ATTACH is auto or require, without this command.
     """
+    if install or uninstall:
+        _change_environment(install, uninstall, command)
+        return
+    if not command:
+        raise click.UsageError("Missing argument 'COMMAND...'.")
     environment = attached_environment(dict(os.environ))
     environment["STATICLLM_ATTACH"] = "require" if is_required else "auto"
     environment["STATICLLM_ATTACH_PRIORITY"] = str(priority)
@@ -51,12 +71,30 @@ def command(devices: str | None, priority: int, exact: bool, is_required: bool, 
         raise ConfigError(f"{command[0]!r} cannot be run: {error.strerror}") from error
 
 
+def _change_environment(is_installed: bool, is_removed: bool, command: tuple[str, ...]) -> None:
+    """Put the hook into an environment, or remove it, and print what was done."""
+    if is_installed and is_removed:
+        raise click.UsageError("--install and --uninstall: give one of them.")
+    if len(command) > 1:
+        raise click.UsageError("--install and --uninstall take one Python interpreter, or none for this one.")
+    python = command[0] if command else sys.executable
+    if is_removed:
+        found = uninstall_hook(python)
+        click.echo(f"removed {found}" if found is not None else "it was not installed")
+        return
+    click.echo(f"wrote {install_hook(python, HOOK, _daemon_command())}")
+    click.echo("its programs attach themselves where STATICLLM_ATTACH is auto or require")
+
+
+def _daemon_command() -> list[str]:
+    return [sys.executable, "-m", "staticllm", "daemon", "start", "--foreground"]
+
+
 def attached_environment(environment: dict[str, str]) -> dict[str, str]:
     """Return an environment in which Python programs attach themselves; once, however often it is applied."""
     others = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(HOOK)]
-    daemon = [sys.executable, "-m", "staticllm", "daemon", "start", "--foreground"]
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([str(HOOK), *others]),
-        "STATICLLM_DAEMON_COMMAND": json.dumps(daemon),
+        "STATICLLM_DAEMON_COMMAND": json.dumps(_daemon_command()),
     }

@@ -1,0 +1,72 @@
+"""Puts the hook into a Python environment, so that its programs attach themselves where STATICLLM_ATTACH says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from staticllm.errors import ConfigError
+
+FILE = "staticllm-attach.pth"
+"""The name of the file in the environment's site-packages. Python runs its line at each start."""
+_SECONDS = 60.0
+_LINE = (
+    'import os, sys; os.environ.get("STATICLLM_ATTACH") in ("auto", "require") and not sys.flags.ignore_environment '
+    'and {hook!r} not in sys.path and (os.environ.setdefault("STATICLLM_DAEMON_COMMAND", {daemon!r}), '
+    "sys.path.insert(0, {hook!r}))\n"
+)
+
+
+def install(python: str, hook: Path, daemon: list[str]) -> Path:
+    """Write the file into the environment of the interpreter ``python``, and return its path.
+
+    ``hook`` is the folder with our ``sitecustomize``, which the interpreter then finds first; it runs the one that this hides.
+    ``daemon`` is the command that starts the daemon.
+
+    Raises:
+        ConfigError: the interpreter cannot be run, or its folder cannot be written.
+    """
+    path = _folder_of(python) / FILE
+    try:
+        path.write_text(_LINE.format(hook=str(hook), daemon=json.dumps(daemon)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def uninstall(python: str) -> Path | None:
+    """Remove the file, and return its path; None if it was not there.
+
+    Raises:
+        ConfigError: the interpreter cannot be run, or the file cannot be removed.
+    """
+    path = _folder_of(python) / FILE
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be removed: {error.strerror or error}") from None
+    return path
+
+
+def _folder_of(python: str) -> Path:
+    """Return the folder of the packages of an interpreter."""
+    if python == sys.executable:
+        import sysconfig
+
+        return Path(sysconfig.get_path("purelib"))
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, timeout=_SECONDS, check=True, encoding="utf-8"
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[-200:]
+        raise ConfigError(f"{python!r} is no Python interpreter that can be run: {reason}") from None
+    folder = Path(done.stdout.strip())
+    if not folder.is_absolute() or not folder.is_dir():
+        raise ConfigError(f"{python!r} says no folder for its packages: give the path of a Python interpreter")
+    return folder

@@ -1,0 +1,95 @@
+"""Programs of an environment into which the hook was installed attach themselves, without a launcher, if they are asked to."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from staticllm.cli.attach.launcher import HOOK, command
+from tests.attached_programs import daemon_environment
+
+SHOW = "import sys; print([type(finder).__name__ for finder in sys.meta_path if type(finder).__name__ == 'Finder'])"
+NUMBERS = """
+import json, sys, numpy as np, openvino as ov
+from openvino import opset13 as ops
+x = ops.parameter([1, 3], np.float32, name="x")
+model = ov.Core().compile_model(ov.Model([ops.multiply(x, np.float32(2))], [x], "m"), "CPU")
+print(json.dumps([type(model).__name__, model(np.array([[1, 2, 3]], np.float32))[0].tolist()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An environment of its own, which finds the packages of this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    found = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(subprocess.run([found, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    (own / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def installed(python):
+    done = CliRunner().invoke(command, ["--install", python])
+    assert done.exit_code == 0, done.output
+    assert "staticllm-attach.pth" in done.output
+    return python
+
+
+def run(python, code, environment, *options, **more):
+    own = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "STATICLLM_DAEMON_COMMAND")}
+    done = subprocess.run(
+        [python, *options, "-c", code], env={**own, **more}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_programs_attach_themselves_only_where_the_variable_says_so(installed):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STATICLLM_")}
+    assert run(installed, SHOW, clean, STATICLLM_ATTACH="auto") == "['Finder']"
+    assert run(installed, SHOW, clean, STATICLLM_ATTACH="require") == "['Finder']"
+    for value in ("off", "", "no"):
+        assert run(installed, SHOW, clean, STATICLLM_ATTACH=value) == "[]"
+    assert run(installed, SHOW, clean) == "[]"
+    assert run(installed, SHOW, clean, "-I", STATICLLM_ATTACH="auto") == "[]"
+    twice = run(installed, SHOW, {**clean, "PYTHONPATH": ""}, STATICLLM_ATTACH="auto", PYTHONPATH=str(HOOK))
+    assert twice == "['Finder']"
+
+
+def test_an_unchanged_program_runs_in_the_daemon_without_a_launcher(installed):
+    with daemon_environment() as environment:
+        native = json.loads(run(installed, NUMBERS, environment, STATICLLM_ATTACH="off"))
+        attached = json.loads(run(installed, NUMBERS, environment, STATICLLM_ATTACH="require"))
+    assert (native[0], attached[0]) == ("CompiledModel", "AttachedCompiledModel")
+    assert attached[1] == native[1] == [[2.0, 4.0, 6.0]]
+
+
+def test_the_hook_is_removed_again(python):
+    invoke = CliRunner().invoke
+    assert invoke(command, ["--install", python]).exit_code == 0
+    assert "removed" in invoke(command, ["--uninstall", python]).output
+    assert "not installed" in invoke(command, ["--uninstall", python]).output
+    assert run(python, SHOW, dict(os.environ), STATICLLM_ATTACH="auto") == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--install", "no-such-python"], "no Python interpreter"),
+        (["--install", "a", "b"], "one Python interpreter"),
+        (["--install", "--uninstall"], "give one of them"),
+        ([], "Missing argument 'COMMAND...'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, said):
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code != 0
+    assert said in done.output + str(done.exception)
