@@ -48,7 +48,7 @@ def test_inspect_describes_an_encoder(encoder):
     assert "packable  yes" in text
     report = json.loads(run("inspect", encoder, "--json"))
     assert report["kind"] == "encoder"
-    assert report["passes"][-1]["name"] == "add_pooling"
+    assert [entry["name"] for entry in report["passes"][-2:]] == ["add_pooling", "expose_past"]
     assert all(entry["nodes_after"] for entry in report["passes"])
     assert report["masks"] == ["full"]
     assert report["unsafe_rows"] == [4]
@@ -92,14 +92,18 @@ def _texts(detail):
     return int(words[words.index("texts") - 1]), int(words[words.index("calls") - 1])
 
 
-def test_a_decoder_whose_files_say_how_to_embed_runs_as_an_encoder(tmp_path):
+@pytest.mark.parametrize(("longest", "compared"), [(64, "of 1 to 60 tokens"), (1100, "of 1 to 1025 tokens")])
+def test_a_decoder_whose_files_say_how_to_embed_runs_as_an_encoder(longest, compared, tmp_path):
     directory = scores_directory(tmp_path / "model", "qwen3_with_past")
+    (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest}))
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     assert "pooling   last (from the model's files), normalised" in run("inspect", directory)
     found = json.loads(run("verify", directory, "--programs", "shared", "--json"))
     assert found["ok"]
     assert len(found["checks"]) == 3
+    assert compared in found["checks"][0]["detail"], "long texts run in chunks"
+    assert ("512+1024" in run("inspect", directory)) == (longest > 512)
 
 
 def test_verify_exits_with_1_if_texts_see_each_other(encoder, monkeypatch):
