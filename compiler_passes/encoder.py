@@ -6,9 +6,10 @@ from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.inputs.check_places import check_places
 from staticllm.compiler_passes.inputs.expose_encoder_mask import expose_encoder_mask
 from staticllm.compiler_passes.inputs.expose_encoder_positions import expose_encoder_positions
-from staticllm.compiler_passes.inputs.expose_past import expose_past, prove_past
+from staticllm.compiler_passes.inputs.expose_past import expose_past
 from staticllm.compiler_passes.inputs.fix_encoder_inputs import fix_encoder_inputs
 from staticllm.compiler_passes.inputs.prove_packing import prove_packing
+from staticllm.compiler_passes.inputs.prove_past import prove_past
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
 from staticllm.compiler_passes.shapes.add_pooling import add_pooling

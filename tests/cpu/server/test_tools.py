@@ -145,6 +145,9 @@ def test_a_call_is_content_where_tool_choice_is_none(fake, tools):
 def test_half_characters_never_reach_a_client(fake):
     text = "naïve café 🦊🐻 東京 – done"
     options = {"model": "demo", "messages": [{"role": "user", "content": f"Q ANSWER:{text}"}], "max_tokens": 200}
-    pieces = [chunk.choices[0].delta.content or "" for chunk in fake.chat.completions.create(stream=True, **options)]
-    assert "".join(pieces).strip() == text
-    assert not any("\ufffd" in piece for piece in pieces) and len(pieces) > 10
+    for is_by_token in (False, True):  # with log-probabilities, tokens that are ready together are chunks of their own
+        chunks = fake.chat.completions.create(stream=True, logprobs=is_by_token, **options)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        assert "".join(pieces).strip() == text
+        assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 10
