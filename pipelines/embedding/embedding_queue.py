@@ -300,9 +300,7 @@ class EmbeddingQueue:
         sequences = [[next(places).tokens for _ in sequence] for sequence in call.sequences]
         begin = time.perf_counter()
         vectors = self.runner.run(call.variant, sequences, meanwhile)
-        with self._lock:  # before the clients are told: they may ask again at once
-            now, num_requests = time.perf_counter(), len({text.request.id for text in texts})
-            self._batching_delay.serve(num_requests, now - begin, not self._num_waiting, now)
+        self._note_served(texts, begin)
         suspects = []
         for text, vector in zip(texts, vectors, strict=True):
             if np.isfinite(vector).all():
@@ -319,13 +317,22 @@ class EmbeddingQueue:
     def _run_chunk(self, planned: PlannedCall, chunk: ContinuedText, meanwhile: Callable[[], None] | None) -> None:
         """Run the next chunk of a text. If it is not the last one, the text is the next of its priority again."""
         (text,) = planned.texts
+        begin = time.perf_counter()
         vector = self.runner.run_chunk(chunk, self._next_chunk(chunk), meanwhile)
         if vector is None:
             self._run_next([planned])
-        elif np.isfinite(vector).all():
+            return
+        self._note_served(planned.texts, begin)
+        if np.isfinite(vector).all():
             text.request.put(text.index, vector)
         else:
             text.request.fail(_not_finite(text.index))
+
+    def _note_served(self, texts: Sequence[WaitingText], begin: float) -> None:
+        """Note a call that began at the moment ``begin``, before its clients are told: they may ask again at once."""
+        with self._lock:
+            now, num_requests = time.perf_counter(), len({text.request.id for text in texts})
+            self._batching_delay.serve(num_requests, now - begin, not self._num_waiting, now)
 
     def _run_next(self, calls: list[PlannedCall]) -> None:
         """Let these calls, of one text each, be the next ones of their priorities."""
