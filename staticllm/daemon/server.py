@@ -63,7 +63,7 @@ class Daemon:
         self._since, self._idle_since = time.time(), time.monotonic()
         endpoint.forget_stop(folder)
         self._key = endpoint.make_key(folder)
-        self._listener = endpoint.listen(folder)
+        self._listener = endpoint.listen(folder, TICK_SECONDS)
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Accept connections until ``stop`` is called or nobody has been connected for ``Limits.idle_seconds``."""
@@ -192,6 +192,8 @@ class Daemon:
     def _accept(self) -> None:
         try:
             raw = self._listener.accept()
+        except TimeoutError:
+            return
         except OSError as error:
             log.warning("a connection could not be accepted: %s", error)
             time.sleep(0.05)  # out of descriptors: the others must go on
@@ -247,7 +249,8 @@ class Daemon:
 
     def _close(self) -> None:
         endpoint.note_stop(self._folder)
-        self._listener.close()
+        with contextlib.suppress(OSError):  # the folder may have gone
+            self._listener.close()
         with self._lock:
             connections = list(self._connections)
         for connection in connections:

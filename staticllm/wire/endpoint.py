@@ -160,8 +160,11 @@ def stopped_pid(folder: Path) -> int | None:
         return None
 
 
-def listen(folder: Path) -> mp.Listener:
+def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
     """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
+
+    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of Windows). A
+    signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when it returns.
 
     Raises:
         EndpointError, OSError: the address cannot be used.
@@ -174,7 +177,9 @@ def listen(folder: Path) -> mp.Listener:
     Path(path).unlink(missing_ok=True)
     old = os.umask(0o177)
     try:
-        return mp.Listener(path, "AF_UNIX", backlog=64)
+        listener = mp.Listener(path, "AF_UNIX", backlog=64)
+        listener._listener._socket.settimeout(wait_seconds)  # type: ignore[attr-defined]  # accepted ones are blocking again
+        return listener
     finally:
         os.umask(old)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,3 +210,20 @@ def test_a_slow_compilation_and_slow_calls_are_not_cut_off(monkeypatch, tmp_path
         finally:
             errors = program.end()
     assert len(waits) == 4, errors
+
+
+def test_an_idle_daemon_ends_although_its_folder_has_gone(monkeypatch, tmp_path):
+    """Nobody can connect to wake it."""
+    folder = tmp_path / "run"
+    with daemon_process(monkeypatch, folder, "--idle-seconds", "2") as daemon:
+        shutil.rmtree(folder)
+        assert daemon.wait(SECONDS) == 0
+
+
+def test_a_daemon_ends_that_was_suspended_when_it_was_told_to(monkeypatch, tmp_path):
+    """The signal may reach any of its threads then, not only the one that accepts."""
+    for number in range(4):
+        with daemon_process(monkeypatch, tmp_path / f"run{number}") as daemon:
+            with suspended(daemon):
+                daemon.terminate()
+            assert daemon.wait(SECONDS) == 0
