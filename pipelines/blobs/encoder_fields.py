@@ -20,7 +20,7 @@ CHOICES = ("max_length", "sizes", "longest", "vocab_size")
 ones), the most tokens of a text that the programs hold, and the number of token ids (None if unknown)."""
 MAX_SIZES = 64
 MAX_MASKS = 64
-MAX_PORTS, MAX_SIZE = 1024, 1 << 16
+MAX_PORTS, MAX_WIDTH = 1024, 1 << 16
 """The most ports of keys and values, and the most heads or values of a head."""
 
 
@@ -82,7 +82,7 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
     for rows in shape.unsafe_rows:
         whole_of(rows, 1)
     for size in (size for sizes in list_of(content["past"], MAX_PORTS) for size in list_of(sizes, 2)):
-        whole_of(size, 1, MAX_SIZE)
+        whole_of(size, 1, MAX_WIDTH)
 
 
 def encoder_variant_from_json(values: Mapping[str, Any]) -> EncoderVariant:

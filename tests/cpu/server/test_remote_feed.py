@@ -42,6 +42,16 @@ def until(condition):
         time.sleep(0.05)
 
 
+def stream(url, number, leave):
+    """Read a long answer to a prompt that is not cached, until ``leave`` is set."""
+    prompt = [{"role": "user", "content": f"{number} secret " + "fox " * 20}]
+    body = {**BODY, "messages": prompt, "stream": True, "max_tokens": 3900}
+    with httpx.stream("POST", url + CHAT, json=body, timeout=SECONDS) as one:
+        for _ in one.iter_lines():
+            if leave.is_set():
+                return
+
+
 def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
     with (
         serving(runs_in="worker", properties=PROPERTIES, max_per_client=2) as served,
@@ -68,17 +78,7 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
         short = set(ended)
         leave = threading.Event()
 
-        def stream(number):
-            prompt = [
-                {"role": "user", "content": f"{number} secret " + "fox " * 20}
-            ]  # not that of another, which is cached
-            body = {**BODY, "messages": prompt, "stream": True, "max_tokens": 3900}
-            with httpx.stream("POST", served.url + CHAT, json=body, timeout=SECONDS) as one:
-                for _ in one.iter_lines():
-                    if leave.is_set():
-                        return
-
-        threads = [threading.Thread(target=stream, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=stream, args=(served.url, number, leave)) for number in range(4)]
         for thread in threads:
             thread.start()
         try:
