@@ -88,13 +88,14 @@ class PrefixCache:
             return source
         return self._cache.fork(source, length)
 
-    def offload_for(self, num_slots: int = 0) -> None:
-        """Offload the cached sequence if it makes the next call larger, or if fewer than ``num_slots`` slots are free.
+    def offload_for(self, num_slots: int = 0, num_followed: int = 0) -> None:
+        """Offload the cached sequence if it makes later calls larger, or if fewer than ``num_slots`` slots are free.
 
-        Offloads that have begun are completed only when their slots are needed now.
+        ``num_followed``: the slots that the next call fills for prompts of which another chunk follows. The cached sequence can
+        leave while that call runs. Offloads that have begun are completed only when their slots are needed now.
         """
         if self._cached is not None:
-            used, idle = self._cache.slots.num_used, self.idle_slots
+            used, idle = min(self._cache.slots.num_used + num_followed, self._cache.num_slots), self.idle_slots
             others = self._cache.kv_len_for(max(used - idle, 1))
             if self._cache.slots.num_free < num_slots or (used > idle and others < self._cache.kv_len_for(used)):
                 cached, self._cached = self._cached, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import random_feeds
 from staticllm.ports import port_of
 
-RUNS = 3
+RUNS = 5
 PERF_COUNT = "PERF_COUNT"
 KINDS = {
     "matrix products": ("FullyConnected",),
@@ -62,13 +61,17 @@ def profile_calls(
     core, plan = prepare(models_path, device, config)
     parts = {part: {**each, PERF_COUNT: True} for part, each in plan.options.properties.items()}
     variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
-    plan = replace(plan, options=replace(plan.options, properties=parts)).restricted(variants)
+    plan = replace(plan, options=replace(plan.options, properties=parts))
     types = {node.get_friendly_name(): node.get_type_name() for node in plan.lowered.graph.model.get_ops()}
-    compiled = compile_all(core, plan).compiled
     for number, variant in enumerate(variants):
         on_progress(number, len(variants))
-        settings = label_of(core, device, plan.options.program_group(variant).properties)
-        times, fused = _run(compiled[variant], variant), _fused(compiled[variant])
+        group = plan.options.program_group(variant)
+        settings = label_of(core, device, group.properties)
+        # Counters add up over all runs of a program, whatever their sizes: each call gets its program anew.
+        shared = (each for each in plan.variants if plan.options.program_group(each) == group)
+        alike = shared if plan.options.mode == "shared" else (variant,)
+        compiled = compile_all(core, plan.restricted(alike)).compiled[variant]
+        times, fused = _run(compiled, variant), _fused(compiled)
         kinds = {
             node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times
         }
@@ -127,20 +130,33 @@ def kind_of(node_type: str, fused: Collection[str] = ()) -> str:
 
 
 def _run(compiled: ov.CompiledModel, variant: Variant) -> list[NodeTime]:
-    """Return the median ms of each node over ``RUNS`` calls."""
+    """Return the mean ms of each node over ``RUNS`` calls of a program that has not run yet."""
     request = compiled.create_infer_request()
     feeds = random_feeds(compiled, variant)
     for port in compiled.inputs:
         array = feeds[port_of(port.get_names())[0]]
         request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
-    request.infer()  # packs the weights
-    runs, types = defaultdict[str, list[float]](list), dict[str, str]()
+    return times_after_first(request)
+
+
+def times_after_first(request: ov.InferRequest) -> list[NodeTime]:
+    """Run a request ``RUNS`` times after its first run, which packs the weights, and return the mean ms of each node.
+
+    The counters of the plugin are means over all runs so far.
+    """
+    request.infer()
+    first = {entry.node_name: _ms(entry) for entry in request.profiling_info}
     for _ in range(RUNS):
         request.infer()
-        for entry in request.profiling_info:
-            runs[entry.node_name].append(entry.real_time.total_seconds() * 1e3)
-            types[entry.node_name] = entry.node_type
-    return [NodeTime(name, types[name], statistics.median(found)) for name, found in runs.items()]
+    times = list[NodeTime]()
+    for entry in request.profiling_info:
+        later = _ms(entry) * (RUNS + 1) - first.get(entry.node_name, 0.0)
+        times.append(NodeTime(entry.node_name, entry.node_type, max(0.0, later) / RUNS))
+    return times
+
+
+def _ms(entry: ov.ProfilingInfo) -> float:
+    return float(entry.real_time.total_seconds()) * 1e3
 
 
 def _fused(compiled: ov.CompiledModel) -> dict[str, list[str]]:

@@ -31,6 +31,11 @@ class BatchEntry:
     is_prefill: bool
     check: DraftCheck | None = None  # of a draft, the last tokens of the segment
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether it is a chunk of a prompt, and another chunk follows."""
+        return self.is_prefill and len(self.segment.sequence) + len(self.segment.tokens) < len(self.state.tokens)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -170,7 +175,8 @@ class BatchBuilder:
     def _variant_for(self, entries: list[BatchEntry]) -> Variant | None:
         """Return the variant that holds these entries; None if there is none, or not enough free slots."""
         num_slots = sum(len(entry.segment.tokens) for entry in entries)
-        if not self._kv_manager.make_room(num_slots):
+        num_followed = sum(len(entry.segment.tokens) for entry in entries if entry.is_followed)
+        if not self._kv_manager.make_room(num_slots, num_followed):
             return None
         return self._runner.variant_for([entry.segment for entry in entries])
 

@@ -188,9 +188,12 @@ class KVCacheManager:
         self.count_own_slots()
         return True
 
-    def make_room(self, num_slots: int) -> bool:
-        """Evict cached and away sequences as needed, and return whether ``num_slots`` slots are free now."""
-        self.prefix.offload_for(num_slots)
+    def make_room(self, num_slots: int, num_followed: int = 0) -> bool:
+        """Evict cached and away sequences as needed, and return whether ``num_slots`` slots are free now.
+
+        ``num_followed`` of them are for chunks of prompts after which another chunk follows.
+        """
+        self.prefix.offload_for(num_slots, num_followed)
         while self.cache.slots.num_free < num_slots and self.away.evict_oldest():
             self.prefix.offload_for(num_slots)
         return self.cache.slots.num_free >= num_slots

@@ -128,8 +128,8 @@ class FewRows:
 def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> FewRows:
     """Return the fastest properties for calls of few rows.
 
-    For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. With weights in 8 bits
-    quantization usually costs a single row more than it saves, so another candidate must be clearly faster. Where the device
+    For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. The first is nearest to the
+    model, so ``usual``, which all other calls have, must be faster, and the same in f32 clearly faster. Where the device
     computes in bf16, quantized activations in f32 are tried as well, since they reach the integer units with less work around
     them: they are used for packed steps and short prompts too, if they are clearly faster there and single rows do not suffer.
     ``asked``: the user's own properties of each phase, which are not changed.
@@ -151,7 +151,7 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
             num_rows = 2 * SHORT_ROWS if prompt[1] <= NOT_SLOWER * prompt[0] else SHORT_ROWS
             return FewRows(quantized, num_rows, max(seconds[1] / seconds[-1], packed[0] / packed[1]))
     best = min(range(len(candidates) - can_share), key=seconds.__getitem__)
-    best = best if seconds[0] >= CLEARLY * seconds[best] else 0
+    best = best if seconds[0] >= (NOT_SLOWER if best == 1 else CLEARLY) * seconds[best] else 0
     return FewRows(candidates[best], 1, seconds[1] / seconds[best])
 
 

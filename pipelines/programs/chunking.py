@@ -54,9 +54,16 @@ class ChunkOptions:
 
 
 def plan_chunks(
-    index: VariantIndex, cost: Callable[[Variant], float], num_tokens: int, num_past: int, is_fresh: bool = False
+    index: VariantIndex,
+    cost: Callable[[Variant], float],
+    num_tokens: int,
+    num_past: int,
+    is_fresh: bool = False,
+    num_leaving: int = 0,
 ) -> list[Chunk]:
     """Return the cheapest way to run ``num_tokens`` of one sequence over ``num_past`` arena slots, in order.
+
+    ``num_leaving`` of these slots are free after the first chunk.
 
     All chunks are full, except that the last one may have idle rows: 20 tokens run in 64 rows, or in 16 and 16, or in 16 and
     four single rows. The search visits each number of processed tokens once, in ascending order, with the cheapest way to it.
@@ -68,7 +75,9 @@ def plan_chunks(
     todo = [0]
     while todo[0] < num_tokens:
         done = todo.pop(0)
-        past = min(num_past + done, index.max_kv_len)  # free slots below the highest used slot are filled first
+        past = min(
+            num_past + done - (num_leaving if done else 0), index.max_kv_len
+        )  # the lowest free slots are filled first
         seen = index.reach_of(past), is_fresh and not done
         if seen not in options:
             options[seen] = _options(index, cost, past, seen[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,10 @@ from staticllm.devices import (
 from staticllm.heap import return_large_blocks
 from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import check_model_dir, read_model, weights_size
-from staticllm.pipelines.programs.autotune import Calibration, ProbeTimes, calibrated
+from staticllm.pipelines.programs.autotune import ProbeTimes, calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.pipelines.programs.layer_probe import ProbedProgram, layers_speedup
 from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.variants import choose_variants
 
@@ -103,13 +104,24 @@ def prepare(
     lowered = _lowered(model, lowering, DECODER if merges_projections(device) else DECODER_UNMERGED, config.adapters)
     layout = program_layout(device, path, config, kv_type)
 
+    variants = choose_variants(config, mode, lowered.shape)
+
     def options_of(layout: ProgramLayout) -> CompileOptions:
         calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
-        asked = CompileOptions(device, layout, kv_type, calibration.properties)
-        return _options(asked, calibration, config, weights_size(path, config.weights_path))
+        options = CompileOptions(device, layout, kv_type, calibration.properties, calibration.few_rows)
+        if layout != "few_rows":
+            return options
+        options = replace(
+            options, properties={"few_rows": calibration.properties["generate"], **calibration.properties}
+        )
+        if config.programs == layout:
+            return options
+        layers = _speedup_of_few_rows(core, lowered, variants, options, probes)
+        is_paid = is_worth_a_copy(weights_size(path, config.weights_path), max(calibration.speedup, layers))
+        return options if is_paid else _with_one_program(options)
 
     is_later = start == "one program" and _can_start_with_one(layout, properties)
-    options, variants = options_of("shared" if is_later else layout), choose_variants(config, mode, lowered.shape)
+    options = options_of("shared" if is_later else layout)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
     later = partial(options_of, layout) if is_later else None
     return core, CompilePlan(lowered, options, variants, weights, config.adapters, later)
@@ -144,18 +156,31 @@ def _lowered(
     return lower(model, replace(options, adapters=adapters.layouts), with_adapters(passes))
 
 
-def _options(
-    asked: CompileOptions, calibration: Calibration, config: StaticLLMConfig, num_bytes: int
-) -> CompileOptions:
-    """Return the options with one program where a second one would compute the same, or not pay for its ``num_bytes``."""
-    parts, layout = dict(asked.properties), asked.layout
-    if layout == "few_rows":
-        is_equal = parts.setdefault("few_rows", parts["generate"]) == parts["generate"]
-        is_paid = not is_equal and is_worth_a_copy(num_bytes, calibration.speedup)
-        if not is_paid and config.programs != layout:
-            layout = "shared"
-            del parts["few_rows"]
-    return replace(asked, layout=layout, properties=parts, few_rows=calibration.few_rows)
+def _speedup_of_few_rows(
+    core: ov.Core,
+    lowered: LoweredModel,
+    variants: Sequence[Variant],
+    options: CompileOptions,
+    probes: ProbeTimes | None,
+) -> float:
+    """Return how many times faster a decode step of one sequence is in the program for calls of few rows, as probed."""
+    few = tuple(variant for variant in variants if options.program_group(variant).part == "few_rows")
+    rest = tuple(variant for variant in variants if variant not in few)
+    alone = sorted(variant for variant in few if variant.rows == 1 and variant.kv_len)
+    if not alone or not rest:
+        return 1.0
+    programs = (
+        ProbedProgram(tuple(variants), options.properties["generate"]),
+        ProbedProgram(few, options.properties["few_rows"]),
+    )
+    return layers_speedup(core, options.device, lowered, alone[0], programs, probes)
+
+
+def _with_one_program(options: CompileOptions) -> CompileOptions:
+    """Return the options without a program for calls of few rows."""
+    parts = dict(options.properties)
+    del parts["few_rows"]
+    return replace(options, layout="shared", properties=parts)
 
 
 def _can_start_with_one(layout: ProgramLayout, properties: Mapping[Phase, Mapping[str, Any]]) -> bool:

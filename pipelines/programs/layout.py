@@ -20,8 +20,8 @@ HIDDEN_VALUES, INNER_VALUES = 16, 6
 """Values of f32 that a program keeps per row of its largest call, as multiples of the model's two widths."""
 LARGEST_CALL, DEFAULT_WIDTHS = 1024, (2048, 8192)
 """Rows of the largest call by default, and the widths that are assumed if the model does not tell its own."""
-BYTES_PER_SHARE = 5e9
-"""Bytes of packed weights that a second program must pay for by saving all of a token's time: 50 MB must save 1 % of it."""
+BYTES_PER_SHARE = 6e9
+"""Bytes of packed weights that a second program must pay for by saving all of a token's time: 60 MB must save 1 % of it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
 
 
 def is_worth_a_copy(weights_bytes: int, speedup: float) -> bool:
-    """Return whether a second program pays for its copy of the weights: 1 % of a token's time for each 50 MB.
+    """Return whether a second program pays for its copy of the weights: 1 % of a token's time for each 60 MB.
 
     ``weights_bytes``: those of the weights file. ``speedup``: how many times faster calls of few rows are in that program.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from staticllm.pipelines.diagnostics.node_profile import (
     profile_calls,
     prompt_of,
     shares_of,
+    times_after_first,
 )
 from staticllm.pipelines.diagnostics.settings import probe_times
 
@@ -73,6 +76,33 @@ def test_the_profile_of_a_call_is_complete(name, model_path):
         assert sum(each.ms for each in profile.nodes) == pytest.approx(profile.ms)
         assert sum(each.share for each in profile.nodes) == pytest.approx(1)
         assert {"matrix products", "attention"} <= {each.kind for each in profile.nodes}
+
+
+class CountingRequest:
+    """A request whose node takes 90 ms in its first run and 6 ms in each other one; the plugin's counters are means."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def infer(self):
+        self.runs += 1
+
+    @property
+    def profiling_info(self):
+        mean = (90 + 6 * (self.runs - 1)) / self.runs
+        return [SimpleNamespace(node_name="a", node_type="MatMul", real_time=timedelta(milliseconds=mean))]
+
+
+def test_the_time_of_a_node_is_that_of_its_later_runs():
+    (node,) = times_after_first(CountingRequest())
+    assert node.ms == pytest.approx(6, abs=0.01)
+
+
+def test_the_calls_of_a_profile_do_not_count_for_each_other(model_path):
+    """A decode step after a prompt of many rows takes as long as one before it."""
+    config = StaticLLMConfig(**{**SMALL, "max_prompt_len": 512}, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
+    prompt, step = profile_calls(model_path("demo"), "CPU", config, [prompt_of(512), decode_step])
+    assert step.ms < prompt.ms / 3
 
 
 def test_a_devices_own_settings_are_named(model_path):

@@ -155,6 +155,38 @@ def test_offloading_is_not_chunked_when_no_request_decodes(monkeypatch):
     assert not engine.kv_manager.prefix.is_offloading
 
 
+@pytest.mark.parametrize("num_tokens", [30, 60])
+def test_a_prompt_of_several_chunks_sees_no_slot_of_the_last_conversation(num_tokens, monkeypatch):
+    """The conversation leaves while the first chunk runs, which sees no slots, and the others fill its place."""
+    monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
+    engine, kv_lens = fake_engine(make_policy("fcfs")), []
+    run_to_end(engine, [fake_request(range(48), 3)])
+    request = fake_request(range(200, 200 + num_tokens), 3)
+    expected, run = fake_answer(request.tokens, 3), engine.runner.run
+    monkeypatch.setattr(
+        engine.runner,
+        "run",
+        lambda variant, *args: kv_lens.append((variant.rows, variant.kv_len)) or run(variant, *args),
+    )
+    run_to_end(engine, [request])
+    assert request.tokens == expected
+    chunks = [kv_len for rows, kv_len in kv_lens if rows > 1]
+    assert chunks[0] == 0
+    assert len(chunks) > 1
+    assert max(chunks) <= engine.runner.cache.kv_len_for(num_tokens)
+    assert engine.kv_manager.host_pool.num_kept_slots == 50
+    assert_empty(engine)
+
+
+def test_the_last_conversation_stays_beside_a_prompt_of_one_chunk():
+    engine = fake_engine(make_policy("fcfs"))
+    run_to_end(engine, [fake_request(range(20), 3)])
+    engine.enqueue([fake_request(range(200, 210), 3)])
+    engine.step()
+    assert engine.kv_manager.prefix.idle_slots == 22
+    assert not engine.kv_manager.prefix.is_offloading
+
+
 def test_a_request_that_continues_an_outgoing_conversation_shares_its_slots(monkeypatch):
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 4)
     engine = fake_engine(make_policy("chunked"), max_num_seqs=2)

@@ -84,6 +84,19 @@ def test_padding_is_weighed_against_another_call_by_measured_cost(seconds, expec
     assert [(variant.rows, count) for variant, count in plan] == expected
 
 
+def test_slots_that_leave_are_seen_by_the_first_chunk_only():
+    index, seconds = VariantIndex([Variant(16, 64), Variant(16, 256), Variant(32, 0), Variant(32, 64), Variant(32, 256)]), {
+        (16, 64): 1.0, (16, 256): 9.0, (32, 0): 3.0, (32, 64): 3.0, (32, 256): 9.0,
+    }  # fmt: skip
+
+    def plan(*arguments):
+        return plan_chunks(index, lambda variant: seconds[variant.rows, variant.kv_len], *arguments)
+
+    assert plan(48, 200, True) == [(Variant(32, 0), 32), (Variant(16, 256), 16)]
+    assert plan(48, 200, True, 200) == [(Variant(32, 0), 32), (Variant(16, 64), 16)]
+    assert plan(48, 200, False, 200) == [(Variant(32, 256), 32), (Variant(16, 64), 16)], "the first chunk sees them"
+
+
 @given(
     st.sets(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 32), st.booleans(), st.booleans(), st.integers()
 )
