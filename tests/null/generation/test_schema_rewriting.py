@@ -6,7 +6,7 @@ import re
 
 import pytest
 from grammars import OTHER_SPECIAL, compiler_of, random_answer, text_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quick import examples
 
@@ -97,6 +97,8 @@ def ends(schema):
 
 
 @settings(deadline=None, max_examples=examples(1500))
+@example({"not": {"const": None, "enum": [False]}})  # no value satisfies both
+@example({"not": {"const": 1, "enum": [1.0, True]}})
 @given(schemas)
 def test_the_same_values_are_valid(schema):
     before = copy.deepcopy(schema)

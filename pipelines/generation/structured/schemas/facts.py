@@ -122,11 +122,13 @@ class SchemaFacts:
 
 
 def listed_values(part: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values of ``const`` or ``enum``; None without them."""
-    if "const" in part:
-        return [part["const"]]
+    """Return the values that ``const`` and ``enum`` both allow; None without them."""
     values = part.get("enum")
-    return values if isinstance(values, list) else None
+    if "const" not in part:
+        return values if isinstance(values, list) else None
+    only = part["const"]
+    is_allowed = not isinstance(values, list) or canonical(only) in map(canonical, values)
+    return [only] if is_allowed else []
 
 
 def atoms_of_type(value: object) -> Atoms:
