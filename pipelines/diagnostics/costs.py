@@ -10,7 +10,6 @@ from functools import partial
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.programs.cost_probe import timed_run
 
 RUNS = 3
 POLL_SECONDS = 0.1
@@ -52,8 +51,9 @@ def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, i
 def compare_costs(engine: Engine, on_progress: Callable[[int, int], None] = lambda *_: None) -> list[CostComparison]:
     """Time calls of every size of prompts and decode steps of an idle engine, and compare them with its costs.
 
-    Prompts are timed without a past and, since most of these costs are estimates, over the second KV length. The calls compute
-    with stale inputs, and nothing of them is kept.
+    Prompts are timed without a past and, since most of these costs are estimates, over the second KV length. Like the chunks of
+    real prompts, they follow a call of another size; decode steps follow each other. The calls compute with stale inputs, and
+    nothing of them is kept.
 
     Raises:
         ClosedError: the engine was closed.
@@ -68,10 +68,8 @@ def compare_costs(engine: Engine, on_progress: Callable[[int, int], None] = lamb
 
 def _compare(engine: Engine, variant: Variant) -> CostComparison:
     runner = engine.runner
-    planned, program = runner.costs(variant), runner.programs[variant]
-    is_estimate = variant not in runner.costs.measured
-    timed_run(program)
-    timed = statistics.median(timed_run(program) for _ in range(RUNS))
+    planned, is_estimate = runner.costs(variant), variant not in runner.costs.measured
+    timed = statistics.median(runner.probe.seconds_of(variant) for _ in range(RUNS))
     return CostComparison(str(variant), variant.rows, variant.kv_len, planned * 1e3, timed * 1e3, is_estimate)
 
 

@@ -54,6 +54,27 @@ def test_every_cost_is_close_after_measuring_what_is_worth_it():
         assert costs(variant) == pytest.approx(true_cost(variant), rel=0.05), variant
 
 
+def test_a_prompt_is_compared_with_a_call_after_another_size_and_a_step_with_one_after_a_step():
+    """As they run in an engine: the program prepares its nodes again for another number of rows."""
+    last, prepare = [None], 0.008
+
+    class Preparing(TimedProgram):
+        def __init__(self, variant):
+            super().__init__(true_cost(variant))
+            self.variant = variant
+
+        def run(self):
+            is_other, last[0] = last[0] != self.variant.rows, self.variant.rows
+            return super().run() + is_other * prepare
+
+    programs, costs = {variant: Preparing(variant) for variant in VARIANTS}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    for variant, more in ((Variant(32, 64), prepare), (Variant(1, 64), 0), (Variant(4, 64, 4), 0)):
+        assert probe.seconds_of(variant) == pytest.approx(true_cost(variant) + more)
+    assert not costs.measured
+
+
 def test_what_the_warm_up_measured_is_measured_again():
     costs = CostModel({VARIANTS[1]: 0.05})  # of a blob set: what its warm-up measured
     costs.update(VARIANTS[0], 0.09)
