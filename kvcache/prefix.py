@@ -48,6 +48,16 @@ class PrefixCache:
         return self._cache.slots.count_only([sequence.slots, *idle]) - self._cache.slots.count_only(idle)
 
     @property
+    def leaving_slots(self) -> int:
+        """The slots in ``idle_slots`` that are free after the first chunk of a prompt, if more chunks follow."""
+        leaves = self._cached is None or self._can_leave(self._cached)
+        sequences = self.idle_sequences() if leaves else [copy.sequence for copy in self._offloading]
+        return self._cache.slots.count_only([sequence.slots for sequence in sequences])
+
+    def _can_leave(self, sequence: KVSequence) -> bool:
+        return len(sequence) <= self._host_pool.free_slots
+
+    @property
     def is_offloading(self) -> bool:
         """Whether a sequence is being offloaded to the host pool."""
         return bool(self._offloading)
@@ -92,10 +102,12 @@ class PrefixCache:
         """Offload the cached sequence if it makes later calls larger, or if fewer than ``num_slots`` slots are free.
 
         ``num_followed``: the slots that the next call fills for prompts of which another chunk follows. The cached sequence can
-        leave while that call runs. Offloads that have begun are completed only when their slots are needed now.
+        leave while that call runs, if the host pool has room for it. Offloads that have begun are completed only when their
+        slots are needed now.
         """
         if self._cached is not None:
-            used, idle = min(self._cache.slots.num_used + num_followed, self._cache.num_slots), self.idle_slots
+            num_used, idle = self._cache.slots.num_used, self.idle_slots
+            used = min(num_used + num_followed, self._cache.num_slots) if self._can_leave(self._cached) else num_used
             others = self._cache.kv_len_for(max(used - idle, 1))
             if self._cache.slots.num_free < num_slots or (used > idle and others < self._cache.kv_len_for(used)):
                 cached, self._cached = self._cached, None
@@ -173,7 +185,7 @@ class PrefixCache:
     def _finish_offload(self) -> None:
         """Finish offloading the oldest outgoing sequence and free its slots."""
         copy = self._offloading.popleft()
-        if len(copy.sequence) <= self._host_pool.free_slots:
+        if self._can_leave(copy.sequence):
             copy.advance(len(copy.sequence))
             self._host_pool.keep(copy.stored)
         self._cache.close(copy.sequence)

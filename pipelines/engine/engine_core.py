@@ -248,8 +248,8 @@ class EngineCore:
 
     def _view(self) -> View:
         runner, manager = self.runner, self.kv_manager
-        high_slot, idle_slots = runner.cache.slots.high_slot, manager.prefix.idle_slots
-        device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, idle_slots)
+        high_slot, leaving_slots = runner.cache.slots.high_slot, manager.prefix.leaving_slots
+        device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, away=manager.away.views) if jobs or len(manager.away) else view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import openvino_genai as genai
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent, Variant
 from staticllm.devices import kind
-from staticllm.errors import DeviceError
+from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.fed.beam_requests import Decode
@@ -174,7 +175,8 @@ class DeferredCompiler:
 
     def parts(self) -> list[Callable[[], None]]:
         """Return one part per program, then one that writes all programs to the requested blob set."""
-        self._deferred.choose()
+        with self._deferred.weights.released():  # a probe may read them
+            self._deferred.choose()
         together = self._deferred.programs
         return [*(partial(self.compile, variants) for variants in together), self._resume, self.store]
 
@@ -207,7 +209,9 @@ class DeferredCompiler:
         self._deferred.store(replace(self._programs, compiled=self._compiled))
 
     def release(self) -> None:
-        """Unlock the cache entry."""
+        """Unlock the cache entry. After an error, the costs of the programs that serve are measured from now on."""
+        with suppress(ClosedError):
+            self._resume()
         self._deferred.release()
 
 
@@ -271,7 +275,8 @@ def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
 
 def _completed(loaded: Loaded, deferred: DeferredPrograms) -> Loaded:
     """Compile the deferred programs of a staged model before it serves, and return it complete; the CPU serves meanwhile."""
-    deferred.choose()
+    with deferred.weights.released():
+        deferred.choose()
     compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
     programs = replace(loaded.programs, compiled=compiled)
     bound = _bound_programs(loaded.runner)

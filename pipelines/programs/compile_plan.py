@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ from staticllm.pipelines.programs.keep_small_constants import keep_small_constan
 from staticllm.pipelines.programs.layer_probe import ProbedProgram, layers_speedup
 from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.variants import choose_variants
+
+logger = logging.getLogger(__name__)
 
 MAX_KV_SLOTS = 1 << 24
 StartWith = Literal["all programs", "one program"]
@@ -173,7 +176,11 @@ def _speedup_of_few_rows(
         ProbedProgram(tuple(variants), options.properties["generate"]),
         ProbedProgram(few, options.properties["few_rows"]),
     )
-    return layers_speedup(core, options.device, lowered, alone[0], programs, probes)
+    try:
+        return layers_speedup(core, options.device, lowered, alone[0], programs, probes)
+    except RuntimeError:  # without the probe, one program serves
+        logger.warning("the first layers could not be timed", exc_info=True)
+        return 1.0
 
 
 def _with_one_program(options: CompileOptions) -> CompileOptions:

@@ -96,8 +96,8 @@ class Device:
         is_complete: False while further programs are compiled in the background: larger calls may still be missing.
         swap_seconds: The time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
             first time.
-        idle_slots: How many of the KV slots in use only ended conversations hold. If a prompt runs in several chunks, they are
-            offloaded while the first of them runs.
+        leaving_slots: How many of the KV slots in use hold ended conversations that are offloaded while the first chunk of a
+            prompt runs, if more chunks follow.
     """
 
     index: VariantIndex
@@ -105,7 +105,7 @@ class Device:
     high_slot: int = 0
     is_complete: bool = True
     swap_seconds: float = 0.0
-    idle_slots: int = 0
+    leaving_slots: int = 0
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """Return the smallest variant for ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.

@@ -47,6 +47,7 @@ def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = No
         lock.acquire(timeout=0)
     except Timeout:
         raise StaticLLMError(f"a daemon serves {folder} already: staticllm daemon stop ends it") from None
+    daemon = None
     try:
         _log_into(folder / "daemon.log")
         daemon = Daemon(folder, limits, is_worker=worker_of is not None)
@@ -57,7 +58,7 @@ def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = No
         if watch is not None:
             watch.close()
     finally:
-        for name in ("socket", "pipe", "key"):
+        for name in ("socket", "pipe", "key") if daemon is None or daemon.owns_folder else ():
             with contextlib.suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         lock.release()

@@ -64,6 +64,8 @@ class Daemon:
         endpoint.forget_stop(folder)
         self._key = endpoint.make_key(folder)
         self._listener = endpoint.listen(folder, TICK_SECONDS)
+        self._place = endpoint.identity(folder)
+        self.owns_folder = True
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Accept connections until ``stop`` is called or nobody has been connected for ``Limits.idle_seconds``."""
@@ -243,14 +245,24 @@ class Daemon:
                 is_idle = not self._sessions and now - self._idle_since > self.limits.idle_seconds
             for connection in silent:
                 connection.shut()
+            if not self._sessions and not self._is_found():
+                log.info("the folder %s is gone or another daemon's: the daemon ends", self._folder)
+                self.stop()
             if is_idle:
                 log.info("no program has been connected for %g s: the daemon ends", self.limits.idle_seconds)
                 self.stop()
 
+    def _is_found(self) -> bool:
+        """Return whether new clients find this daemon: its folder may have been deleted, and made anew by another one."""
+        found = endpoint.identity(self._folder)
+        return self._place is None or (found is not None and os.path.samestat(self._place, found))
+
     def _close(self) -> None:
-        endpoint.note_stop(self._folder)
+        self.owns_folder = self._is_found()
+        if self.owns_folder:
+            endpoint.note_stop(self._folder)
         with contextlib.suppress(OSError):  # the folder may have gone
-            self._listener.close()
+            endpoint.close_listener(self._listener, leaves_socket=not self.owns_folder)
         with self._lock:
             connections = list(self._connections)
         for connection in connections:

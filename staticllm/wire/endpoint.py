@@ -266,7 +266,35 @@ def knock(folder: Path) -> None:
     Raises:
         EndpointError, OSError: nobody listens.
     """
-    mp.Client(address(folder)).close()
+    if sys.platform == "win32":
+        mp.Client(address(folder)).close()
+        return
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.setblocking(False)  # the one that knocks may be the only one that accepts
+        peer.connect(address(folder))
+
+
+def identity(folder: Path) -> os.stat_result | None:
+    """Return what identifies the socket of a folder; None on Windows, or if there is none.
+
+    As long as a socket listens, no other gets the same identity.
+    """
+    try:
+        return None if sys.platform == "win32" else Path(address(folder)).stat()
+    except (OSError, EndpointError):
+        return None
+
+
+def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
+    """Close a listener. ``leaves_socket``: the file of that name belongs to another one.
+
+    Raises:
+        OSError: the socket cannot be removed.
+    """
+    if leaves_socket:
+        listener._listener._unlink.cancel()  # type: ignore[attr-defined]
+        listener._listener._unlink = None  # type: ignore[attr-defined]
+    listener.close()
 
 
 def welcome(connection: Any, key: bytes) -> None:

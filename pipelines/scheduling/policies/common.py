@@ -100,7 +100,7 @@ def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
 def chunk_of(view: View, request: RequestView) -> int:
     """Return the number of tokens in the first call if the rest of a prompt runs alone in the cheapest calls."""
     device = view.device
-    is_fresh, num_leaving = not request.num_computed, device.idle_slots
+    is_fresh, num_leaving = not request.num_computed, device.leaving_slots
     chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_slot, is_fresh, num_leaving)
     return chunks[0][1]
 

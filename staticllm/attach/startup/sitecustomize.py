@@ -82,8 +82,9 @@ def _run_hidden() -> None:
     """Run the ``sitecustomize`` that Python would have found without this one."""
     from _frozen_importlib_external import PathFinder
 
-    here = __file__.rpartition("sitecustomize")[0].rstrip("/\\")
-    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path.rstrip("/\\") != here])
+    ours = "staticllm/attach/startup"  # also of another copy of staticllm, which would look for this one
+    others = [path for path in sys.path if not path.replace("\\", "/").rstrip("/").endswith(ours)]
+    spec = PathFinder.find_spec("sitecustomize", others)
     if spec is None or spec.loader is None or spec.origin == __file__:
         return
     module = type(sys)("sitecustomize")

@@ -10,12 +10,13 @@ from pathlib import Path
 from staticllm.errors import ConfigError
 
 FILE = "staticllm-attach.pth"
-"""The name of the file in the environment's site-packages. Python runs its line at each start."""
+"""The name of the file in the environment's site-packages. Python runs its line at each start, and reads it as the locale says:
+it is ASCII."""
 _SECONDS = 60.0
 _LINE = (
-    'import os, sys; os.environ.get("STATICLLM_ATTACH") in ("auto", "require") and not sys.flags.ignore_environment '
-    'and {hook!r} not in sys.path and (os.environ.setdefault("STATICLLM_DAEMON_COMMAND", {daemon!r}), '
-    "sys.path.insert(0, {hook!r}))\n"
+    'import os, sys; os.environ.get("STATICLLM_ATTACH", "off") not in ("", "off") and not sys.flags.ignore_environment '
+    'and {hook!a} not in sys.path and (os.environ.setdefault("STATICLLM_DAEMON_COMMAND", {daemon!a}), '
+    "sys.path.insert(0, {hook!a}))\n"
 )
 
 
@@ -67,6 +68,10 @@ def _folder_of(python: str) -> Path:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[-200:]
         raise ConfigError(f"{python!r} is no Python interpreter that can be run: {reason}") from None
     folder = Path(done.stdout.strip())
-    if not folder.is_absolute() or not folder.is_dir():
+    try:
+        is_there = folder.is_absolute() and folder.is_dir()
+    except OSError:  # the name is too long
+        is_there = False
+    if not is_there:
         raise ConfigError(f"{python!r} says no folder for its packages: give the path of a Python interpreter")
     return folder

@@ -47,6 +47,11 @@ def command(
     wherever the environment variable STATICLLM_ATTACH is auto or require, without this command.
     """
     if install or uninstall:
+        if devices is not None or priority or exact or is_required:
+            raise click.UsageError(
+                "--devices, --priority, --exact and --require are for a COMMAND: with --install, set STATICLLM_ATTACH=require, "
+                "STATICLLM_ATTACH_DEVICES, STATICLLM_ATTACH_PRIORITY or STATICLLM_ATTACH_EXACT where the programs run."
+            )
         _change_environment(install, uninstall, command)
         return
     if not command:

@@ -82,6 +82,8 @@ class EventMaker:
         """Yield the last events of items: the open one is done, and an answer without any item is an empty text."""
         if self._open is None and not self.items:
             yield from self._begin("message")
+            if self._blank:
+                yield self._grow(self._blank)
         yield from self.close(status)
 
     def _text(self, kind: Kind, text: str) -> Iterator[StreamEvent]:

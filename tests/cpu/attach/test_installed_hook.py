@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from staticllm.cli.attach import installed_hook
 from staticllm.cli.attach.launcher import HOOK, command
 from tests.attached_programs import daemon_environment
 
@@ -56,12 +57,42 @@ def test_programs_attach_themselves_only_where_the_variable_says_so(installed):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("STATICLLM_")}
     assert run(installed, SHOW, clean, STATICLLM_ATTACH="auto") == "['Finder']"
     assert run(installed, SHOW, clean, STATICLLM_ATTACH="require") == "['Finder']"
-    for value in ("off", "", "no"):
+    for value in ("off", ""):
         assert run(installed, SHOW, clean, STATICLLM_ATTACH=value) == "[]"
     assert run(installed, SHOW, clean) == "[]"
     assert run(installed, SHOW, clean, "-I", STATICLLM_ATTACH="auto") == "[]"
     twice = run(installed, SHOW, {**clean, "PYTHONPATH": ""}, STATICLLM_ATTACH="auto", PYTHONPATH=str(HOOK))
     assert twice == "['Finder']"
+
+
+def test_a_wrong_value_of_the_variable_is_told(installed):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STATICLLM_")}
+    done = subprocess.run(
+        [installed, "-c", NUMBERS],
+        env={**clean, "STATICLLM_ATTACH": "AUTO"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == ["CompiledModel", [[2.0, 4.0, 6.0]]]
+    assert "STATICLLM_ATTACH='AUTO': must be one of" in done.stderr
+    assert "natively" in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="makes a link")
+def test_two_copies_of_the_hook_do_not_call_each_other(installed, tmp_path):
+    copy = tmp_path / "staticllm"
+    copy.symlink_to(Path(HOOK).parents[1])
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STATICLLM_")}
+    done = subprocess.run(
+        [installed, "-c", SHOW],
+        env={**clean, "STATICLLM_ATTACH": "auto", "PYTHONPATH": str(copy / "attach" / "startup")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    assert done.stdout.strip() == "['Finder']"
 
 
 def test_an_unchanged_program_runs_in_the_daemon_without_a_launcher(installed):
@@ -93,3 +124,25 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, said):
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code != 0
     assert said in done.output + str(done.exception)
+
+
+def test_the_line_is_ascii_whatever_the_paths_are(tmp_path, monkeypatch):
+    """Python reads it in the encoding of the locale, and does not start if it cannot."""
+    monkeypatch.setattr(installed_hook, "_folder_of", lambda python: tmp_path)
+    line = installed_hook.install("python", Path("/tmp/cüd"), ["/tmp/ä ö/python"]).read_bytes()
+    assert line.isascii()
+    before = list(sys.path)
+    monkeypatch.setattr(os, "environ", {"STATICLLM_ATTACH": "auto"})
+    try:
+        exec(line.decode())
+        assert sys.path[0] == str(Path("/tmp/cüd"))
+        assert json.loads(os.environ["STATICLLM_DAEMON_COMMAND"]) == ["/tmp/ä ö/python"]
+    finally:
+        sys.path[:] = before
+
+
+@pytest.mark.parametrize("option", [["--require"], ["--exact"], ["--priority", "5"], ["--devices", "NPU"]])
+def test_options_of_a_command_are_not_dropped(option):
+    done = CliRunner().invoke(command, [*option, "--install", "none"])
+    assert done.exit_code == 2
+    assert "for a COMMAND" in done.output

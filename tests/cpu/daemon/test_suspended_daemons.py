@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -227,3 +228,39 @@ def test_a_daemon_ends_that_was_suspended_when_it_was_told_to(monkeypatch, tmp_p
             with suspended(daemon):
                 daemon.terminate()
             assert daemon.wait(SECONDS) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the folder of a daemon cannot be deleted there")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_daemon_whose_folder_was_made_anew_leaves_the_other_one_alone(is_told, monkeypatch, tmp_path):
+    folder = tmp_path / "run"
+    with daemon_process(monkeypatch, folder) as first:
+        if is_told:
+            first.send_signal(signal.SIGSTOP)  # or it would end by itself
+        shutil.rmtree(folder)
+        with daemon_process(monkeypatch, folder) as second:
+            if is_told:
+                first.send_signal(signal.SIGTERM)
+                first.send_signal(signal.SIGCONT)
+            assert first.wait(20) == 0
+            assert endpoint.stopped_pid(folder) is None
+            endpoint.connect(folder).close()
+            assert second.poll() is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have no queue of connections")
+def test_nobody_waits_to_knock(tmp_path):
+    """The thread that accepts is the one that ends the daemon, also while the queue of connections is full."""
+    listener, waiting = endpoint.listen(tmp_path), list[socket.socket]()
+    try:
+        with pytest.raises(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(endpoint.address(tmp_path))
+        with pytest.raises(BlockingIOError):
+            endpoint.knock(tmp_path)
+    finally:
+        for each in waiting:
+            each.close()
+        listener.close()

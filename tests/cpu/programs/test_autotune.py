@@ -202,6 +202,17 @@ def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, layers
     assert "few_rows" in asked.properties
 
 
+def test_one_program_serves_if_the_layers_cannot_be_timed(timed, monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("the device refused it")
+
+    timed[0].update({0: 1.3, "f32": 1.3})
+    monkeypatch.setattr(compile_plan, "layers_speedup", refuse)
+    monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
+    assert prepare(demo_model_path(), "CPU", StaticLLMConfig())[1].options.layout == "shared"
+
+
 def test_every_candidate_is_run_and_the_model_stays_as_it_was():
     model = stack()
     before = len(model.get_ordered_ops())

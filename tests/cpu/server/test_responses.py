@@ -204,6 +204,16 @@ def test_reasoning_is_an_item_of_its_own(echo):
     assert echo.responses.create(model="demo", input=items).output_text == "go on"
 
 
+def test_an_answer_of_white_space_is_streamed_as_it_is(echo):
+    asked = {"model": "demo", "input": "Q ANSWER:\r\nb", "max_output_tokens": 2}
+    whole = echo.responses.create(**asked).output_text
+    assert whole and not whole.strip()
+    with echo.responses.stream(**asked) as stream:
+        events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole
+    assert events[-1].response.output_text == whole
+
+
 def test_a_broken_call_is_text_in_the_answer(echo):
     asked = asking('<tool_call>{"name": "weather", oh no</tool_call> sorry')
     with echo.responses.stream(model="demo", input=asked, tools=[TOOL]) as stream:

@@ -13,6 +13,11 @@ from staticllm.kvcache.cache import SequenceCopy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import FakeProgram, assert_empty, fake_answer, fake_engine, fake_request, run_to_end, run_until
 
+MANY_CHUNKS = [
+    *(Variant(rows, kv_len, rows) for rows in (1, 2, 4) for kv_len in (32, 64, 128, 192)),
+    *(Variant(rows, kv_len, count) for rows in (8, 16) for kv_len in (0, 32, 64, 128, 192) for count in (1, 6)),
+]
+
 
 def test_a_shared_prefix_is_stored_once_and_counted_as_cached():
     engine, system = fake_engine(make_policy("fcfs")), list(range(24))
@@ -176,6 +181,19 @@ def test_a_prompt_of_several_chunks_sees_no_slot_of_the_last_conversation(num_to
     assert max(chunks) <= engine.runner.cache.kv_len_for(num_tokens)
     assert engine.kv_manager.host_pool.num_kept_slots == 50
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "chunked"])
+@pytest.mark.parametrize("host_kv_slots", [0, 64, 256])
+def test_a_conversation_that_the_host_pool_cannot_hold_stays_for_a_request_that_continues_it(host_kv_slots, policy):
+    engine = fake_engine(make_policy(policy), variants=MANY_CHUNKS, max_seq_len=96, host_kv_slots=host_kv_slots)
+    first = fake_request(range(70), 5)
+    run_to_end(engine, [first])
+    other, again = fake_request(range(300, 320), 3), fake_request([*first.tokens, 7, 8, 9], 3)
+    expected = fake_answer(again.tokens, 3)
+    run_to_end(engine, [other, again])
+    assert again.num_cached == 74
+    assert again.tokens == expected
 
 
 def test_the_last_conversation_stays_beside_a_prompt_of_one_chunk():
