@@ -17,8 +17,7 @@ from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
 from staticllm.pipelines.diagnostics.settings import label_of
 from staticllm.pipelines.programs.build import compile_all
 from staticllm.pipelines.programs.compile_plan import prepare
-from staticllm.pipelines.programs.dry_run import random_feeds
-from staticllm.ports import port_of
+from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 RUNS = 5
 PERF_COUNT = "PERF_COUNT"
@@ -131,12 +130,8 @@ def kind_of(node_type: str, fused: Collection[str] = ()) -> str:
 
 def _run(compiled: ov.CompiledModel, variant: Variant) -> list[NodeTime]:
     """Return the mean ms of each node over ``RUNS`` calls of a program that has not run yet."""
-    request = compiled.create_infer_request()
     feeds = random_feeds(compiled, variant)
-    for port in compiled.inputs:
-        array = feeds[port_of(port.get_names())[0]]
-        request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
-    return times_after_first(request)
+    return times_after_first(bound_request(compiled, feeds))
 
 
 def times_after_first(request: ov.InferRequest) -> list[NodeTime]:

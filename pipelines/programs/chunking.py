@@ -75,9 +75,8 @@ def plan_chunks(
     todo = [0]
     while todo[0] < num_tokens:
         done = todo.pop(0)
-        past = min(
-            num_past + done - (num_leaving if done else 0), index.max_kv_len
-        )  # the lowest free slots are filled first
+        num_others = num_past - num_leaving if done else num_past
+        past = min(num_others + done, index.max_kv_len)  # free slots below the highest used slot are filled first
         seen = index.reach_of(past), is_fresh and not done
         if seen not in options:
             options[seen] = _options(index, cost, past, seen[1])

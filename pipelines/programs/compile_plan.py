@@ -119,9 +119,10 @@ def prepare(
         )
         if config.programs == layout:
             return options
-        layers = _speedup_of_few_rows(core, lowered, variants, options, probes)
-        is_paid = is_worth_a_copy(weights_size(path, config.weights_path), max(calibration.speedup, layers))
-        return options if is_paid else _with_one_program(options)
+        is_paid = partial(is_worth_a_copy, weights_size(path, config.weights_path))
+        if is_paid(calibration.speedup) or is_paid(_speedup_of_few_rows(core, lowered, variants, options, probes)):
+            return options
+        return _with_one_program(options)
 
     is_later = start == "one program" and _can_start_with_one(layout, properties)
     options = options_of("shared" if is_later else layout)

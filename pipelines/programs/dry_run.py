@@ -27,12 +27,22 @@ def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> 
     Raises:
         RuntimeError: the device failed, or the shape of a feed differs from that of its port.
     """
+    request = bound_request(compiled, feeds)
+    request.infer()
+    return {_name_of(port): np.array(request.get_tensor(port).data) for port in compiled.outputs}
+
+
+def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> ov.InferRequest:
+    """Return a request that reads ``feeds``, keyed by port name; the caller keeps them as long as it runs.
+
+    Raises:
+        RuntimeError: the shape of a feed differs from that of its port.
+    """
     request = compiled.create_infer_request()
     for port in compiled.inputs:
         array = feeds[_name_of(port)]
         request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
-    request.infer()
-    return {_name_of(port): np.array(request.get_tensor(port).data) for port in compiled.outputs}
+    return request
 
 
 def _name_of(port: ov.ConstOutput) -> str:

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.core import Variant
 from staticllm.pipelines.programs.autotune import CACHE_BYTES, ProbeTimes, Properties
-from staticllm.pipelines.programs.dry_run import random_feeds
-from staticllm.ports import port_of
+from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 LAYERS_SHARE, LEAST_SHARE = 1 / 6, 1 / 50
 """The part of a model's nodes that is timed at most, and at least."""
@@ -124,9 +123,7 @@ def _is_matrix(node: ov.Node) -> bool:
 
 def _request(compiled: ov.CompiledModel, variant: Variant) -> BoundRequest:
     """Return a request that has run once at ``variant``, so that its weights are packed, and the memory that it reads."""
-    request, feeds = compiled.create_infer_request(), random_feeds(compiled, variant)
-    for port in compiled.inputs:
-        array = feeds[port_of(port.get_names())[0]]
-        request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
+    feeds = random_feeds(compiled, variant)
+    request = bound_request(compiled, feeds)
     request.infer()
     return request, feeds
