@@ -105,23 +105,18 @@ def prepare(
     adapter_type: AdapterType = "bf16" if default_kv_type(core, device, *properties.values()) == "bf16" else "f32"
     lowering = LoweringOptions(config.num_kv_slots(mode), kv_type, adapter_type=adapter_type)
     lowered = _lowered(model, lowering, DECODER if merges_projections(device) else DECODER_UNMERGED, config.adapters)
-    layout = program_layout(device, path, config, kv_type)
-
-    variants = choose_variants(config, mode, lowered.shape)
+    layout, variants = program_layout(device, path, config, kv_type), choose_variants(config, mode, lowered.shape)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
         calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
         options = CompileOptions(device, layout, kv_type, calibration.properties, calibration.few_rows)
         if layout != "few_rows":
             return options
-        options = replace(
-            options, properties={"few_rows": calibration.properties["generate"], **calibration.properties}
-        )
-        if config.programs == layout:
-            return options
         is_paid = partial(is_worth_a_copy, weights_size(path, config.weights_path))
-        if is_paid(calibration.speedup) or is_paid(_speedup_of_few_rows(core, lowered, variants, options, probes)):
-            return options
+        probe = partial(_speedup_of_few_rows, core, lowered, variants, probes=probes)
+        with_few_rows = replace(options, properties={"few_rows": options.properties["generate"], **options.properties})
+        if config.programs == layout or is_paid(calibration.speedup) or is_paid(probe(with_few_rows)):
+            return with_few_rows
         return _with_one_program(options)
 
     is_later = start == "one program" and _can_start_with_one(layout, properties)
@@ -187,7 +182,7 @@ def _speedup_of_few_rows(
 def _with_one_program(options: CompileOptions) -> CompileOptions:
     """Return the options without a program for calls of few rows."""
     parts = dict(options.properties)
-    del parts["few_rows"]
+    parts.pop("few_rows", None)
     return replace(options, layout="shared", properties=parts)
 
 
