@@ -23,7 +23,7 @@ from staticllm.pipelines.generation.options import GenerationOptions, copy_confi
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.joined_decoder import JoinedDecoder
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
-from staticllm.pipelines.text.parsing.required_calls import grammar_of_calls
+from staticllm.pipelines.text.parsing.required_calls import answer_grammar
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
     Form,
@@ -255,7 +255,7 @@ class InputProcessor:
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             drafts=_drafts_of(options, limits),
-            grammar=grammar_of_calls(format, options),
+            grammar=answer_grammar(format, options),
             adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )

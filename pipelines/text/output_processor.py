@@ -17,6 +17,7 @@ from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.parsing.events import Event, message_of
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
 from staticllm.pipelines.text.parsing.output import ExpectedCalls
+from staticllm.pipelines.text.parsing.required_calls import is_content
 from staticllm.results import AssistantMessage
 
 
@@ -87,7 +88,7 @@ def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
         return None
     choice = prepared.options.extra.tool_options.choice
     calls: ExpectedCalls = "required" if _is_call_required(prepared) else "none" if choice == "none" else "auto"
-    return MessageParser(prepared.format, prepared.tools, calls=calls)
+    return MessageParser(prepared.format, prepared.tools, calls=calls, is_content=is_content(prepared.options))
 
 
 def _is_call_required(prepared: PreparedRequest) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -14,8 +15,8 @@ import numpy as np
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.matcher import Matcher
+from staticllm.pipelines.generation.structured.grammar import Grammar, lead_of
+from staticllm.pipelines.generation.structured.matcher import AnswerMatcher, LeadMatcher, Matcher
 from staticllm.pipelines.generation.structured.reasons import reason_of
 from staticllm.pipelines.generation.structured.translation import lark_of, tree_of
 from staticllm.pipelines.generation.structured.vocabulary import Vocabulary
@@ -70,8 +71,10 @@ class GrammarCompiler:
         with self._lock:
             return self._known_vocabulary()
 
-    def matcher(self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None) -> Matcher:
+    def matcher(self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None) -> AnswerMatcher:
         """Return a matcher at the beginning of an answer, for logits ``[vocab_size]``.
+
+        Reasoning before the answer proper has at most half of the tokens that the shortest answer leaves.
 
         Raises:
             GenerationConfigError: llguidance is not installed, the grammar cannot be compiled, or its shortest answer is longer
@@ -79,10 +82,17 @@ class GrammarCompiler:
         """
         try:
             with self._lock:
-                found = self._matcher(grammar, vocab_size)
-                if max_new_tokens is not None:
-                    self._check_room(grammar, max_new_tokens)
-                return found.clone()
+                proper, lead = grammar.proper, lead_of(grammar)
+                found = self._matcher(proper, vocab_size)
+                if lead is None:
+                    self._check_room(proper, max_new_tokens)
+                    return found.clone()
+                begin, closing = self._matcher(lead.whole, vocab_size), None
+                if lead.closing is not None:
+                    closing = self._matcher(lead.closing, vocab_size)
+                num_closing = len((closing or begin).clone().forced())
+                room = self._check_room(proper, max_new_tokens, num_closing)
+                return LeadMatcher(begin.clone(), closing, found, sys.maxsize if room is None else room // 2)
         except RecursionError:
             raise GenerationConfigError(
                 f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
@@ -138,11 +148,18 @@ class GrammarCompiler:
             self._vocabulary = self._read()
         return self._vocabulary
 
-    def _check_room(self, grammar: Grammar, max_new_tokens: int) -> None:
+    def _check_room(self, grammar: Grammar, max_new_tokens: int | None, num_before: int = 0) -> int | None:
+        """Return how many tokens the shortest answer leaves after ``num_before`` others; None without a limit.
+
+        Raises:
+            GenerationConfigError: there is no room for it.
+        """
+        if max_new_tokens is None:
+            return None
         if grammar not in self._fewest:
             self._bounds = self._bounds or TokenBounds(self._known_vocabulary())
             self._fewest[grammar] = self._bounds.fewest_tokens(grammar)
-        fewest = self._fewest[grammar]
+        fewest = self._fewest[grammar] + num_before
         if math.isinf(fewest):
             raise GenerationConfigError(
                 f"no answer of this grammar ({grammar.kind}) ends: give each recursion a way out that this model has tokens for"
@@ -152,6 +169,7 @@ class GrammarCompiler:
                 f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
                 f"one has at least {fewest:.0f} tokens: raise it, or MIN_RESPONSE_LEN if that limits it"
             )
+        return max_new_tokens - int(fewest)
 
 
 def _error_after(start: LLMatcher) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from staticllm.errors import GenerationConfigError
@@ -11,6 +12,8 @@ Kind = Literal["json_schema", "regex", "choice", "ebnf", "lark", "structural_tag
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_TEXT = 1 << 20
 """The most bytes of a grammar's text in UTF-8."""
+MAX_LEAD = 256
+"""The most characters of ``opening`` and of ``reasoning_end``."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,25 @@ class Grammar:
 
     ``text`` is, by ``kind``: the JSON schema as JSON; the regular expression, which matches the whole answer; a JSON list of
     strings; the grammar in EBNF (of xgrammar, and GBNF) or in Lark (of llguidance); a structural tag as JSON.
+
+    Where the model's format has something before the answer proper, the grammar describes what follows it: first the text
+    ``opening``, then free text, which is reasoning, up to and including ``reasoning_end``. Either is "" where there is none.
     """
 
     kind: Kind
     text: str
+    opening: str = ""
+    reasoning_end: str = ""
+
+    @property
+    def has_lead(self) -> bool:
+        """Whether anything comes before the answer proper."""
+        return bool(self.opening or self.reasoning_end)
+
+    @property
+    def proper(self) -> Grammar:
+        """The grammar of the answer proper alone."""
+        return replace(self, opening="", reasoning_end="")
 
     def check(self) -> None:
         """Check the types and the length, for a grammar from another process.
@@ -34,6 +52,9 @@ class Grammar:
             raise GenerationConfigError(f"a grammar of the kind {self.kind!r}: must be one of {', '.join(KINDS)}")
         if not isinstance(self.text, str) or not self.text:
             raise GenerationConfigError(f"a grammar ({self.kind}) without text: give a str that is not empty")
+        for lead in (self.opening, self.reasoning_end):
+            if not isinstance(lead, str) or len(lead) > MAX_LEAD:
+                raise GenerationConfigError(f"a lead of a grammar ({self.kind}): must be a str of at most {MAX_LEAD} characters")
         try:
             num_bytes = len(self.text.encode())
         except UnicodeEncodeError as error:
@@ -45,3 +66,35 @@ class Grammar:
             raise GenerationConfigError(
                 f"a grammar ({self.kind}) of {num_bytes} bytes, the most are {MAX_TEXT}: shorten it, or split the task"
             )
+
+
+@dataclass(frozen=True)
+class LeadGrammars:
+    """The grammars of what comes before an answer proper: of the ``whole`` of it, and of its end alone if there is reasoning."""
+
+    whole: Grammar
+    closing: Grammar | None
+
+
+def lead_of(grammar: Grammar) -> LeadGrammars | None:
+    """Return the grammars of what comes before the answer proper; None if nothing does."""
+    if not grammar.has_lead:
+        return None
+    opening = _fixed_text(grammar.opening)
+    if not grammar.reasoning_end:
+        return LeadGrammars(_structural_tag(opening), None)
+    marker = grammar.reasoning_end.rstrip()  # the whitespace behind it is layout, which must follow
+    reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": marker}
+    layout = _fixed_text(grammar.reasoning_end[len(marker) :])
+    return LeadGrammars(
+        _structural_tag([*opening, reasoning, *layout]), _structural_tag(_fixed_text(grammar.reasoning_end))
+    )
+
+
+def _fixed_text(text: str) -> list[dict[str, object]]:
+    return [{"type": "const_string", "value": text}] if text else []
+
+
+def _structural_tag(elements: list[dict[str, object]]) -> Grammar:
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.compiler import MaskTimes
-from staticllm.pipelines.generation.structured.matcher import Matcher
+from staticllm.pipelines.generation.structured.matcher import AnswerMatcher
 
 Draft = TypeVar("Draft")
 
@@ -41,7 +41,7 @@ class GrammarMask:
 
     def __init__(
         self,
-        matcher: Matcher,
+        matcher: AnswerMatcher,
         stop_token_ids: Collection[int],
         special: Collection[int],
         vocab_size: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,42 @@ MAX_PIECE = 80
 _IN_REGEX = "regex parse error:"
 
 
-class Matcher:
-    """The place of one answer in its grammar. One thread at a time. ``end`` is the end token of llguidance's tokenizer.
+class AnswerMatcher(Protocol):
+    """The place of one answer in what it must look like. One thread at a time.
 
     Raises:
         GenerationConfigError: by ``allowed`` and ``accept``, if the grammar became too complex or the token does not match.
     """
+
+    def clone(self) -> AnswerMatcher:
+        """Return a matcher at the same place, which goes on by itself."""
+        ...
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the answer so far is a whole one."""
+        ...
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the answer so far is a whole one and nothing can follow."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens, none of which may be one that ends the answer."""
+        ...
+
+
+class Matcher:
+    """An ``AnswerMatcher`` of one grammar. ``end`` is the end token of llguidance's tokenizer."""
 
     def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None) -> None:
         self._inner, self._vocab_size, self._end = inner, vocab_size, end
@@ -67,6 +97,64 @@ class Matcher:
     def _check(self) -> None:
         if self._inner.is_error():
             raise GenerationConfigError(f"the grammar cannot go on: {first_line(self._inner.get_error())}")
+
+
+class LeadMatcher:
+    """An ``AnswerMatcher`` of what comes before an answer proper, and of the answer.
+
+    ``lead`` follows the opening and the reasoning up to its end, ``closing`` only that end; None where there is no reasoning.
+    ``answer`` follows the rest. After ``max_tokens`` tokens the reasoning must end, so that the answer has room.
+    """
+
+    def __init__(self, lead: Matcher, closing: Matcher | None, answer: Matcher, max_tokens: int) -> None:
+        self._now, self._closing, self._num_left = lead, closing, max_tokens
+        self._answer: Matcher | None = answer  # None once it is the one that follows
+        self._go_on()
+
+    def clone(self) -> LeadMatcher:
+        """Return a matcher at the same place, which goes on by itself."""
+        copy = object.__new__(LeadMatcher)
+        copy.__dict__.update(self.__dict__)
+        copy._now = self._now.clone()  # the others are at their beginning, and are cloned when their turn comes
+        return copy
+
+    def _go_on(self) -> None:
+        """Let the next matcher follow if this one is at its end, or if the reasoning has all its tokens."""
+        if self._answer is None:
+            return
+        if self._now.is_at_end:
+            self._now, self._answer = self._answer.clone(), None
+        elif self._closing is not None and self._num_left <= 0 and self._can_close(self._closing):
+            self._now, self._closing = self._closing.clone(), None
+
+    def _can_close(self, closing: Matcher) -> bool:
+        """Return whether the end of the reasoning can be the next token; within a character of several tokens it cannot."""
+        return bool((self._now.allowed() & closing.allowed()).any())
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the answer so far is a whole one."""
+        return self._answer is None and self._now.can_end
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the answer so far is a whole one and nothing can follow."""
+        return self._answer is None and self._now.is_at_end
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
+        return self._now.allowed()
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
+        return self._now.forced()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens, none of which may be one that ends the answer."""
+        for token in tokens:
+            self._now.accept([token])
+            self._num_left -= 1
+            self._go_on()
 
 
 def first_line(message: str) -> str:

@@ -180,6 +180,20 @@ def is_free(form: Any) -> bool:
     return form.get("type") in ("any_text", "triggered_tags")
 
 
+def has_free_text(text: str) -> bool:
+    """Return whether a structural tag, given as JSON, leaves any part of an answer to the model."""
+    todo: list[Any] = [json_value(text, "the structural tag")]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if value.get("type") in ("any_text", "triggered_tags"):
+                return True
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return False
+
+
 def _text(form: Format, name: str, may_be_empty: bool = False) -> str:
     value = form[name]
     if not isinstance(value, str) or not (value or may_be_empty or name == "value"):

@@ -56,6 +56,23 @@ class MessageFormat:
     is_call_open: bool = False
 
     @property
+    def opening(self) -> str:
+        """The text that an answer in this format begins with if a grammar writes all that the user sees."""
+        if self.syntax == "harmony":
+            return harmony.ANALYSIS
+        if self.syntax == "recipients":
+            begin, end = self.call
+            return ("" if self.is_call_open else begin) + recipients.EVERYBODY + end
+        return ""
+
+    @property
+    def reasoning_end(self) -> str:
+        """The text after the reasoning with which such an answer begins; "" if it begins with none."""
+        if self.syntax == "harmony":
+            return harmony.FINAL
+        return f"{self.reasoning[1]}\n\n" if self.is_reasoning_open else ""
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """All markers: where they are special tokens, they must be part of the text."""
         if self.syntax == "harmony":

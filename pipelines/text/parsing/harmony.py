@@ -11,6 +11,9 @@ from staticllm.pipelines.text.parsing.source import MalformedError, Source, Step
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{ENDS[0]}{START}assistant{CHANNEL}final{MESSAGE}"
+"""What stands between the reasoning and the text for the user."""
 MAX_HEADER_CHARS = 400
 
 

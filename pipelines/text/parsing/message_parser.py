@@ -42,6 +42,8 @@ class MessageParser:
             format does not. Calls without markers are found only if they name one of them; without tools, any name will do.
         new_id: Makes the id of a call.
         calls: ``none`` makes content of calls; ``required`` says that a grammar constrains the answer to a call.
+        is_content: whether a grammar wrote the text for the user: it is content as it stands, whatever markers it has, after the
+            opening and the reasoning that the format has before it.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class MessageParser:
         tools: Iterable[Mapping[str, Any]] = (),
         new_id: Callable[[], str] = new_call_id,
         calls: ExpectedCalls = "auto",
+        is_content: bool = False,
     ) -> None:
         functions = [function_of(tool) for tool in tools]
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
         self._source, self._output = Source(), Output(self._types, new_id, calls)
-        self._steps = self._whole_answer()
+        self._steps = self._constrained_answer() if is_content else self._whole_answer()
         self._is_over = False
         self._advance()
 
@@ -91,15 +94,19 @@ class MessageParser:
             return take_recipients(self._source, self._output, self._format.call, self._format.is_call_open)
         return self._answer()
 
+    def _constrained_answer(self) -> Steps[None]:
+        """Take an answer whose text for the user a grammar wrote, after what comes before it in the format."""
+        source, output = self._source, self._output
+        for end, write in ((self._format.opening, str), (self._format.reasoning_end, output.reasoning)):
+            if end and not (yield from source.text_until([end], write, takes_cut_marker=False)):
+                return  # it was cut off before the grammar began
+        yield from source.text_until([], output.verbatim)
+
     def _answer(self) -> Steps[None]:
         source, output, format = self._source, self._output, self._format
-        begin_reasoning, _ = format.reasoning
-        markers = [marker for marker in (begin_reasoning, format.call[0]) if marker]
+        markers = [format.call[0]] if format.call[0] else []
         markers += {"xml": [FUNCTION], "separated": [CALL[0]]}.get(format.syntax, [])
-        if format.is_reasoning_open:
-            yield from source.skip_space()
-            yield from source.skip(begin_reasoning)  # some models write it once more
-            yield from self._reasoning()
+        yield from self._leading_reasoning()
         while True:
             if (yield from self._bare_calls()):
                 continue
@@ -107,10 +114,22 @@ class MessageParser:
             if not marker:
                 return
             output.open_block()
-            if marker == begin_reasoning:
-                yield from self._reasoning()
-            else:
-                yield from self._block(marker)
+            yield from self._block(marker)
+
+    def _leading_reasoning(self) -> Steps[None]:
+        """Take the reasoning, which stands only before all else: its markers are text where a model writes about them."""
+        source, begin = self._source, self._format.reasoning[0]
+        if not begin:
+            return
+        source.mark()
+        self._output.open_block()
+        yield from source.skip_space()
+        is_written = yield from source.skip(begin)  # also where the prompt has it: some models write it once more
+        if is_written or self._format.is_reasoning_open:
+            source.since_mark()
+            yield from self._reasoning()
+        else:
+            self._output.break_block(source.since_mark())
 
     def _reasoning(self) -> Steps[None]:
         yield from self._source.text_until([self._format.reasoning[1]], self._output.reasoning)

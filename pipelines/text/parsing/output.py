@@ -74,6 +74,12 @@ class Output:
             self._events.append(ContentDelta(kept))
             self.has_content = True
 
+    def verbatim(self, text: str) -> None:
+        """Add text for the user as it stands, with the whitespace at its ends."""
+        if text:
+            self._events.append(ContentDelta(text))
+            self.has_content = True
+
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
         text = text.lstrip() if self._reasoning_space is None else self._reasoning_space + text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from staticllm.errors import GenerationConfigError, shown
@@ -19,6 +19,7 @@ from staticllm.pipelines.generation.structured.schemas.parameters import (
     listed_parameters,
     object_schema,
 )
+from staticllm.pipelines.generation.structured.structural_tags import has_free_text
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
@@ -46,13 +47,6 @@ class Json:
 
 
 @dataclass(frozen=True)
-class FreeText:
-    """Any text that does not contain ``end``. A ``Text`` that begins with ``end`` follows."""
-
-    end: str
-
-
-@dataclass(frozen=True)
 class LimitedText:
     """Text that satisfies the keywords of a JSON schema for strings, and does not contain ``excluded``."""
 
@@ -74,25 +68,18 @@ class OneOf:
     choices: tuple[tuple[Part, ...], ...]
 
 
-Part: TypeAlias = Text | PlainText | Json | FreeText | LimitedText | OptionalParts | OneOf
+Part: TypeAlias = Text | PlainText | Json | LimitedText | OptionalParts | OneOf
 
 
 @dataclass(frozen=True)
 class RequiredCalls:
-    """The answers with a required call: ``lead`` and then one of ``calls``, each a sequence of parts.
-
-    ``lead`` is the reasoning that the prompt began, if it did.
-    """
+    """The answers with a required call: one of ``calls``, each a sequence of parts."""
 
     calls: tuple[tuple[Part, ...], ...]
-    lead: tuple[Part, ...] = ()
 
     def to_structural_tag(self) -> dict[str, Any]:
         """Return these answers as the JSON of a structural tag, with the formats of xgrammar and GenAI."""
-        call = _choice(self.calls)
-        lead = _elements(self.lead)
-        format = {"type": "sequence", "elements": [*lead, call]} if lead else call
-        return {"type": "structural_tag", "format": format}
+        return {"type": "structural_tag", "format": _choice(self.calls)}
 
 
 def _sequence(parts: Sequence[Part]) -> dict[str, Any]:
@@ -105,14 +92,10 @@ def _choice(choices: Sequence[Sequence[Part]]) -> dict[str, Any]:
 
 
 def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return the formats of these parts. Free text becomes a tag that ends with the beginning of the text after it."""
+    """Return the formats of these parts."""
     elements: list[dict[str, Any]] = []
-    end = ""
     for part in parts:
-        if isinstance(part, FreeText):
-            end = part.end
-            elements.append({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end})
-        elif isinstance(part, Json):
+        if isinstance(part, Json):
             elements.append({"type": "json_schema", "json_schema": dict(part.schema)})
         elif isinstance(part, LimitedText):
             limits = {name: part.schema[name] for name in STRING_KEYWORDS if name in part.schema}
@@ -123,9 +106,8 @@ def _elements(parts: Sequence[Part]) -> list[dict[str, Any]]:
             elements.append({"type": "optional", "content": _sequence(part.parts)})
         elif isinstance(part, OneOf):
             elements.append(_choice(part.choices))
-        else:
-            text, end = part.text.removeprefix(end), ""
-            elements += [{"type": "const_string", "value": text}] if text else []
+        elif part.text:
+            elements.append({"type": "const_string", "value": part.text})
     return elements
 
 
@@ -141,24 +123,24 @@ def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
         )
     functions = [function_of(tool) for tool in tools.tools]
     chosen = [function for function in functions if tools.choice != "function" or function["name"] == tools.name]
-    lead: tuple[Part, ...] = ()
-    if format.is_reasoning_open:
-        end = format.reasoning[1]
-        lead = (FreeText(end), Text(end + "\n\n"))
-    return RequiredCalls(tuple(_call(format, str(each["name"]), each.get("parameters")) for each in chosen), lead)
+    return RequiredCalls(tuple(_call(format, str(each["name"]), each.get("parameters")) for each in chosen))
 
 
-def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -> Grammar | None:
-    """Return the grammar of the answers that ``tool_choice`` allows; that of the options if it requires no call.
+def answer_grammar(format: MessageFormat | None, options: GenerationOptions) -> Grammar | None:
+    """Return the grammar of the answers that ``tool_choice`` and the options allow; None if they allow all.
 
-    ``format`` is None if the answer is not parsed.
+    It comes after what the model's format has before a constrained answer, such as the reasoning that the prompt began.
+    ``format`` is None if the answer is not parsed; then the grammar governs all of it.
 
     Raises:
         GenerationConfigError: the chat template shows no format of calls, or another option contradicts a required call.
     """
     tools = options.extra.tool_options
     if not tools.is_call_required:
-        return options.grammar
+        if format is None or not is_content(options):
+            return options.grammar
+        assert options.grammar is not None
+        return replace(options.grammar, opening=format.opening, reasoning_end=format.reasoning_end)
     if format is None:
         raise GenerationConfigError(f"tool_choice={tools.choice!r} with parse_tools=False: leave one of them out")
     asked = [
@@ -172,7 +154,22 @@ def grammar_of_calls(format: MessageFormat | None, options: GenerationOptions) -
     if asked:
         raise GenerationConfigError(f"tool_choice={tools.choice!r} with {asked[0]}: leave one of them out")
     tag = required_calls(format, tools).to_structural_tag()
-    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
+    end = format.reasoning_end if format.is_reasoning_open else ""
+    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False), reasoning_end=end)
+
+
+def is_content(options: GenerationOptions) -> bool:
+    """Return whether the grammar of the options writes the text for the user, as it stands; False without one.
+
+    A structural tag may describe the model's own format instead: calls if there are tools, or parts of an answer that is free
+    elsewhere.
+    """
+    grammar = options.grammar
+    if grammar is None or options.extra.tool_options.is_call_required:
+        return False
+    if grammar.kind != "structural_tag":
+        return True
+    return not options.extra.tool_options.tools and not has_free_text(grammar.text)
 
 
 _NAMES = {

@@ -83,6 +83,8 @@ def _options(body: OllamaGeneration, model: ServedModel) -> dict[str, Any]:
     options = generation_options(body, model.chat.config.max_seq_len)
     if isinstance(body, OllamaChatRequest) and body.tools:
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    else:
+        options["tool_choice"] = "none"  # without tools nothing is a call, whatever it looks like
     if isinstance(body, OllamaGenerateRequest) and body.raw:
         options |= {"apply_chat_template": False, "parse_tools": False}
     return options

@@ -124,8 +124,8 @@ def chat_options(body: ChatRequest, index: int) -> dict[str, Any]:
         options["tool_choice"] = body.tool_choice or "auto"
     elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")
-    elif body.tool_choice == "none":
-        options["tool_choice"] = "none"
+    else:
+        options["tool_choice"] = "none"  # without tools nothing is a call, whatever it looks like
     context = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         context["reasoning_effort"] = body.reasoning_effort

@@ -1,7 +1,6 @@
 """Tests how the format of calls and reasoning is found in the text of a chat template, and what a required call must be."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,6 @@ from staticllm.pipelines.text.parsing.events import message_of
 from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format, takes_tools
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
 from staticllm.pipelines.text.parsing.required_calls import (
-    FreeText,
     Json,
     LimitedText,
     OptionalParts,
@@ -146,9 +144,6 @@ def test_any_function_may_be_called_where_a_call_is_required():
         (*named("weather"), Text('", "arguments": '), Json(SCHEMA), Text("}\n</tool_call>")),
         (*named("now"), Text('", "arguments": '), Json({"type": "object"}), Text("}\n</tool_call>")),
     )
-    assert required.lead == ()
-    thinking = MessageFormat("tagged", TAGS, THINK, is_reasoning_open=True)
-    assert required_calls(thinking, options("required")).lead == (FreeText("</think>"), Text("</think>\n\n"))
     xml = required_calls(FORMATS[1], options("required")).calls[0]
     city = [Text, PlainText, Text, LimitedText, Text]
     assert [type(part) for part in xml] == [Text, PlainText, Text, *city, OptionalParts, Text]
@@ -161,9 +156,6 @@ def written(form, with_optional):
         return "".join(written(each, with_optional) for each in form["elements"])
     if kind == "optional":
         return written(form["content"], with_optional) if with_optional else ""
-    if kind == "tag":
-        assert form["content"] == {"type": "any_text"}
-        return form["begin"] + "Berlin" + form["end"]
     if kind == "json_schema":
         both = '{"city": "Berlin", "days": 3}' if with_optional else '{"city": "Berlin"}'
         return {"object": both, "string": '"Berlin"', "integer": "3"}[form["json_schema"]["type"]]
@@ -187,9 +179,6 @@ def test_the_structural_tag_of_a_required_call(format, with_optional):
     any_of = required_calls(format, options("required")).to_structural_tag()["format"]
     assert any_of["type"] == "or"
     assert len(any_of["elements"]) == 2
-    thinking = replace(format, reasoning=THINK, is_reasoning_open=True)
-    lead, end, call = required_calls(thinking, options("required")).to_structural_tag()["format"]["elements"]
-    assert (lead["type"], lead["end"], end["value"], call) == ("tag", "</think>", "\n\n", any_of)
 
 
 def test_a_template_without_a_known_format_cannot_require_a_call():
