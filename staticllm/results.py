@@ -41,8 +41,12 @@ class AssistantMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Return the message as OpenAI's API has it, to be appended to a conversation; parts that are empty are left out."""
-        message: dict[str, object] = {"role": "assistant", "content": self.content}
+        """Return the message as OpenAI's API has it, to be appended to a conversation; parts that are empty are left out.
+
+        Beside calls, ``content`` is None if there is no text.
+        """
+        content = None if self.tool_calls and not self.content.strip() else self.content
+        message: dict[str, object] = {"role": "assistant", "content": content}
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:

@@ -22,7 +22,7 @@ from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.joined_decoder import JoinedDecoder
-from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format
+from staticllm.pipelines.text.parsing.formats import MessageFormat, format_beside
 from staticllm.pipelines.text.parsing.required_calls import answer_grammar
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
@@ -270,14 +270,15 @@ class InputProcessor:
             processors,
             decode,
             format,
-            options.extra.tool_options.tools,
+            prompt.tools or options.extra.tool_options.tools,
         )
 
     def _format_of(self, prompt: Prompt, tools: ToolOptions) -> MessageFormat | None:
         """Return the format of the answer; None if it is not parsed."""
         if not (bool(tools.tools) if tools.parse is None else tools.parse):
             return None
-        return find_format(self.tokenizer.chat_template).after(prompt.ending)
+        template = prompt.chat_template or str(self.tokenizer.chat_template)
+        return format_beside(template, bool(prompt.tools)).after(prompt.ending)
 
     def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
         """Return the factor of each adapter of the pipeline for a request.

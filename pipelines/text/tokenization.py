@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,9 +14,8 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.devices import read_first_tensor
-from staticllm.errors import GenerationConfigError, ModelError, PromptError, PromptTooLongError, last_line
-from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
-from staticllm.pipelines.text.parsing.formats import takes_tools
+from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
+from staticllm.pipelines.generation.extra_options import ToolOptions, function_of, is_tool
 from staticllm.pipelines.text.templates.chat_template import render
 
 read_first_tensor()
@@ -40,12 +37,14 @@ class Prompt:
     """The token ids of one prompt.
 
     ``template_seconds`` is the time that the chat template took, None without a template; ``ending`` holds the last characters
-    of its text.
+    of its text. ``tools`` are the functions that it shows, ``chat_template`` is the template that made it.
     """
 
     ids: list[int]
     template_seconds: float | None = None
     ending: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    chat_template: str = ""
 
 
 def form_of(inputs: object) -> Form:
@@ -98,7 +97,6 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: Too
 
     Raises:
         PromptError: the conversation is empty or malformed, or the model has no chat template, or it refuses the conversation.
-        GenerationConfigError: there are tools in ``options``, and the template has no place for them.
         ModelError: the tokenizer cannot encode the conversation.
     """
     for turn in _parts_of(messages)[0]:
@@ -109,7 +107,7 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: Too
 def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None) -> Prompt:
     turns, tools, extra = _parts_of(messages)
     if options is not None:
-        tools, extra = _tools_for(options, tokenizer.chat_template) or tools, {**extra, **options.extra_context}
+        tools, extra = _tools_for(options) or tools, {**extra, **options.extra_context}
         if options.choice == "none":
             tools = []
     if not turns:
@@ -122,59 +120,16 @@ def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOpti
         "eos_token": tokenizer.get_eos_token(),
         "pad_token": tokenizer.get_pad_token(),
     }
-    text = _HALF_PAIRS.sub("\ufffd", _rendered(tokenizer.chat_template, turns, tokens, tools, extra))
+    template = str(tokenizer.chat_template)
+    text = _HALF_PAIRS.sub("\ufffd", render(template, turns, tokens, tools, extra))
     seconds = time.perf_counter() - start
-    return Prompt(_encoded(tokenizer, text, add_special_tokens=False)[0], seconds, text[-MAX_ENDING_CHARS:])
+    ids = _encoded(tokenizer, text, add_special_tokens=False)[0]
+    return Prompt(ids, seconds, text[-MAX_ENDING_CHARS:], tuple(filter(is_tool, tools)), template)
 
 
-def _tools_for(options: ToolOptions, template: str) -> list[dict[str, Any]]:
+def _tools_for(options: ToolOptions) -> list[dict[str, Any]]:
     """Return the tools as templates take them."""
-    if options.tools and template and not takes_tools(template):
-        raise GenerationConfigError(
-            f"{len(options.tools)} tools for a chat template that shows no tools: leave them out, or set another template"
-        )
     return [{"type": "function", "function": dict(function_of(tool))} for tool in options.tools]
-
-
-def _rendered(template: str, turns: Sequence[Mapping[str, Any]], *more: Any) -> str:
-    """Return the prompt. The arguments of calls are a dict for most templates, and JSON text for those that fail with a dict."""
-    if not any(turn.get("tool_calls") for turn in turns):
-        return render(template, turns, *more)
-    with_dicts = [_with_arguments(turn, _as_dict) for turn in turns]
-    try:
-        return render(template, with_dicts, *more)
-    except PromptError:
-        with contextlib.suppress(PromptError):
-            return render(template, [_with_arguments(turn, _as_text) for turn in turns], *more)
-        raise
-
-
-def _with_arguments(message: Mapping[str, Any], convert: Callable[[object], object]) -> Mapping[str, Any]:
-    """Return a message with the arguments of its calls converted."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, (list, tuple)):
-        return message
-    changed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and "arguments" in function:
-            changed.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
-        else:
-            changed.append(call)
-    return {**message, "tool_calls": changed}
-
-
-def _as_dict(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"the arguments of a tool call are no JSON: {arguments[:80]!r}") from error
-
-
-def _as_text(arguments: object) -> object:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list[int]]:
@@ -198,8 +153,6 @@ def _check_message(message: Mapping[str, Any]) -> None:
         raise PromptError(f"a message has the keys {sorted(map(str, message))}: it needs a 'role', and a 'content'")
     content = message.get("content")
     if isinstance(content, str):
-        if not content and message["role"] == "user":
-            raise PromptError("the prompt is empty: give at least one character")
         _check_text(content)
 
 

@@ -54,7 +54,9 @@ class Grammar:
             raise GenerationConfigError(f"a grammar ({self.kind}) without text: give a str that is not empty")
         for lead in (self.opening, self.reasoning_end):
             if not isinstance(lead, str) or len(lead) > MAX_LEAD:
-                raise GenerationConfigError(f"a lead of a grammar ({self.kind}): must be a str of at most {MAX_LEAD} characters")
+                raise GenerationConfigError(
+                    f"a lead of a grammar ({self.kind}): must be a str of at most {MAX_LEAD} characters"
+                )
         try:
             num_bytes = len(self.text.encode())
         except UnicodeEncodeError as error:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
+from staticllm.errors import PromptError
 from staticllm.pipelines.text.parsing import harmony, recipients
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
+from staticllm.pipelines.text.parsing.seen_calls import SeenCalls, Syntax, seen_calls
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, CALLS, FENCE, SEPARATOR
+from staticllm.pipelines.text.templates.chat_template import shape_of
 
-Syntax = Literal[
-    "", "tagged", "xml", "json_function", "key_value", "separated", "fenced", "named", "bare_json", "python", "harmony",
-    "recipients",
-]  # fmt: skip
-"""How calls are written: JSON between tags; a tag per parameter; ``<function=f>`` and JSON; a pair of tags per parameter; a name,
-a separator and JSON; a block of Python; ``[TOOL_CALLS]``; JSON or Python without tags; messages with channels or recipients."""
-
+log = logging.getLogger("staticllm")
 TAGS = (
     ("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"), ("<function_call>", "</function_call>"),
     ("<|START_ACTION|>", "<|END_ACTION|>"),
@@ -44,7 +41,8 @@ class MessageFormat:
 
     ``call`` and ``reasoning`` are the markers around them; "" where there is none. Those of a recipient are around its name.
     ``is_reasoning_open``: the prompt ends with the first marker of reasoning, so the answer begins in it; ``is_call_open`` says
-    the same of a call. ``has_args_marker``: a call is ``name[ARGS]{…}``, not JSON. ``is_fenced``: JSON stands in a block.
+    the same of a call. ``has_args_marker``: a call is ``name[ARGS]{…}``, not JSON. ``is_fenced``: JSON or Python stands in a
+    block. ``wrapper`` is around all calls together, and ``quote`` is on both sides of strings in braces.
     """
 
     syntax: Syntax = ""
@@ -54,6 +52,8 @@ class MessageFormat:
     has_args_marker: bool = False
     is_fenced: bool = False
     is_call_open: bool = False
+    wrapper: tuple[str, str] = ("", "")
+    quote: str = ""
 
     @property
     def opening(self) -> str:
@@ -77,7 +77,8 @@ class MessageFormat:
         """All markers: where they are special tokens, they must be part of the text."""
         if self.syntax == "harmony":
             return harmony.MARKERS
-        return tuple(filter(None, (*self.call, *self.reasoning, *_MORE_MARKERS.get(self.syntax, ()))))
+        more = (*self.wrapper, self.quote, *_MORE_MARKERS.get(self.syntax, ()))
+        return tuple(filter(None, (*self.call, *self.reasoning, *more)))
 
     def after(self, prompt: str) -> MessageFormat:
         """Return the format of the answer to ``prompt``, a text that a chat template made."""
@@ -101,10 +102,23 @@ def find_format(template: str) -> MessageFormat:
         return MessageFormat("harmony")
     reasoning = next((tags for tags in REASONING_TAGS if tags[1] in template), ("", ""))
     syntax, call = _call_syntax(template)
+    if syntax in _GUESSES and (seen := _seen(template)) is not None and (seen.call[0] or not syntax):
+        return MessageFormat(seen.syntax, seen.call, reasoning, wrapper=seen.wrapper, quote=seen.quote)
     return MessageFormat(
         syntax, call, reasoning, has_args_marker=syntax == "named" and ARGS in template,
         is_fenced=syntax in ("separated", "fenced") and FENCE in template,
     )  # fmt: skip
+
+
+_GUESSES = ("", "tagged", "xml", "bare_json", "python")
+"""Syntaxes that a template may mention without using them: what its prompts show of a call decides."""
+
+
+def _seen(template: str) -> SeenCalls | None:
+    try:
+        return seen_calls(shape_of(template).call_example)
+    except PromptError:
+        return None
 
 
 def _call_syntax(template: str) -> tuple[Syntax, tuple[str, str]]:
@@ -132,6 +146,29 @@ def _call_syntax(template: str) -> tuple[Syntax, tuple[str, str]]:
     return "", ("", "")
 
 
-def takes_tools(template: str) -> bool:
-    """Return whether a chat template shows tools to the model."""
-    return re.search(r"\btools\b", template) is not None
+@lru_cache(maxsize=8)
+def format_beside(template: str, has_tools: bool) -> MessageFormat:
+    """Return the format of the answers to a prompt of this template, with or without tools.
+
+    Where the template shows no tools, and no call of which an example could be made, tools come with the description of a format
+    of their own (``conversation.py``).
+    """
+    found = find_format(template)
+    if not has_tools:
+        return found
+    shape = shape_of(template)
+    if shape.tools is None and shape.call_example is None:
+        return replace(found, syntax="generic", call=("", ""))
+    if not found.syntax:
+        log.warning(
+            "the chat template shows tools, but not how the model writes calls in a known format: they stay text"
+        )
+    return found
+
+
+def shows_tools(template: str) -> bool:
+    """Return whether a chat template itself shows tools to the model."""
+    try:
+        return bool(template) and shape_of(template).tools is not None
+    except PromptError:
+        return False

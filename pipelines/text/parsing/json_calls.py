@@ -112,19 +112,19 @@ def _loaded(text: str) -> object:
         return None
 
 
-def take_call_objects(source: Source, output: Output) -> Steps[None]:
-    """Take one call object, or a list of them.
+def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> Steps[None]:
+    """Take one call object, or a list of them; ``is_bare`` as for ``CallObject``.
 
     Raises:
         MalformedError: it is neither. The calls before the one that is malformed are written.
     """
     if (yield from source.skip_space()) != "[":
-        yield from CallObject(source, output).take()
+        yield from CallObject(source, output, is_bare).take()
         return
     source.take()
     while True:
         yield from source.skip_space()
-        yield from CallObject(source, output).take()
+        yield from CallObject(source, output, is_bare).take()
         if (yield from source.skip_space()) == "]":
             source.take()
             return
@@ -132,17 +132,81 @@ def take_call_objects(source: Source, output: Output) -> Steps[None]:
 
 
 def take_bare_objects(source: Source, output: Output) -> Steps[None]:
-    """Take call objects that are separated by semicolons.
+    """Take a list of call objects, or objects that are separated by semicolons.
 
     Raises:
         MalformedError: one is no call of a known function.
     """
-    yield from source.skip_space()
+    if (yield from source.skip_space()) == "[":
+        yield from take_call_objects(source, output, is_bare=True)
+        return
     yield from CallObject(source, output, is_bare=True).take()
     while (yield from source.skip_space()) == ";":
         source.take()
         yield from source.skip_space()
         yield from CallObject(source, output, is_bare=True).take()
+
+
+def take_listed_calls(source: Source, output: Output) -> Steps[None]:
+    """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``.
+
+    Raises:
+        MalformedError: it is something else. The calls before the one that is malformed are written.
+    """
+    yield from source.skip_space()
+    yield from source.expect("{")
+    content, has_calls = "", False
+    while True:
+        yield from source.skip_space()
+        key = yield from take_value(source)
+        yield from source.skip_space()
+        yield from source.expect(":")
+        if key == "tool_calls" and not has_calls and (yield from source.skip_space()) == "[":
+            yield from take_call_objects(source, output, is_bare=True)
+            has_calls = True
+        elif key == "content":
+            content = str((yield from take_value(source)) or "")
+        else:
+            raise MalformedError("an ordinary object")
+        if (yield from source.skip_space()) == "}":
+            break
+        yield from source.expect(",")
+    if not has_calls:
+        raise MalformedError("an object without calls")
+    source.take()
+    output.content(content)
+
+
+def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
+    """Take a list of objects ``{"name": {…}}``, whose keys are the functions and whose values are the arguments.
+
+    Raises:
+        MalformedError: it is none. The calls before the one that is malformed are written.
+    """
+    yield from source.skip_space()
+    is_list = yield from source.skip("[")
+    while True:
+        yield from source.skip_space()
+        yield from source.expect("{")
+        yield from source.skip_space()
+        name = yield from take_value(source)
+        if not isinstance(name, str) or not name:
+            raise MalformedError("a call without a name")
+        yield from source.skip_space()
+        yield from source.expect(":")
+        if (yield from source.skip_space()) != "{":
+            raise MalformedError("arguments that are no object")
+        output.begin_bare_call(name)
+        yield from take_json(source, output.arguments)
+        yield from source.skip_space()
+        yield from source.expect("}")
+        output.end_call()
+        source.mark()
+        if not is_list or (yield from source.skip_space()) != ",":
+            break
+        source.take()
+    if is_list:
+        yield from source.expect("]")
 
 
 def take_named_calls(source: Source, output: Output) -> Steps[None]:

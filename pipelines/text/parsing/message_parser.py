@@ -8,10 +8,17 @@ from typing import Any
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import function_of
 from staticllm.pipelines.generation.structured.schemas.parameters import Owner, Parameter, listed_parameters
+from staticllm.pipelines.text.parsing.braced_calls import take_braced_calls
 from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.parsing.formats import FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.harmony import take_harmony
-from staticllm.pipelines.text.parsing.json_calls import take_bare_objects, take_call_objects, take_named_calls
+from staticllm.pipelines.text.parsing.json_calls import (
+    take_bare_objects,
+    take_call_objects,
+    take_keyed_calls,
+    take_listed_calls,
+    take_named_calls,
+)
 from staticllm.pipelines.text.parsing.key_value_calls import take_key_value_call
 from staticllm.pipelines.text.parsing.output import ExpectedCalls, Output, new_call_id
 from staticllm.pipelines.text.parsing.python_calls import take_python_calls
@@ -25,6 +32,8 @@ _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
     "python": take_python_calls,
     "fenced": take_fenced_calls,
     "bare_json": take_bare_objects,
+    "generic": take_listed_calls,
+    "keyed": take_keyed_calls,
     "separated": take_separated_calls,
 }
 """What takes the calls after a marker, by syntax; JSON between tags in all others."""
@@ -104,7 +113,7 @@ class MessageParser:
 
     def _answer(self) -> Steps[None]:
         source, output, format = self._source, self._output, self._format
-        markers = [format.call[0]] if format.call[0] else []
+        markers = [marker for marker in (format.call[0], format.wrapper[0]) if marker]
         markers += {"xml": [FUNCTION], "separated": [CALL[0]]}.get(format.syntax, [])
         yield from self._leading_reasoning()
         while True:
@@ -114,7 +123,7 @@ class MessageParser:
             if not marker:
                 return
             output.open_block()
-            yield from self._block(marker)
+            yield from self._wrapped(marker) if marker == format.wrapper[0] else self._block(marker)
 
     def _leading_reasoning(self) -> Steps[None]:
         """Take the reasoning, which stands only before all else: its markers are text where a model writes about them."""
@@ -135,8 +144,26 @@ class MessageParser:
         yield from self._source.text_until([self._format.reasoning[1]], self._output.reasoning)
         self._output.close_block()
 
-    def _block(self, marker: str) -> Steps[None]:
-        """Take the calls after a marker."""
+    def _wrapped(self, marker: str) -> Steps[None]:
+        """Take the calls after the marker that is around all of them, each with its own marker, and the end of it."""
+        source, output = self._source, self._output
+        begin, (_, end) = self._format.call[0], self._format.wrapper
+        source.mark(len(marker))
+        yield from source.skip_space()
+        if not (yield from source.skip(begin)):
+            output.break_block(source.since_mark())
+            return
+        layout = source.since_mark()
+        while (yield from self._block(begin, layout)):
+            yield from source.skip_space()
+            if not (yield from source.skip(begin)):
+                yield from source.skip(end)
+                return
+            output.open_block()
+            layout = begin
+
+    def _block(self, marker: str, layout: str = "") -> Steps[bool]:
+        """Take the calls after a marker, and return whether there were any. ``layout``: all that was taken, if it is more."""
         self._source.mark(len(marker))
         try:
             yield from self._calls(marker)
@@ -145,13 +172,17 @@ class MessageParser:
             if self._format.call[1]:
                 yield from self._source.skip(self._format.call[1])
             self._output.close_block()
+            return True
         except MalformedError:
-            self._output.break_block(self._source.since_mark())
+            self._output.break_block(layout.removesuffix(marker) + self._source.since_mark())
+            return False
 
     def _calls(self, marker: str) -> Steps[None]:
         source, output, syntax = self._source, self._output, self._format.syntax
         if syntax in ("xml", "json_function", "key_value"):
             yield from self._tagged_call(marker)
+        elif syntax == "braced":
+            yield from take_braced_calls(source, output, self._format.quote)
         elif syntax in _TAKERS:
             yield from _TAKERS[syntax](source, output)
         else:
@@ -174,15 +205,15 @@ class MessageParser:
     def _bare_calls(self) -> Steps[bool]:
         """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""
         source, output, syntax = self._source, self._output, self._format.syntax
-        opening = {"bare_json": "{", "python": "["}.get(syntax)
-        if opening is None or output.has_content:
+        openings = {"bare_json": "{[", "python": "[", "generic": "{"}.get(syntax)
+        if openings is None or output.has_content:
             return False
         source.mark()
         output.open_block()
         is_call = False
         try:
-            if (yield from source.skip_space()) == opening:
-                yield from (take_bare_objects if syntax == "bare_json" else take_python_calls)(source, output)
+            if (first := (yield from source.skip_space())) and first in openings:
+                yield from _TAKERS[syntax](source, output)
                 source.since_mark()
                 output.close_block()
                 is_call = True

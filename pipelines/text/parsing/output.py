@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
+import string
 from collections.abc import Callable, Collection
 from typing import Literal
 
@@ -22,9 +23,12 @@ ExpectedCalls = Literal["auto", "none", "required"]
 """Whether an answer may have calls, is read as if it had none, or must be a call, to which a grammar constrains it."""
 
 
+_ID_CHARS = string.ascii_letters + string.digits
+
+
 def new_call_id() -> str:
-    """Return an id for a call, which no other call has."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Return an id for a call, which no other call has: nine letters and digits, as some chat templates demand."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
 
 class Output:

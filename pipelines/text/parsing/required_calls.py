@@ -117,7 +117,7 @@ def required_calls(format: MessageFormat, tools: ToolOptions) -> RequiredCalls:
     Raises:
         GenerationConfigError: the chat template shows no format of calls.
     """
-    if not format.syntax:
+    if not format.syntax or format.syntax == "braced":
         raise GenerationConfigError(
             f"tool_choice={tools.choice!r}: the chat template shows no known format of calls; use tool_choice='auto'"
         )
@@ -236,8 +236,10 @@ def _around_json(format: MessageFormat) -> _Around:
     if format.syntax == "named" and format.has_args_marker:
         return _Around(begin, ARGS, "")
     wrappers = {
+        "keyed": _Around(f'{begin}[{{"', '": ', f"}}]{end}"),
         "separated": _Around(f"{begin}{CALL[0]}", SEPARATOR, f"{CALL[1]}{end}"),
         "tagged": _Around(f"{begin}\n{quoted}", '", "arguments": ', f"}}\n{end}"),
+        "generic": _Around('{"tool_calls": [' + quoted, '", "arguments": ', "}]}"),
         "bare_json": _Around(quoted, '", "parameters": ', "}"),
         "named": _Around(f"{begin}[{quoted}", '", "arguments": ', "}]"),
         "json_function": _Around(FUNCTION, ">", "</function>"),
@@ -283,7 +285,8 @@ def _tagged(parameters: Sequence[Parameter], tags: _Tags) -> list[Part]:
 def _python_call(format: MessageFormat, name: str, parameters: Sequence[Parameter]) -> tuple[Part, ...]:
     begin, end = (f"{format.call[0]}[", f"]{format.call[1]}")
     if format.syntax == "fenced":
-        begin, end = f"{format.call[0]}\n{FENCE}python\n", f"\n{FENCE}\n{format.call[1]}"
+        fences = (f"\n{FENCE}python\n", f"\n{FENCE}\n") if format.is_fenced else ("", "")
+        begin, end = format.call[0] + fences[0], fences[1] + format.call[1]
     arguments = [(each.is_required, (PlainText(each.name), Text("="), Json(each.schema))) for each in parameters]
     required = [parts for is_required, parts in arguments if is_required]
     optional = [parts for is_required, parts in arguments if not is_required]

@@ -6,39 +6,19 @@ transformers uses, and it cannot crash the process: recursion, endless loops and
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.text.templates.bounds import TemplateLimitError, copied, limited, tick
-from staticllm.pipelines.text.templates.sandbox import BoundedEnvironment
+from staticllm.pipelines.text.templates.bounds import copied, limited
+from staticllm.pipelines.text.templates.compiled import NAME, TemplateError, run
+from staticllm.pipelines.text.templates.conversation import adapted
+from staticllm.pipelines.text.templates.template_shape import TemplateShape, probed_shape
 
-MAX_TEMPLATE_CHARS = 1 << 16
-MAX_SAID_CHARS, MAX_DATE_CHARS = 1000, 256
-_PROBE = "<probe-of-the-template>"
-_NAME = "<chat template>"
-
-
-class _Generation(jinja2.ext.Extension):
-    """The block ``{% generation %}``, which marks the assistant's text for training; its body is rendered unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja declares it as an instance attribute)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class TemplateError(jinja2.TemplateError):
-    """A template called its function ``raise_exception``."""
+MAX_SAID_CHARS = 1000
 
 
 def render(
@@ -62,59 +42,39 @@ def render(
     Raises:
         PromptError: the template has an error, refuses the conversation or exceeds a bound; the message names the line.
     """
-    context = {**tokens, "tools": list(tools) or None, "documents": None, **(extra_context or {})}
-    context["add_generation_prompt"] = add_generation_prompt
+    with _errors_of_prompts(), limited():
+        conversation = adapted(probed_shape(template), messages, tools)
+        context = {**tokens, "tools": conversation.tools or None, "documents": None, **(extra_context or {})}
+        context["add_generation_prompt"] = add_generation_prompt
+        turns = [copied(message) for message in conversation.messages]
+        text = run(template, {**copied(context), "messages": turns})
+        conversation.check_shown(text)
+        return text
+
+
+def shape_of(template: str) -> TemplateShape:
+    """Return what a template shows.
+
+    Raises:
+        PromptError: the template has an error, or exceeds a bound.
+    """
+    with _errors_of_prompts(), limited():
+        return probed_shape(template)
+
+
+@contextmanager
+def _errors_of_prompts() -> Iterator[None]:
+    """Raise every exception in the block as a ``PromptError``: a template is foreign code, so it is an error of the prompt."""
     try:
-        with limited():
-            adapted = _adapted(template, [copied(message) for message in messages])
-            return _run(template, {**copied(context), "messages": adapted})
+        yield
     except RecursionError as error:
         raise PromptError(
             "the chat template recurses without end: correct it, or set another on the tokenizer"
         ) from error
     except PromptError:
         raise
-    except Exception as error:  # a template is foreign code: every exception in it is an error of the prompt
+    except Exception as error:
         raise PromptError(_said(error)) from error
-
-
-def _run(template: str, context: Mapping[str, Any]) -> str:
-    compiled = _compiled(template)
-    return compiled.environment.concat(compiled.generate(**context))
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
-    if len(template) > MAX_TEMPLATE_CHARS:
-        raise PromptError(f"the chat template has {len(template)} characters: at most {MAX_TEMPLATE_CHARS}")
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = environment.bounded_filter("tojson", _to_json)
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    source = environment.compile(template, filename=_NAME)
-    tick()
-    return environment.template_class.from_code(environment, source, environment.globals)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: object) -> None:
-    raise TemplateError(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    if len(pattern) > MAX_DATE_CHARS:  # the C library fills fields up to any width, to 256 times the pattern
-        raise TemplateLimitError(f"it formats a date to {len(pattern)} characters, at most {MAX_DATE_CHARS}")
-    return datetime.now().strftime(pattern)
 
 
 def _said(error: Exception) -> str:
@@ -130,67 +90,7 @@ def _line_of(error: Exception) -> int | None:
     """Return the line of the template that was running; Jinja puts it into the traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _NAME:
+        if trace.tb_frame.f_code.co_filename == NAME:
             line = trace.tb_lineno
         trace = trace.tb_next
     return line
-
-
-def _adapted(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages in the shape that the template takes, adapted as GenAI does it.
-
-    If the template shows no system message, its text moves to the head of the user's next message. If the template shows
-    text only as a list of parts, each text becomes a list with one part.
-    """
-    if any(message.get("role") == "system" for message in messages) and not _takes_system(template):
-        messages = _system_to_user(messages)
-    if any(isinstance(message.get("content"), str) for message in messages) and _wants_parts(template):
-        return [_in_parts(message) for message in messages]
-    return messages
-
-
-def _system_to_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    adapted: list[dict[str, Any]] = []
-    pending: list[str] = []
-    for message in messages:
-        content = message.get("content")
-        if message.get("role") == "system" and isinstance(content, str):
-            pending.append(content)
-            continue
-        if pending and message.get("role") == "user" and isinstance(content, str):
-            adapted.append({**message, "content": "\n".join([*pending, *([content] if content else [])])})
-        else:
-            if pending:
-                adapted.append({"role": "user", "content": "\n".join(pending)})
-            adapted.append(message)
-        pending = []
-    return [*adapted, {"role": "user", "content": "\n".join(pending)}] if pending else adapted
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-@lru_cache(maxsize=8)
-def _wants_parts(template: str) -> bool:
-    plain, parts = {"role": "user", "content": _PROBE}, _in_parts({"role": "user", "content": _PROBE})
-    return not _shows(template, [plain]) and _shows(template, [parts])
-
-
-@lru_cache(maxsize=8)
-def _takes_system(template: str) -> bool:
-    shape: Callable[[dict[str, Any]], dict[str, Any]] = _in_parts if _wants_parts(template) else dict
-    system, user = {"role": "system", "content": _PROBE}, {"role": "user", "content": "Hey"}
-    return _shows(template, [shape(system), shape(user)])
-
-
-def _shows(template: str, messages: list[dict[str, Any]]) -> bool:
-    """Return whether the probe text in these messages appears in the rendered prompt."""
-    context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
-    try:
-        return _PROBE in _run(template, {**context, "bos_token": "", "eos_token": "", "pad_token": ""})
-    except (TemplateLimitError, RecursionError, MemoryError, PromptError):
-        raise
-    except Exception:  # the template refuses this shape
-        return False

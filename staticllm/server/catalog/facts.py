@@ -18,7 +18,7 @@ from staticllm.model_dir import MODEL_XML, weights_of
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import read_tokenizer, resolve_candidates
-from staticllm.pipelines.text.parsing.formats import find_format, takes_tools
+from staticllm.pipelines.text.parsing.formats import find_format, shows_tools
 from staticllm.server.served_model import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 
@@ -56,7 +56,12 @@ class ModelFacts:
     @property
     def has_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        return takes_tools(self.template)
+        return shows_tools(self.template)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of these tools are found in answers."""
+        return self.has_tools and bool(find_format(self.template).syntax)
 
     @property
     def has_reasoning(self) -> bool:

@@ -25,7 +25,7 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "model_alias": model.spec.name,
         "model_path": model.spec.name,
         "chat_template": facts.template,
-        "chat_template_caps": {"supports_tools": facts.has_tools, "supports_tool_calls": facts.has_tools},
+        "chat_template_caps": {"supports_tools": facts.has_tools, "supports_tool_calls": facts.has_calls},
         "modalities": {"vision": False, "audio": False},
         "build_info": f"staticllm-{staticllm.__version__}",
         "is_sleeping": pipeline is None,

@@ -72,7 +72,7 @@ def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
     if message.images:
         raise ApiError(400, f"messages.{index}.images: only text is supported")
-    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    found: dict[str, Any] = {"role": message.role, "content": message.content or (None if message.tool_calls else "")}
     if name := message.tool_name or message.name:
         found["name"] = name
     if message.tool_call_id is not None:

@@ -174,10 +174,7 @@ def _message(output: RequestOutput) -> dict[str, Any]:
     """Return the message of an answer; ``content`` is null if there are only calls."""
     if output.message is None:
         return {"role": "assistant", "content": output.text, "refusal": None}
-    message: dict[str, Any] = {**output.message.to_dict(), "refusal": None}
-    if output.message.tool_calls and not output.message.content.strip():
-        message["content"] = None
-    return message
+    return {**output.message.to_dict(), "refusal": None}
 
 
 def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers, close: Close) -> Response:

@@ -62,7 +62,7 @@ class Message(Fields):
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": _text_of(self.content, f"{where}.content"),
+            "content": _text_of(self.content, f"{where}.content") or (None if self.tool_calls else ""),
         }
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:

@@ -40,7 +40,9 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
             name, arguments = _needed(item.name, f"{where}.name"), _needed(item.arguments, f"{where}.arguments")
             call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function"}
             function = {"name": name, "arguments": arguments}
-            _assistant(found).setdefault("tool_calls", []).append({**call, "function": function})
+            message = _assistant(found)
+            message["content"] = message["content"] or None
+            message.setdefault("tool_calls", []).append({**call, "function": function})
         else:
             text = _text_of(item.content, f"{where}.content")
             if text:

@@ -14,7 +14,8 @@ import pytest
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import PromptError
 from staticllm.pipelines.text.templates import bounds
-from staticllm.pipelines.text.templates.chat_template import MAX_TEMPLATE_CHARS, render
+from staticllm.pipelines.text.templates.chat_template import render
+from staticllm.pipelines.text.templates.compiled import MAX_TEMPLATE_CHARS
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

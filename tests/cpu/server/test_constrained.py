@@ -19,7 +19,8 @@ from staticllm.server.served_model import ModelSpec  # noqa: E402
 
 TURNS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {
-    "thinks": TURNS + "{# <tool_call>{}</tool_call> </think> #}{% if enable_thinking is not false %}<think>\n{% endif %}",
+    "thinks": TURNS
+    + "{# <tool_call>{}</tool_call> </think> #}{% if enable_thinking is not false %}<think>\n{% endif %}",
     "llama": TURNS + '{# <|python_tag|> {"name": "f", "parameters": {}} #}',
     "hermes": TURNS + '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> <think> </think> #}',
     "functionary": TURNS + "{# >>>all #}>>>",

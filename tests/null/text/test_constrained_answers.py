@@ -31,7 +31,11 @@ CALL_FORMATS = [
 FORMATS = [
     MessageFormat(each.syntax, each.call, reasoning, is_open, is_call_open=each.is_call_open)
     for each in CALL_FORMATS
-    for reasoning, is_open in ((("", ""), False), *((tags, True) for tags in REASONING_TAGS), (REASONING_TAGS[0], False))
+    for reasoning, is_open in (
+        (("", ""), False),
+        *((tags, True) for tags in REASONING_TAGS),
+        (REASONING_TAGS[0], False),
+    )
     if each.syntax not in ("harmony", "recipients") or not reasoning[0]
 ]
 TOOLS = [{"type": "function", "function": {"name": "Ada", "parameters": {"type": "object"}}}]
@@ -40,8 +44,9 @@ TEXTS = [
     "", " ", "\n", " a ", LEAK, f" {LEAK}\n", "Ada(born=1815)", "[Ada(born=1815)]", "a <think>b</think> c", "<think>b</think>",
     "<think>\n", "</think>\n\n", *(f"x {begin}b{end} y" for begin, end in REASONING_TAGS),
     *(f"{begin}{LEAK}{end}" for begin, end in (*TAGS, ("[TOOL_CALLS]", ""), BLOCK, CALLS)), f"[TOOL_CALLS][{LEAK}]",
-    "<function=Ada><parameter=born>1815</parameter></function>", f"Ada{ARG_KEY[0]}born{ARG_KEY[1]}", "\n>>>Ada\n{}", "all\n", ">>>all\n",
-    "<|channel|>final<|message|>x", "<|start|>assistant<|channel|>analysis<|message|>x<|end|>", "<|from|>assistant\n<|recipient|>Ada",
+    "<function=Ada><parameter=born>1815</parameter></function>", f"Ada{ARG_KEY[0]}born{ARG_KEY[1]}", "\n>>>Ada\n{}", "all\n",
+    ">>>all\n", "<|channel|>final<|message|>x", "<|start|>assistant<|channel|>analysis<|message|>x<|end|>",
+    "<|from|>assistant\n<|recipient|>Ada",
 ]  # fmt: skip
 
 
@@ -85,8 +90,14 @@ THINKING = MessageFormat("tagged", TAGS[0], ("<think>", "</think>"), is_reasonin
 
 
 @pytest.mark.parametrize(
-    "given", [{"json_schema": {"const": 1}}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'root ::= "a"'},
-              {"grammar": 'start: "a"'}]  # fmt: skip
+    "given",
+    [
+        {"json_schema": {"const": 1}},
+        {"regex": "a"},
+        {"choice": ["a"]},
+        {"grammar": 'root ::= "a"'},
+        {"grammar": 'start: "a"'},
+    ],
 )
 def test_every_kind_of_grammar_comes_after_the_reasoning_that_the_prompt_began(given):
     found = answer_grammar(THINKING, options(**given))
@@ -96,7 +107,12 @@ def test_every_kind_of_grammar_comes_after_the_reasoning_that_the_prompt_began(g
 
 
 def test_a_structural_tag_governs_the_format_itself():
-    tag = {"type": "tag", "begin": "<tool_call>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</tool_call>"}
+    tag = {
+        "type": "tag",
+        "begin": "<tool_call>",
+        "content": {"type": "json_schema", "json_schema": {}},
+        "end": "</tool_call>",
+    }
     fixed = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
     free = Grammar("structural_tag", json.dumps({"type": "triggered_tags", "triggers": ["<tool"], "tags": [tag]}))
     assert is_content(options(grammar=fixed))
@@ -112,7 +128,12 @@ LEADS = [("", ""), ("", "</f>\n\n"), ("", "<other>"), ("ab<other>", "</f><other>
 @pytest.mark.parametrize(("opening", "end"), LEADS)
 @pytest.mark.parametrize("kind", ["choice", "json_schema", "regex", "lark"])
 def test_reasoning_leaves_room_for_the_answer(opening, end, kind):
-    text = {"choice": '["yes, or no"]', "json_schema": '{"const": "a <think> b"}', "regex": "[ab]{7}", "lark": 'start: "maybe 12"'}[kind]
+    text = {
+        "choice": '["yes, or no"]',
+        "json_schema": '{"const": "a <think> b"}',
+        "regex": "[ab]{7}",
+        "lark": 'start: "maybe 12"',
+    }[kind]
     compiler = compiler_of()
     grammar = Grammar(kind, text, opening, end)
     for seed in range(8):
@@ -156,7 +177,9 @@ def test_a_copy_of_an_answer_within_its_reasoning_goes_on_by_itself():
     assert not np.isfinite(logits[END])
 
 
-@pytest.mark.parametrize("text", ["Use <think> here.", "a <think>b</think> c", "x\n<think>\nb</think>", "1 < 2 <think>"])
+@pytest.mark.parametrize(
+    "text", ["Use <think> here.", "a <think>b</think> c", "x\n<think>\nb</think>", "1 < 2 <think>"]
+)
 def test_markers_of_reasoning_count_only_before_all_else(text):
     parser = MessageParser(MessageFormat("tagged", TAGS[0], ("<think>", "</think>")), TOOLS)
     message = message_of([*parser.push(text), *parser.finish()])

@@ -7,7 +7,7 @@ import pytest
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.extra_options import extra_options
 from staticllm.pipelines.text.parsing.events import message_of
-from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format, takes_tools
+from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format, shows_tools
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
 from staticllm.pipelines.text.parsing.required_calls import (
     Json,
@@ -75,9 +75,14 @@ def test_a_template_that_opens_the_reasoning_in_the_prompt():
 
 
 def test_which_templates_show_tools():
-    assert takes_tools("{% if tools is not none %}")
-    assert takes_tools("{%- for tool in tools %}")
-    assert not takes_tools("{% for message in messages %}{{ message.tools_used }}{% endfor %}")
+    turns = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert shows_tools(turns + "{{ tools | tojson }}")
+    assert shows_tools(turns + "{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}")
+    assert shows_tools("{%- for tool in messages[0].tools or [] %}{{ tool.function.name }}{% endfor %}" + turns)
+    assert not shows_tools(turns + "{% if tools is not none %}There are tools.{% endif %}")
+    assert not shows_tools("{% for message in messages %}{{ message.tools_used }}{{ message.content }}{% endfor %}")
+    assert not shows_tools("")
+    assert not shows_tools("{% for %}")
 
 
 TOOLS = [

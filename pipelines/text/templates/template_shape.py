@@ -1,0 +1,223 @@
+"""Finds out what a chat template shows of a conversation, by rendering probes: its source may say anything.
+
+A template that was written for one model reads tools, calls and results in that model's way, and leaves out what it does not
+know. What it shows in no way is written into the messages (``conversation.py``), as GenAI does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any, Literal, NamedTuple, get_args
+
+from staticllm.errors import PromptError
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError
+from staticllm.pipelines.text.templates.compiled import check_syntax, run
+
+ToolPlace = Literal[
+    "variable", "functions of the variable", "variable after a system message", "list of the system message",
+    "text of the system message",
+]  # fmt: skip
+"""Where a template reads tools: in the variable ``tools``, perhaps only where there is a system message, or as functions without
+the object around them; or in the key ``tools`` of the system message, as a list or as JSON text of functions."""
+Arguments = Literal["object", "text", "either"]
+Message = Mapping[str, Any]
+
+_PROBE = "<probe-of-the-template>"
+_NAME, _TOOL, _KEY, _VALUE, _RESULT = "probe_call", "probe_tool", "probe_key", "probe_value", "probe_result"
+_LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "Probe0123"
+MAX_OPENING = 64
+"""The most characters of a prompt's end that the beginning of an answer in a conversation may lack: a begun reasoning."""
+USER = {"role": "user", "content": "Hey"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TOOL, "description": "A probe.",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string", "description": "A probe."}}, "required": [_KEY]},
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a message with calls must be given to a template so that it shows them.
+
+    ``has_null_content``: ``content`` is None beside calls, else "". ``arguments``: what a template takes, a dict or JSON text.
+    ``has_short_ids``: ids have nine letters and digits. ``has_results``: the messages with the results are shown as well.
+    """
+
+    has_null_content: bool
+    arguments: Arguments
+    has_short_ids: bool
+    has_results: bool
+
+
+@dataclass(frozen=True)
+class TemplateShape:
+    """What a template shows. ``tools`` and the calls are None where it shows none in any way.
+
+    ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text. ``calls`` are those
+    beside tools, ``lone_calls`` those of a conversation that has no tools now. ``call_example`` is a call of ``tool_name`` as a
+    prompt shows it; None if that cannot be told.
+    """
+
+    wants_parts: bool
+    takes_parts: bool
+    has_system: bool
+    tools: ToolPlace | None
+    calls: CallForm | None
+    lone_calls: CallForm | None
+    call_example: str | None
+
+
+@lru_cache(maxsize=16)
+def probed_shape(template: str) -> TemplateShape:
+    """Return what a template shows, within the bounds of the enclosing ``limited`` block.
+
+    Raises:
+        Exception: what compiling or running a template raises if it cannot be run at all, or exceeds a bound.
+    """
+    check_syntax(template)
+    return _Prober(template).shape()
+
+
+def in_parts(message: Message) -> Message:
+    """Return a message whose text is a list with one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[Any], place: ToolPlace) -> tuple[list[Message], list[Any]]:
+    """Return the messages and the variable ``tools`` that show tools where a template reads them."""
+    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in tools]
+    if place in ("variable", "functions of the variable"):
+        return [*messages], [*tools] if place == "variable" else functions
+    system = next((message for message in messages if message.get("role") == "system"), None)
+    others = [message for message in messages if message is not system]
+    if place == "variable after a system message":
+        return [system or {"role": "system", "content": ""}, *others], [*tools]
+    shown: Any = [*tools] if place == "list of the system message" else json.dumps(functions, ensure_ascii=False)
+    return [{"content": "", **(system or {}), "role": "system", "tools": shown}, *others], []
+
+
+class _Shown(NamedTuple):
+    """What a prompt has of a call and its result; the more the better. ``is_json``: the arguments are not those of Python."""
+
+    has_call: bool
+    has_result: bool
+    is_json: bool
+
+
+_NOTHING, _ALL = _Shown(False, False, False), _Shown(True, True, True)
+
+
+class _Prober:
+    """Renders probes with one template, inside ``limited``."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+
+    def shape(self) -> TemplateShape:
+        place = self._tool_place()
+        lone = self._call_form(None)
+        calls = lone if place is None else self._call_form(place)
+        form = calls or lone
+        example = None if form is None else self._call_example(form, place if calls is form else None)
+        return TemplateShape(self._wants_parts, self._takes_parts(), self._has_system(), place, calls, lone, example)
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
+        """Return what the template makes of a conversation, whose texts have the shape it wants; "" if it refuses that."""
+        shaped = [in_parts(message) if self._wants_parts else message for message in messages]
+        return self._raw_text(shaped, tools, has_prompt)
+
+    def _raw_text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
+        context = {"messages": [*messages], "tools": [*tools] or None, "documents": None}
+        tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
+        try:
+            return run(self._template, {**context, **tokens, "add_generation_prompt": has_prompt})
+        except (TemplateLimitError, RecursionError, MemoryError, PromptError):
+            raise
+        except Exception:  # the template refuses this shape
+            return ""
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        plain = {"role": "user", "content": _PROBE}
+        return _PROBE not in self._raw_text([plain]) and _PROBE in self._raw_text([in_parts(plain)])
+
+    def _takes_parts(self) -> bool:
+        text = self._raw_text([in_parts({"role": "user", "content": _PROBE})])
+        return _PROBE in text and "'text'" not in text and '"text"' not in text
+
+    def _has_system(self) -> bool:
+        messages = [{"role": "system", "content": _PROBE}, USER]
+        return any(_PROBE in self.text(messages, tools) for tools in ((), (TOOL,)))
+
+    def _tool_place(self) -> ToolPlace | None:
+        for place in get_args(ToolPlace):
+            text = self.text(*with_tools([USER], [TOOL], place))
+            if _TOOL in text:
+                return place
+        return None
+
+    def _call_form(self, place: ToolPlace | None) -> CallForm | None:
+        """Return the form in which the most is shown, of equal ones the first: any ids, with null, as a dict."""
+        best, form = _NOTHING, None
+        for has_short_ids, is_null, is_text in product((False, True), (True, False), (False, True)):
+            shown = self._shown(place, is_null, is_text, has_short_ids)
+            if shown > best:
+                takes_both = not is_text and self._shown(place, is_null, True, has_short_ids) >= shown
+                arguments: Arguments = "either" if takes_both else "text" if is_text else "object"
+                best, form = shown, CallForm(is_null, arguments, has_short_ids, shown.has_result)
+            if best == _ALL:
+                break
+        return form
+
+    def _shown(self, place: ToolPlace | None, is_null: bool, is_text: bool, is_short: bool) -> _Shown:
+        """Return what is shown of a call and of its result in this form."""
+        function = {"name": _NAME, "arguments": json.dumps({_KEY: _VALUE}) if is_text else {_KEY: _VALUE}}
+        call = {"id": _SHORT_ID if is_short else _LONG_ID, "type": "function", "function": function}
+        asked: Message = {"role": "assistant", "content": None if is_null else "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
+        text = self._conversation(place, [asked, result])
+        has_result = _RESULT in text
+        if not text:
+            text = self._conversation(place, [asked])
+        has_call = _NAME in text and _VALUE in text
+        if has_call and is_null and "None" in text:  # is it the content?
+            filled = [{**asked, "content": ""}, *([result] if has_result else [])]
+            has_call = text.count("None") <= self._conversation(place, filled).count("None")
+        return _Shown(has_call, has_call and has_result, has_call and f"'{_KEY}'" not in text)
+
+    def _conversation(self, place: ToolPlace | None, rest: Sequence[Message], has_prompt: bool = False) -> str:
+        messages, tools = ([USER, *rest], []) if place is None else with_tools([USER, *rest], [TOOL], place)
+        return self.text(messages, tools, has_prompt)
+
+    def _call_example(self, form: CallForm, place: ToolPlace | None) -> str | None:
+        """Return what a prompt has of a call, without what ends each message of the assistant; None if that cannot be told."""
+        arguments = {"arg1": "some_value"}
+        function = {"name": "tool_name", "arguments": json.dumps(arguments) if form.arguments == "text" else arguments}
+        call = {"id": "call1call", "type": "function", "function": function}
+        content = None if form.has_null_content else ""
+        begin = self._conversation(place, [], has_prompt=True)
+        asked = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": [call]}])
+        said = self._conversation(place, [{"role": "assistant", "content": _PROBE}])
+        start = max(asked.rfind("tool_name", 0), 0)
+        differing = (place for place in range(start) if begin[place : place + 1] != asked[place])
+        common = _whole_tags(asked, next(differing, start))
+        if not begin or not start or len(begin) - common > MAX_OPENING:
+            return None
+        end = said.rpartition(_PROBE)[2] if _PROBE in said else ""
+        return asked[common:].removesuffix(end).strip()
+
+
+def _whole_tags(text: str, end: int) -> int:
+    """Return the place of the tag in which ``end`` stands; ``end`` itself outside of tags."""
+    for opening, closing in ("<>", "[]"):
+        begin = text.rfind(opening, 0, end)
+        if begin > text.rfind(closing, 0, end):
+            end = begin
+    return end

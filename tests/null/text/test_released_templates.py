@@ -1,0 +1,240 @@
+"""Tests that a call and its result go back to the model with every released chat template, or are refused in one line.
+
+``_chat_templates/released.zip`` has templates as their publishers released them (Apache-2.0 or MIT; ``sources.json`` names each
+model, its licence and the package that carries the template). Those that may not be kept are written anew below, in what
+matters here.
+"""
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from staticllm.errors import PromptError
+from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.text.parsing.events import message_of
+from staticllm.pipelines.text.parsing.formats import find_format, format_beside
+from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.pipelines.text.parsing.required_calls import required_calls
+from staticllm.pipelines.text.templates.chat_template import render, shape_of
+
+FOLDER = Path(__file__).parents[2] / "_chat_templates"
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+REWRITTEN = {
+    # tools in the system message: as a list, and as JSON text
+    "tools-in-a-list": "{% for m in messages %}<|{{ m.role }}|>{% if m.tools %}{% for t in m.tools %}## {{ t.function.name }}\n"
+    "{{ t.function | tojson }}{% endfor %}{% endif %}{{ m.content }}{% endfor %}",
+    "tools-as-text": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'system' and m.tools %}"
+    "<|tool|>{{ m['tools'] + '<|/tool|>' }}{% endif %}<|end|>{% endfor %}<|assistant|>",
+    # one call at a time, with its arguments as a dict
+    "one-call": "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call!') }}{% endif %}{% set c = m.tool_calls[0].function %}<|assistant|>{\"name\": \"{{ c.name }}\", \"parameters\": "
+    "{{ c.arguments | tojson }}}{% elif m.role == 'tool' %}<|ipython|>{{ m.content | tojson }}{% else %}<|{{ m.role }}|>"
+    "{% if tools is not none and loop.first %}{{ tools | tojson }}{% endif %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}",
+    # neither a system message nor a tool, and turns that alternate
+    "alternating": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}",
+    # calls only without content, and with arguments that are added to a text
+    "null-content": "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}<｜tool▁calls▁begin｜>"
+    "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name + '\n```json\n' + "
+    "c.function.arguments + '\n```' }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% elif m.content is not none %}"
+    "<｜{{ m.role }}｜>{{ m.content }}{% endif %}{% endfor %}",
+    # content that must be a text
+    "empty-content": "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function | tojson }}{% endfor %}{% endfor %}{{ tools | tojson if tools else '' }}",
+    # ids of nine characters
+    "short-ids": "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_CALLS] [{{ c.function | tojson }}, {{ c.id }}]{% endfor %}{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}[TOOL_RESULTS] {{ m.tool_call_id }}{% endif %}{{ m.content or '' }}{% endfor %}",
+    # names, braces and markers around strings
+    "braces": "{% for m in messages %}{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}:{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}{{ v | tojson }}{% endif %}"
+    "{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}<tool_call|>{% endfor %}{{ m.content or '' }}{% endfor %}{{ tools | tojson if tools }}",
+    "tags-in-capitals": "{% for m in messages %}{% if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %}]</TOOLCALL>{% endif %}{{ m.content or '' }}{% endfor %}{{ tools | tojson if tools }}",
+    "no-tools": TURNS, "parts": "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+}  # fmt: skip
+
+
+def released():
+    with zipfile.ZipFile(FOLDER / "released.zip") as archive:
+        return {name.removesuffix(".jinja"): archive.read(name).decode() for name in archive.namelist()}
+
+
+TEMPLATES = {**released(), **REWRITTEN}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_sun", "description": "The weather.",
+        "parameters": {
+            "type": "object", "required": ["city"],
+            "properties": {"city": {"type": "string", "description": "Where."}, "days": {"type": "integer", "description": "For."}},
+        },
+    },
+}  # fmt: skip
+USER = {"role": "user", "content": "How is the weather?"}
+RESULT = "sunny 21"
+REFUSING = {"ibm-granite-granite-20b-functioncalling"}
+"""A template that fails with every conversation: it reads the parameters of a call from a list."""
+
+
+def call(name="get_sun", id="call_0123456789abcdef01234567", arguments='{"city": "Romulus", "days": 3}'):
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def conversations():
+    asked = {"role": "assistant", "content": "", "tool_calls": [call("call_sun")]}
+    answered = {"role": "tool", "tool_call_id": call()["id"], "content": RESULT}
+    first = [USER, asked, answered]
+    yield first
+    yield [USER, {**asked, "content": None}, answered]
+    yield [*first, {"role": "assistant", "content": "It is sunny."}, USER]
+    nameless = {"type": "function", "function": call("call_sun")["function"]}
+    yield [USER, {"role": "assistant", "content": "", "tool_calls": [nameless]}, {"role": "tool", "content": RESULT}]
+    as_dict = {**nameless, "function": {"name": "call_sun", "arguments": {"city": "Romulus"}}}
+    yield [
+        USER,
+        {"role": "assistant", "tool_calls": [as_dict]},
+        {"role": "tool", "name": "call_sun", "content": RESULT},
+    ]
+
+
+def shown(template, messages, tools):
+    """Return the prompt; None if it is refused in one line."""
+    try:
+        return render(template, messages, TOKENS, tools)
+    except PromptError as error:
+        assert "\n" not in str(error)
+        assert str(error).startswith(("the chat template ", "messages."))
+        return None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_and_its_result_are_shown_or_refused(name):
+    template, num_shown = TEMPLATES[name], 0
+    for messages in conversations():
+        for tools in ([TOOL], []):
+            text = shown(template, messages, tools)
+            if text is not None:
+                num_shown += 1
+                assert "call_sun" in text and "Romulus" in text and RESULT in text
+                assert not tools or "get_sun" in text
+                assert "None" not in text.partition("call_sun")[2]
+    assert num_shown or name in REFUSING
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_that_were_cut_off_are_shown_as_they_were_written(name):
+    for broken in ('{"city": "Romu', "Romu", '{"a": 1}}'):
+        messages = [
+            USER, {"role": "assistant", "content": "", "tool_calls": [call("call_sun", arguments=broken)]},
+            {"role": "tool", "tool_call_id": call()["id"], "content": RESULT},
+        ]  # fmt: skip
+        text = shown(TEMPLATES[name], messages, [TOOL])
+        assert text is None or ("call_sun" in text and ("Romu" in text or '"a": 1' in text or '\\"a\\": 1' in text))
+        if text is None:
+            assert shown(TEMPLATES[name], next(conversations()), [TOOL]) is None, "the arguments are not the reason"
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEMPLATES.items() if name in REWRITTEN or "tool" in text])
+def test_a_call_that_a_template_shows_is_found_in_an_answer_and_goes_back(name):
+    template = TEMPLATES[name]
+    shape, format = shape_of(template), find_format(template)
+    if shape.tools is None or shape.call_example is None or not format.syntax or format.syntax == "harmony":
+        return  # harmony: the header of the message begins in the prompt
+    properties = {"arg1": {"type": "string", "description": "One."}}
+    function = {"name": "tool_name", "description": "One.", "parameters": {"type": "object", "properties": properties}}
+    tool = {"type": "function", "function": function}
+    begun = format.after(render(template, [USER], TOKENS, [tool]))
+    parser = MessageParser(replace(begun, is_reasoning_open=False), [tool])
+    message = message_of([*parser.push(shape.call_example), *parser.finish()])
+    (found,) = message.tool_calls
+    assert (found.name, found.parsed_arguments) == ("tool_name", {"arg1": "some_value"})
+    result = {"role": "tool", "tool_call_id": found.id, "content": RESULT}
+    text = render(template, [USER, message.to_dict(), result], TOKENS, [tool])
+    assert "tool_name" in text and "some_value" in text and RESULT in text
+
+
+def test_tools_that_a_template_does_not_show_are_described_as_genai_does():
+    text = render(TURNS, [USER], TOKENS, [TOOL])
+    assert "You can call any of the following tools to satisfy the user's requests: [" in text
+    assert '"name": "get_sun"' in text and '"tool_calls": [' in text
+    format = format_beside(TURNS, has_tools=True)
+    assert format.syntax == "generic"
+    parser = MessageParser(format, [TOOL])
+    answer = '{\n  "tool_calls": [\n    {"name": "get_sun", "arguments": {"city": "Rome"}, "id": "call_1___"}\n  ],\n  "content": ""\n}'
+    message = message_of([*parser.push(answer), *parser.finish()])
+    assert [(found.name, found.parsed_arguments) for found in message.tool_calls] == [("get_sun", {"city": "Rome"})]
+    assert not message.content
+
+
+@pytest.mark.parametrize(
+    "text", ['{"tool_calls": 3}', '{"tool_calls": []}', '{"a": 1}', '{"content": "x"}', "{", "[1, 2]"]
+)
+def test_an_object_without_calls_stays_content(text):
+    parser = MessageParser(format_beside(TURNS, has_tools=True), [TOOL])
+    message = message_of([*parser.push(text), *parser.finish()])
+    assert (message.content, message.tool_calls) == (text, ())
+
+
+@pytest.mark.parametrize("name", [name for name in REWRITTEN if name not in ("braces",)])
+def test_a_required_call_is_read_where_tools_are_shown_in_any_way(name):
+    format = format_beside(TEMPLATES[name], has_tools=True)
+    if not format.syntax:
+        return
+    given = {"tools": [TOOL], "tool_choice": "required"}
+    tag = required_calls(format, extra_options(given, do_sample=False).tool_options).to_structural_tag()
+    text = written(tag["format"])
+    parser = MessageParser(format, [TOOL], calls="required")
+    message = message_of([*parser.push(text), *parser.finish()])
+    assert [found.name for found in message.tool_calls] == ["get_sun"]
+
+
+def written(form):
+    """Return a text that a format of a structural tag allows."""
+    if form["type"] == "sequence":
+        return "".join(map(written, form["elements"]))
+    if form["type"] == "optional":
+        return ""
+    if form["type"] == "json_schema":
+        return {"object": '{"city": "Rome"}', "string": '"Rome"'}[form["json_schema"]["type"]]
+    return "Rome" if form["type"] == "string" else form["value"]
+
+
+def test_sources_name_every_template():
+    sources = {
+        each["file"].removesuffix(".jinja"): each for each in json.loads((FOLDER / "sources.json").read_text("utf-8"))
+    }
+    assert sources.keys() == released().keys()
+    assert all(
+        each["model"] and each["package"] and each["licence"] in ("Apache-2.0", "MIT") for each in sources.values()
+    )
+
+
+PARTS = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_parts_with_text_are_that_text(name, role):
+    others = [] if role == "user" else [USER]
+    in_parts = shown(TEMPLATES[name], [{"role": role, "content": PARTS}, *others], [])
+    in_text = shown(TEMPLATES[name], [{"role": role, "content": "Hi there"}, *others], [])
+    assert in_parts == in_text
+    assert in_parts is None or "'text'" not in in_parts
+
+
+@pytest.mark.parametrize("name", ["no-tools", "parts", "Qwen-Qwen3-0.6B", "mistralai-Mistral-7B-Instruct-v0.3"])
+def test_parts_that_are_no_text_are_refused_where_the_template_would_print_them(name):
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    text = shown(TEMPLATES[name], [{"role": "user", "content": [*PARTS, image]}], [])
+    assert text is None or "image_url" not in text
+    with pytest.raises(
+        PromptError, match=r"messages\.0\.content has a part of type 'image_url': only text is supported"
+    ):
+        render(TURNS, [{"role": "user", "content": [image]}], TOKENS)
