@@ -14,7 +14,9 @@ import click
 
 from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
 from staticllm.errors import ConfigError, ModelError, PromptError
-from staticllm.model_dir import MODEL_XML, demo_model_path
+from staticllm.model_dir import demo_model_path
+from staticllm.model_paths.arguments import expanded
+from staticllm.model_paths.path_kind import path_kind
 from staticllm.properties import resolve
 
 if TYPE_CHECKING:
@@ -64,26 +66,34 @@ def model_argument(command: Command) -> Command:
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, named: str | None, **options: Any) -> Any:
-        if model is not None and named is not None:
-            raise click.UsageError(f"the model is given twice, as {model!r} and as -m {named!r}: leave one out")
-        return command(*arguments, model=model_directory(model if named is None else named), **options)
+        return command(*arguments, model=model_directory(one_model(model, named)), **options)
 
     return cast(Command, argument(option(with_model)))
+
+
+def one_model(argument: str | None, named: str | None) -> str | None:
+    """Return the model that is given as an argument or by ``-m``; None without either.
+
+    Raises:
+        UsageError: it is given twice.
+    """
+    if argument is not None and named is not None:
+        raise click.UsageError(f"the model is given twice, as {argument!r} and as -m {named!r}: leave one out")
+    return argument if named is None else named
 
 
 def model_directory(path: str | None) -> str:
     """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
 
     Raises:
-        ModelError: ``path`` is a file that is not named ``openvino_model.xml``.
+        ModelError: there is no OpenVINO model; the message says what is there and which command helps.
     """
     if path is None:
         return str(demo_model_path())
-    if not Path(path).is_file():
-        return path
-    if Path(path).name != MODEL_XML:
-        raise ModelError(f"{path!r} is a file: give the directory that holds {MODEL_XML}, or that file")
-    return str(Path(path).parent)
+    found = path_kind(expanded(path))
+    if not found.is_loadable:
+        raise ModelError(found.problem)
+    return str(found.directory)
 
 
 def layout_options(command: Command) -> Command:
