@@ -40,12 +40,12 @@ def check_model_dir(
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    ``path`` may also be the ``openvino_model.xml`` in it. ``weights``: the weights file, if it is not beside the IR. The size of an
-    encrypted weights file is not known in advance, so it only has to exist.
+    ``path`` may also be the ``openvino_model.xml`` in it. ``weights``: the weights file, if it is not beside the IR. The size of
+    an encrypted weights file is not known in advance, so it only has to exist.
 
     Raises:
-        ModelError: there is no OpenVINO model; the message says what is there and which command helps. Or a file is truncated or
-            damaged; the message names it.
+        ModelError: there is no OpenVINO model; the message says what is there and which command helps. Or a file is truncated
+            or damaged; the message names it.
     """
     if isinstance(path, Path) and path in _IN_MEMORY:
         return path

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from staticllm.cli.usage.model_arguments import model_directory, one_model
 from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
-from staticllm.errors import ConfigError, ModelError, PromptError
-from staticllm.model_dir import demo_model_path
-from staticllm.model_paths.arguments import expanded
-from staticllm.model_paths.path_kind import path_kind
+from staticllm.errors import ConfigError, PromptError
 from staticllm.properties import resolve
 
 if TYPE_CHECKING:
@@ -69,31 +67,6 @@ def model_argument(command: Command) -> Command:
         return command(*arguments, model=model_directory(one_model(model, named)), **options)
 
     return cast(Command, argument(option(with_model)))
-
-
-def one_model(argument: str | None, named: str | None) -> str | None:
-    """Return the model that is given as an argument or by ``-m``; None without either.
-
-    Raises:
-        UsageError: it is given twice.
-    """
-    if argument is not None and named is not None:
-        raise click.UsageError(f"the model is given twice, as {argument!r} and as -m {named!r}: leave one out")
-    return argument if named is None else named
-
-
-def model_directory(path: str | None) -> str:
-    """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
-
-    Raises:
-        ModelError: there is no OpenVINO model; the message says what is there and which command helps.
-    """
-    if path is None:
-        return str(demo_model_path())
-    found = path_kind(expanded(path))
-    if not found.is_loadable:
-        raise ModelError(found.problem)
-    return str(found.directory)
 
 
 def layout_options(command: Command) -> Command:

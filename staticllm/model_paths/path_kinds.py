@@ -109,7 +109,7 @@ SUBFOLDER = PathKind("subfolder", "holds its model in a subfolder", "give {found
 SEVERAL = PathKind("several", "holds several models", "give one of them: {found}")
 EMPTY = PathKind(
     "empty",
-    "is empty",
+    "is empty, without openvino_model.xml",
     "export a model into it: optimum-cli export openvino --model ORIGINAL --weight-format int8 {model}",
 )
 NOTHING = PathKind(

@@ -1,4 +1,4 @@
-"""Tests that every verb and every class says the same of a path that is no model, and that doctor loads what it calls complete."""
+"""Tests that every verb and class says the same of a path that is no model, and that doctor loads what it calls complete."""
 
 import shutil
 
