@@ -28,7 +28,13 @@ from staticllm.pipelines.embedding.pool.pool_state import PoolState
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
 from staticllm.pipelines.embedding.windve.affinity import instance_cores, read_topology, unsupported
 from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
-from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, detect, named, without_slow_cpu
+from staticllm.pipelines.embedding.windve.detector import (
+    Detection,
+    UsedDevice,
+    named,
+    with_other_kinds,
+    without_slow_cpu,
+)
 from staticllm.pipelines.embedding.windve.device_load import LENGTH
 from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
@@ -107,18 +113,18 @@ def needs_pool(device: str, options: PoolOptions) -> bool:
 
 
 def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) -> Detection:
-    """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds after them.
+    """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds.
 
-    A CPU beside other devices gets the cores that WINDVE's rules leave to it, where threads can be bound to cores.
+    These come after the named ones, in the order NPU, GPU, CPU; but an NPU or a GPU comes before CPUs at the end of the list. So
+    ``CPU``, the default, becomes NPU, GPU, CPU: the CPU takes what the others cannot embed in time (Algorithm 1). A CPU beside
+    other devices gets the cores that WINDVE's rules leave to it, where threads can be bound to cores.
 
     Raises:
         ConfigError, DeviceError: as for ``named``.
     """
     found = named(device, available)
     if is_heterogeneous:
-        kinds = {kind(used.device) for used in found.devices}
-        more = tuple(used for used in detect(available).devices if kind(used.device) not in kinds)
-        found = replace(found, devices=found.devices + more)
+        found = replace(found, devices=with_other_kinds(found.devices, available))
     if found.is_heterogeneous and not unsupported():
         found = replace(found, devices=tuple(map(_with_cores, found.devices)))
     return found
