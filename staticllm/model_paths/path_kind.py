@@ -168,7 +168,7 @@ def _of_folder(path: Path, needs_tokenizer: bool) -> ModelPath:
         missing = tuple(name for name in TOKENIZER_XML if name not in folder.files)
         if missing:
             can_convert = "tokenizer.json" in folder.files
-            found = _Found(kinds.TOKENIZER_TO_CONVERT if can_convert else kinds.NO_TOKENIZER, missing)
+            found = _Found(kinds.TOKENIZER_TO_CONVERT if can_convert else kinds.NO_TOKENIZER, missing[:1])
     return found.at(path, path)
 
 

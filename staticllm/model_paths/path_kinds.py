@@ -31,12 +31,12 @@ class PathKind:
 OPENVINO = PathKind("openvino", "holds an OpenVINO model")
 NO_TOKENIZER = PathKind(
     "no tokenizer",
-    "holds an OpenVINO model without {found}",
+    "holds an OpenVINO model, but {found} is missing",
     f"export it again with its tokenizer: {EXPORT_ORIGINAL}",
 )
 TOKENIZER_TO_CONVERT = PathKind(
     "no tokenizer",
-    "holds an OpenVINO model without {found}",
+    "holds an OpenVINO model, but {found} is missing",
     "make it of the tokenizer.json there: convert_tokenizer {model} --with-detokenizer -o {model} "
     "(pip install 'openvino-tokenizers[transformers]')",
 )
