@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.adapters.adapter_set import AdapterSet
-from staticllm.adapters.lora import read_adapter
 from staticllm.cli import encoders
-from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_config
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.core import EncoderVariant, ProgressEvent, Variant
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.model_dir import demo_model_path
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.blobs.manifest import Manifest
 
 
-@click.command("compile", short_help="Compile a model and write a set of blobs.")
+@click.command("compile", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @model_argument
 @click.option(
     "--export-blob",
@@ -101,6 +100,8 @@ def _compile(
     model: str, target: str, is_verified: bool, options: dict[str, Any], steps: Steps, shown: Progress
 ) -> Manifest:
     """Compile a decoder and write its blob set, and compare it with the original if that is asked for."""
+    from staticllm.adapters.adapter_set import AdapterSet
+    from staticllm.adapters.lora import read_adapter
     from staticllm.pipelines.model_loader.blob_export import export_set
     from staticllm.pipelines.model_loader.job import job_of
 

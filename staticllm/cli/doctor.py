@@ -13,7 +13,7 @@ from staticllm.cli.usage.model_arguments import one_model
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-@click.command("doctor", short_help="Check packages, devices, cache and results.")
+@click.command("doctor")
 @click.option("--device", "devices", multiple=True, help="Devices for the self-test.  [all]")
 @click.argument("model", type=click.Path(), required=False)
 @click.option("-m", "--model", "named", type=click.Path(), help="The same as MODEL.")

@@ -69,6 +69,12 @@ def model_argument(command: Command) -> Command:
     return cast(Command, argument(option(with_model)))
 
 
+PROGRAM_GROUP = {
+    "Programs": ("max_prompt_len", "min_response_len", "programs", "precision", "kv_precision"),
+}
+"""The group of ``layout_options`` in the help; ``--device`` and ``-p`` stand among the usual ones."""
+
+
 def layout_options(command: Command) -> Command:
     """Add ``--device`` and the options that decide which programs are compiled."""
     for option in reversed(

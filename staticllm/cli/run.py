@@ -14,6 +14,7 @@ from staticllm.cli.client.remote_run import run as run_there
 from staticllm.cli.client.server_client import api_key_option, server_option
 from staticllm.cli.options import (
     MODEL_HELP,
+    PROGRAM_GROUP,
     Number,
     Whole,
     as_text,
@@ -24,6 +25,7 @@ from staticllm.cli.options import (
     read_text,
 )
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.cli.usage.model_arguments import model_and_prompt, model_directory, served_name
 from staticllm.errors import PromptError
 
@@ -32,7 +34,15 @@ if TYPE_CHECKING:
     from staticllm.results import DecodedResults, GeneratedText
 
 
-@click.command("run", short_help="Answer a prompt or piped text, or chat.")
+GROUPS = {
+    "Sampling": ("temperature", "top_p", "top_k", "seed"),
+    "Output": ("stats", "as_json", "profile"),
+    "A model of a server": ("server", "api_key"),
+    **PROGRAM_GROUP,
+}
+
+
+@click.command("run", cls=GroupedCommand, groups=GROUPS)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
 @click.option("-m", "--model", type=click.Path(), help=MODEL_HELP + " With --server, a name.")
 @server_option

@@ -109,12 +109,12 @@ SUBFOLDER = PathKind("subfolder", "holds its model in a subfolder", "give {found
 SEVERAL = PathKind("several", "holds several models", "give one of them: {found}")
 EMPTY = PathKind(
     "empty",
-    "is empty, without openvino_model.xml",
+    "is empty, openvino_model.xml is missing",
     "export a model into it: optimum-cli export openvino --model ORIGINAL --weight-format int8 {model}",
 )
 NOTHING = PathKind(
     "nothing",
-    "holds no model ({found})",
+    "holds no model ({found}), openvino_model.xml is missing",
     f"give the folder that holds openvino_model.xml; {EXPORT_ORIGINAL} writes one",
 )
 FILE = PathKind("file", "is a file that is no model", "give the directory that holds openvino_model.xml, or that file")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _NAMES = ("embed", "depths", "estimates", "limit_s", "peak", "average", "price")
+EMBED_GROUP = {"Machines that embed a load": _NAMES}
+"""The group of these options in the help."""
 
 
 def embed_options(command: Command) -> Command:
