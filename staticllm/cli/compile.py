@@ -14,6 +14,7 @@ from staticllm.cli import encoders
 from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_config
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.usage.model_arguments import model_directory
 from staticllm.core import EncoderVariant, ProgressEvent, Variant
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.model_dir import demo_model_path
@@ -89,7 +90,7 @@ def _target(model: str, given: str) -> str:
         raise click.UsageError(
             f"--export-blob {given} names a model: give it first, staticllm compile {given} --export-blob"
         )
-    directory = Path(model)
+    directory = Path(model_directory(model))
     beside = Path("demo_model.blob") if directory == demo_model_path() else directory / DEFAULT_BLOB
     target = Path(expanded(given)) if given else beside
     check_new(target)

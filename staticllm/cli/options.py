@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from staticllm.cli.usage.model_arguments import model_directory, one_model
+from staticllm.cli.usage.model_arguments import folder_of, one_model
 from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
 from staticllm.errors import ConfigError, PromptError
 from staticllm.properties import resolve
@@ -52,7 +52,7 @@ def model_option(command: Command) -> Command:
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, **options: Any) -> Any:
-        return command(*arguments, model=model_directory(model), **options)
+        return command(*arguments, model=folder_of(model), **options)
 
     return cast(Command, option(with_model))
 
@@ -64,7 +64,7 @@ def model_argument(command: Command) -> Command:
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, named: str | None, **options: Any) -> Any:
-        return command(*arguments, model=model_directory(one_model(model, named)), **options)
+        return command(*arguments, model=folder_of(one_model(model, named)), **options)
 
     return cast(Command, argument(option(with_model)))
 

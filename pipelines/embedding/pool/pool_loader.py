@@ -17,7 +17,8 @@ import openvino_genai as genai
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours, shown
-from staticllm.model_dir import MODEL_XML, check_model_dir
+from staticllm.model_dir import check_model_dir
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OPTIONS
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
@@ -26,15 +27,10 @@ from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, 
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
 from staticllm.pipelines.embedding.pool.pool_state import PoolState
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
+from staticllm.pipelines.embedding.windve import detector
 from staticllm.pipelines.embedding.windve.affinity import instance_cores, read_topology, unsupported
 from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
-from staticllm.pipelines.embedding.windve.detector import (
-    Detection,
-    UsedDevice,
-    named,
-    with_other_kinds,
-    without_slow_cpu,
-)
+from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
 from staticllm.pipelines.embedding.windve.device_load import LENGTH
 from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
@@ -115,16 +111,15 @@ def needs_pool(device: str, options: PoolOptions) -> bool:
 def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) -> Detection:
     """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds.
 
-    These come after the named ones, in the order NPU, GPU, CPU; but an NPU or a GPU comes before CPUs at the end of the list. So
-    ``CPU``, the default, becomes NPU, GPU, CPU: the CPU takes what the others cannot embed in time (Algorithm 1). A CPU beside
-    other devices gets the cores that WINDVE's rules leave to it, where threads can be bound to cores.
+    ``with_other_kinds`` says where these stand: ``CPU``, the default, becomes NPU, GPU, CPU. A CPU beside other devices gets the
+    cores that WINDVE's rules leave to it, where threads can be bound to cores.
 
     Raises:
         ConfigError, DeviceError: as for ``named``.
     """
-    found = named(device, available)
+    found = detector.named(device, available)
     if is_heterogeneous:
-        found = replace(found, devices=with_other_kinds(found.devices, available))
+        found = replace(found, devices=detector.with_other_kinds(found.devices, available))
     if found.is_heterogeneous and not unsupported():
         found = replace(found, devices=tuple(map(_with_cores, found.devices)))
     return found

@@ -32,18 +32,19 @@ def model_and_prompt(arguments: Sequence[str], named: str | None) -> ModelAndPro
     Raises:
         UsageError: there are too many arguments, or the model is given twice.
     """
+    first = arguments[0] if arguments else None
     if len(arguments) > 2:
         raise click.UsageError(f"{len(arguments)} arguments, at most a MODEL and a PROMPT: {IN_QUOTES}")
     if named is not None:
         if len(arguments) == 2:
             one_model(arguments[0] if is_path(arguments[0]) else None, named)
             raise click.UsageError(f"2 arguments beside -m {named!r}, which is the model: {IN_QUOTES}")
-        return ModelAndPrompt(named, *(arguments or (None,)))
+        return ModelAndPrompt(named, first)
     if len(arguments) == 2:
         return ModelAndPrompt(arguments[0], arguments[1], "" if is_path(arguments[0]) else f", or {IN_QUOTES}")
-    if arguments and is_path(arguments[0]):
-        return ModelAndPrompt(arguments[0], None, f"; {AS_PROMPT}")
-    return ModelAndPrompt(None, *(arguments or (None,)))
+    if first is not None and is_path(first):
+        return ModelAndPrompt(first, None, f"; {AS_PROMPT}")
+    return ModelAndPrompt(None, first)
 
 
 def one_model(argument: str | None, named: str | None) -> str | None:
@@ -71,6 +72,16 @@ def model_directory(path: str | None, hint: str = "") -> str:
     if not found.is_loadable:
         raise ModelError(found.problem + (hint if found.kind.name == "missing" else ""))
     return str(found.directory)
+
+
+def folder_of(path: str | None) -> str:
+    """Return the folder for ``path``, as ``model_directory``, but check only a file: a command checks its other options first.
+
+    Raises:
+        ModelError: ``path`` is a file that is not of an OpenVINO model.
+    """
+    name = None if path is None else expanded(path)
+    return name if name is not None and not Path(name).is_file() else model_directory(name)
 
 
 def served_name(model: str | None) -> str | None:

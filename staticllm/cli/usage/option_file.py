@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
 
@@ -29,7 +29,7 @@ def option_file(command: Command) -> Command:
         callback=_read,
         help='Read options from a JSON file, such as {"device": "NPU"}.',
     )
-    return cast(Command, option(command))
+    return option(command)
 
 
 def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
