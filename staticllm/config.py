@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
 from staticllm.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from staticllm.adapters.adapter_set import AdapterSet
 
 MAX_LEN = 1 << 20
 MAX_SEQS = 64
@@ -132,8 +134,8 @@ class StaticLLMConfig:
             object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
         one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
         one_of("MEASURE_COSTS", self.measure_costs, (True, False))
-        if self.adapters is not None and not isinstance(self.adapters, AdapterSet):
-            raise ConfigError(f"adapters is a {type(self.adapters).__name__}: must be an openvino_genai.AdapterConfig")
+        if self.adapters is not None:
+            _check_adapters(self.adapters)
         for name in ("device_properties", "prefill_config", "generate_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name.upper()}={shown(getattr(self, name))}: must be a dict of device properties")
@@ -300,6 +302,15 @@ def _kv_type(value: object) -> KVType:
     if name not in get_args(KVType):
         raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(get_args(KVType))}")
     return cast(KVType, name)
+
+
+def _check_adapters(value: object) -> None:
+    from staticllm.adapters.adapter_set import (
+        AdapterSet,  # it reads matrices with numpy, which `staticllm --help` does not need
+    )
+
+    if not isinstance(value, AdapterSet):
+        raise ConfigError(f"adapters is a {type(value).__name__}: must be an openvino_genai.AdapterConfig")
 
 
 def _buckets(name: str, value: object, least: int) -> tuple[int, ...] | None:

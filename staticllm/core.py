@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-import numpy as np
-
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "few_rows"]
 """The parts of the work that may have their own program and device properties: a phase, or the calls of few rows."""
@@ -100,6 +98,8 @@ class RecurrentState:
     @property
     def num_bytes(self) -> int:
         """The bytes of one sequence's state."""
+        import numpy as np  # `staticllm --help` needs none
+
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, BinaryIO
 from staticllm.errors import ModelError, last_line
 from staticllm.files import open_regular, read_regular
 from staticllm.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
+from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, path_kind
 
 if TYPE_CHECKING:
     import openvino as ov
 
-MODEL_XML = "openvino_model.xml"
 MAX_CONFIG = 16 << 20
 MAX_NUMBER = 1 << 40
-TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 _JOINING = frozenset(
     ("Parameter", "Convert", "Const", "VocabDecoder", "FuzeRagged", "UTF8Validate", "StringTensorPack", "Result")
 )
@@ -41,11 +40,12 @@ def check_model_dir(
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    ``weights``: the weights file, if it is not beside the IR. The size of an encrypted weights file is not known in advance, so
-    it only has to exist.
+    ``path`` may also be the ``openvino_model.xml`` in it. ``weights``: the weights file, if it is not beside the IR. The size of
+    an encrypted weights file is not known in advance, so it only has to exist.
 
     Raises:
-        ModelError: a file is missing, truncated or damaged; the message names the file.
+        ModelError: there is no OpenVINO model; the message says what is there and which command helps. Or a file is truncated
+            or damaged; the message names it.
     """
     if isinstance(path, Path) and path in _IN_MEMORY:
         return path
@@ -55,8 +55,10 @@ def check_model_dir(
         directory = Path(os.fsdecode(path))
     except TypeError:
         raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
-    if not directory.is_dir():
-        raise ModelError(f"no model directory at {str(directory)!r}")
+    found = path_kind(directory, needs_tokenizer)
+    if not found.is_loadable:
+        raise ModelError(found.problem)
+    directory = found.directory
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
         ir = check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)

@@ -17,7 +17,8 @@ from staticllm import __version__, compiler_passes, ports
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, Phase, ProgramLayout, ProgramMode
 from staticllm.errors import ModelError
-from staticllm.model_dir import MODEL_XML, model_in_memory
+from staticllm.model_dir import model_in_memory
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.programs import keep_small_constants
 
 PIECE = 16 << 20

@@ -13,13 +13,13 @@ from pathlib import Path
 import openvino as ov
 import psutil
 
-from staticllm.compiler_passes.model_kind import kind_in
 from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress
 from staticllm.devices import get_core, kind, npu_compiler_problem
 from staticllm.errors import StaticLLMError, last_line
-from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.blobs.fingerprint import fingerprint_model
+from staticllm.pipelines.diagnostics.model_check import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.model_loader.load import load
@@ -41,8 +41,16 @@ SELF_TEST = tuple(range(20, 36))
 NUM_NEW = 16
 
 
-def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: str | None = None) -> Iterator[Finding]:
-    """Check packages, machine, devices, memory, a model, the cache, and the embedded model on each device; yield each finding."""
+def examine(
+    devices: tuple[str, ...] = (),
+    cache_dir: str | None = None,
+    model: str | None = None,
+    on_progress: OnProgress = lambda event: None,
+) -> Iterator[Finding]:
+    """Check packages, machine, devices, memory, a model, the cache, and the embedded model on each device; yield each finding.
+
+    A model is loaded and run on the first of ``devices`` that is there, else on the CPU. ``on_progress`` gets the parts of that.
+    """
     yield Finding("ok", "system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     yield from _packages()
     yield _memory()
@@ -53,7 +61,8 @@ def examine(devices: tuple[str, ...] = (), cache_dir: str | None = None, model: 
         yield Finding("warn", "NPU", "not found", "to use one, install its driver (docs.openvino.ai, NPU device)")
         yield _npu_compiler()
     if model is not None:
-        yield _model(model, cache_dir)
+        there = [name for name in devices if any(name.split(".")[0] == kind(other) for other in available)]
+        yield check_model(model, there[0] if there else "CPU", cache_dir, on_progress)
     if cache_dir is not None:
         yield from _cache(Path(cache_dir))
     for device in devices or tuple(available):
@@ -112,27 +121,6 @@ def _device(device: str) -> Finding:
     except RuntimeError as error:
         return Finding("fail", device, last_line(error), "install or repair its driver")
     return Finding("ok", device, f"{name}{driver} ({precisions})")
-
-
-def _model(path: str, cache_dir: str | None) -> Finding:
-    """Check that the files of a model are complete, and that its weights are those that a cached set was compiled from."""
-    try:
-        directory = check_model_dir(path)
-        here, kind_here = fingerprint_model(directory), kind_in(directory)
-    except StaticLLMError as error:
-        return Finding("fail", "model", str(error), "export or copy the model again")
-    for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
-        there = entry.manifest.fingerprint if entry.manifest is not None else None
-        if there is not None and there.ir_digest == here.ir_digest and there.weights_digest != here.weights_digest:
-            return Finding(
-                "warn",
-                "model",
-                f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
-                "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests",
-            )
-    if kind_here is None:
-        return Finding("fail", "model", "its graph is neither a decoder's nor an encoder's", "export a text model")
-    return Finding("ok", "model", f"complete, weights {here.weights_digest[:12]}, {kind_here.what}")
 
 
 def _cache(folder: Path) -> Iterator[Finding]:

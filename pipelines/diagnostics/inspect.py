@@ -9,7 +9,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape
 from staticllm.devices import check_known
 from staticllm.kvcache.step import buffer_bytes
-from staticllm.model_dir import MODEL_XML
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.diagnostics.reports import (
     KVReport,
     LayerReport,

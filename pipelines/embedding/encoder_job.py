@@ -15,7 +15,8 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Pooling, ProgramMode
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import ConfigError, ModelError
-from staticllm.model_dir import MODEL_XML, check_model_dir, max_positions
+from staticllm.model_dir import check_model_dir, max_positions
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.blobs.blob_set import is_ours, json_properties
 from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files

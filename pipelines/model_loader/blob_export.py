@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -88,6 +89,21 @@ def check_new(target: Path) -> None:
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: create it first")
+    check_writable(target)
+
+
+def check_writable(target: Path) -> None:
+    """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
+
+    Raises:
+        ConfigError: the folder around it is read-only.
+    """
+    parent = target.resolve().parent
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} is read-only: give another path with "
+            "BLOB_PATH or --export-blob PATH"
+        )
 
 
 def compile_for_export(job: LoadJob) -> Exported:

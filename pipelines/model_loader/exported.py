@@ -9,6 +9,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.blob_set import is_ours
 from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.model_loader.blob_export import (
+    check_writable,
     compile_for_export,
     export_programs,
     fingerprint_of,
@@ -22,6 +23,7 @@ from staticllm.pipelines.model_loader.staged import is_staged, load_staged
 from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
 
 DEFAULT_BLOB = "openvino_model.blob"
+"""The name that NPUW gives to a blob beside a model, too."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def export_target(job: LoadJob) -> Path:
         target.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    check_writable(target)
     return target
 
 

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from staticllm.adapters.safetensors_file import SafetensorsFile, open_safetensors, safetensors_in_memory
 from staticllm.errors import AdapterError
 from staticllm.files import read_regular
+from staticllm.model_paths.path_kind import ModelPath, path_kind
+from staticllm.model_paths.path_kinds import ADAPTER
+from staticllm.model_paths.path_kinds import FILE as FILE_KIND
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_CONFIG = 1 << 20
@@ -111,12 +114,27 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
         is_directory = found.is_dir()
     except (TypeError, ValueError, OSError) as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
+    _check_kind(path_kind(found))
     config = _read_config(found / CONFIG) if is_directory else None
     try:
         with open_safetensors(found / FILE if is_directory else found) as file:
             return replace(_adapter(file, config), path=found.absolute())
     except OSError as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
+
+
+def _check_kind(held: ModelPath) -> None:
+    """Check that a path may hold an adapter, by the names of its files; what is in them is checked later.
+
+    Raises:
+        AdapterError: it holds something else, or an adapter in a form that is not read; the message says what helps.
+    """
+    is_file = held.path.is_file() and held.kind in (FILE_KIND, ADAPTER)
+    if is_file or held.kind is ADAPTER or held.kind.name == "missing":
+        return
+    if held.kind.name in ("adapter as pickle", "git-lfs", "archive", "subfolder"):
+        raise AdapterError(f"the adapter {held.problem}")
+    raise AdapterError(f"the adapter {held.what}: give a folder with {CONFIG} and {FILE}, or that file")
 
 
 def adapter_in_memory(data: bytes) -> LoraAdapter:

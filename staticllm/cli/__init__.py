@@ -19,27 +19,41 @@ import click
 
 from staticllm.errors import StaticLLMError
 
-_COMMANDS = {
-    "run": "run",
-    "serve": "server.serve",
-    "list": "client.list_models",
-    "ps": "client.ps",
-    "stop": "client.stop",
-    "top": "client.top",
-    "compile": "compile",
-    "inspect": "inspect",
-    "simulate": "simulate",
-    "trace": "trace",
-    "bench": "bench",
-    "verify": "verify",
-    "plan": "plan",
-    "embed": "embedding.embed",
-    "rerank": "embedding.rerank",
-    "attach": "attach.launcher",
-    "daemon": "daemon",
-    "cache": "cache",
-    "doctor": "doctor",
-}  # name → module, imported when used
+_SECTIONS = {
+    "Use a model": {
+        "run": ("run", "Answer a prompt or piped text, or chat."),
+        "serve": ("server.serve", "Serve models over HTTP, with OpenAI's API."),
+        "embed": ("embedding.embed", "Turn texts into vectors."),
+        "rerank": ("embedding.rerank", "Sort texts by a query."),
+    },
+    "Try a model": {
+        "doctor": ("doctor", "Check packages, devices, a model and results."),
+        "inspect": ("inspect", "Show how a model would be lowered and compiled."),
+        "verify": ("verify", "Compare a model with its original, in f32."),
+        "bench": ("bench", "Measure prompt, generation and multi-client speed."),
+        "plan": ("plan", "Estimate memory and check whether it fits."),
+    },
+    "Keep compiled programs": {
+        "compile": ("compile", "Compile a model and write a set of blobs."),
+        "cache": ("cache", "List, verify, prune, export and import blob sets."),
+    },
+    "Look at a server": {
+        "list": ("client.list_models", "List the models of a server."),
+        "ps": ("client.ps", "List the loaded models of a server."),
+        "stop": ("client.stop", "Unload a model of a server."),
+        "top": ("client.top", "Watch the scheduler of a server."),
+    },
+    "Share a device": {
+        "attach": ("attach.launcher", "Run a program with its OpenVINO models in the daemon."),
+        "daemon": ("daemon", "Start, stop and watch the daemon that owns the devices."),
+    },
+    "Study the scheduler": {
+        "simulate": ("simulate", "Try scheduling policies on a virtual clock."),
+        "trace": ("trace", "Record every device call, and draw the recording."),
+    },
+}
+"""Section of the help → name → module, which is imported when the command is used, and what it does, in a line."""
+_COMMANDS = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
 
 
 class _Group(click.Group):
@@ -51,8 +65,15 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"staticllm.cli.{_COMMANDS[cmd_name]}").command
+        command: click.Command = import_module(f"staticllm.cli.{_COMMANDS[cmd_name][0]}").command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in sections. No module of a command is imported, which would take seconds."""
+        width = max(map(len, _COMMANDS))
+        for title, section in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", text) for name, (_, text) in section.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-import numpy as np
 
 from staticllm.cli.bench_reports import (
     report_calibration,
@@ -24,6 +23,7 @@ from staticllm.cli.bench_reports import (
     settings_of,
 )
 from staticllm.cli.options import (
+    PROGRAM_GROUP,
     TOKEN_IDS,
     Command,
     check_lengths,
@@ -34,6 +34,7 @@ from staticllm.cli.options import (
     read_properties,
 )
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.config import StaticLLMConfig
 
 if TYPE_CHECKING:
@@ -115,7 +116,10 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
     return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
 
 
-@click.command("bench", short_help="Measure prompt, generation and multi-client speed.")
+GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_json", "profile"), **PROGRAM_GROUP}
+
+
+@click.command("bench", cls=GroupedCommand, groups=GROUPS)
 @model_argument
 @_count_option("--n-prompt", default="512", description="Tokens per prompt; 0 skips this test.")
 @_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0 skips this test.")
@@ -221,6 +225,8 @@ def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
 
 def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int, shown: Progress) -> Iterator[tuple[float, float]]:
     """Yield for each repetition after the warm-up its seconds and the number of tokens that it processed in them."""
+    import numpy as np
+
     for number in range(repetitions + 1):
         shown.show(f"measuring {test.name}", number, repetitions + 1)
         rng = np.random.default_rng([number, test.prompt, test.clients])

@@ -23,7 +23,7 @@ MAX_KEY = 1 << 16
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group("cache", short_help="List, verify, prune, export and import blob sets.")
+@click.group("cache")
 @click.option("--key-file", type=click.Path(), help="File with the INTEGRITY_KEY that the sets are signed with.")
 @click.pass_context
 def command(ctx: click.Context, key_file: str | None) -> None:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.adapters.adapter_set import AdapterSet
-from staticllm.adapters.lora import read_adapter
 from staticllm.cli import encoders
-from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_config
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.usage.model_arguments import model_directory
 from staticllm.core import EncoderVariant, ProgressEvent, Variant
 from staticllm.errors import ConfigError, DeviceError
+from staticllm.model_dir import demo_model_path
+from staticllm.model_paths.arguments import expanded
+from staticllm.model_paths.path_kind import path_kind
 
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
@@ -24,9 +27,17 @@ if TYPE_CHECKING:
     from staticllm.pipelines.blobs.manifest import Manifest
 
 
-@click.command("compile", short_help="Compile a model and write a set of blobs.")
+@click.command("compile", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @model_argument
-@click.option("--export-blob", "target", type=click.Path(), required=True, help="Folder to write; must not exist.")
+@click.option(
+    "--export-blob",
+    "target",
+    type=click.Path(),
+    is_flag=False,
+    flag_value="",
+    default="",
+    help="Folder to write; must not exist.  [openvino_model.blob in the folder of MODEL]",
+)
 @click.option(
     "--verify",
     "is_verified",
@@ -45,8 +56,12 @@ if TYPE_CHECKING:
 def command(
     model: str, target: str, is_verified: bool, adapters: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
-    """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads."""
+    """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads.
+
+    The set of the embedded demo model is written to demo_model.blob in the current folder.
+    """
     _check_npu(options["device"])
+    target = _target(model, target)
     options["adapters"] = adapters
     with progress("compiling") as shown:
         compile_it = encoders.compile_set if encoders.is_encoder(model, options) else _compile
@@ -61,10 +76,33 @@ def command(
         raise SystemExit(1)
 
 
+def _target(model: str, given: str) -> str:
+    """Return the folder of the set: the given one, or that beside the model's files.
+
+    Raises:
+        UsageError: it is a model, which click took for the value of ``--export-blob``.
+        ConfigError: it exists, or cannot be written.
+    """
+    from staticllm.pipelines.model_loader.blob_export import check_new
+    from staticllm.pipelines.model_loader.exported import DEFAULT_BLOB
+
+    if given and path_kind(expanded(given)).is_loadable:
+        raise click.UsageError(
+            f"--export-blob {given} names a model: give it first, staticllm compile {given} --export-blob"
+        )
+    directory = Path(model_directory(model))
+    beside = Path("demo_model.blob") if directory == demo_model_path() else directory / DEFAULT_BLOB
+    target = Path(expanded(given)) if given else beside
+    check_new(target)
+    return str(target)
+
+
 def _compile(
     model: str, target: str, is_verified: bool, options: dict[str, Any], steps: Steps, shown: Progress
 ) -> Manifest:
     """Compile a decoder and write its blob set, and compare it with the original if that is asked for."""
+    from staticllm.adapters.adapter_set import AdapterSet
+    from staticllm.adapters.lora import read_adapter
     from staticllm.pipelines.model_loader.blob_export import export_set
     from staticllm.pipelines.model_loader.job import job_of
 
@@ -102,6 +140,8 @@ def _check_npu(device: str) -> None:
 def _report(manifest: Manifest, target: str) -> None:
     size = f"{manifest.num_bytes / 1e6:.1f} MB" + (", weights not included" if manifest.is_weightless else "")
     click.echo(f"{len(manifest.blobs)} blobs for {len(manifest.variants)} variants in {target} ({size})")
+    if not manifest.has_failed_verification:
+        click.echo(f"later starts load it with -p BLOB_PATH={target}")
     found = manifest.verification
     if found is not None:
         verdict = "verified" if found["is_ok"] else "FAILED verification, never loaded"

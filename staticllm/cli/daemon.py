@@ -12,8 +12,6 @@ from typing import Any
 import click
 
 from staticllm.cli.progress import Progress, progress
-from staticllm.daemon import lifetime
-from staticllm.daemon.limits import default_limits, worker_limits
 from staticllm.errors import StaticLLMError
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
@@ -32,6 +30,9 @@ def command() -> None:
 @click.option("--worker-of", type=click.IntRange(1), hidden=True)  # staticllm serve --supervise
 def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -> None:
     """Start the daemon; programs under `staticllm attach` also start it when they need it."""
+    from staticllm.daemon import lifetime
+    from staticllm.daemon.limits import default_limits, worker_limits
+
     folder = _folder()
     if worker_of is not None:
         lifetime.serve(folder, worker_limits(), worker_of)
@@ -48,6 +49,8 @@ def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -
 @command.command()
 def stop() -> None:
     """End the daemon. Programs that use it start another one, or go on natively."""
+    from staticllm.daemon import lifetime
+
     pid = lifetime.stop(_folder())
     click.echo("no daemon runs" if pid is None else f"daemon {pid} has ended")
 
@@ -56,6 +59,8 @@ def stop() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show_status(as_json: bool) -> None:
     """Say whether the daemon runs, which models it has, and which programs use it. Exit code 1 if it does not run."""
+    from staticllm.daemon import lifetime
+
     found = lifetime.status(_folder())
     if as_json:
         click.echo(json.dumps(found or {"pid": None}, indent=2))
@@ -75,6 +80,8 @@ def show_status(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
 def top(interval: float, count: int | None, as_json: bool) -> None:
     """Show again and again who uses the devices."""
+    from staticllm.daemon import lifetime
+
     folder, before, number = _folder(), None, 0
     while count is None or number < count:
         if number:
@@ -96,6 +103,8 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("daemon_trace.json"))
 def trace(seconds: float, output: Path) -> None:
     """Record who uses the devices, as a Chrome trace with a track for each program."""
+    from staticllm.daemon import lifetime
+
     if not output.absolute().parent.is_dir():
         raise StaticLLMError(f"{output} cannot be written: there is no folder {output.parent}")
     try:

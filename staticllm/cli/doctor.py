@@ -8,25 +8,31 @@ from dataclasses import asdict
 import click
 
 from staticllm.cli.progress import progress
+from staticllm.cli.usage.model_arguments import one_model
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
-@click.command("doctor", short_help="Check packages, devices, cache and results.")
+@click.command("doctor")
 @click.option("--device", "devices", multiple=True, help="Devices for the self-test.  [all]")
-@click.option("-m", "--model", type=click.Path(), help="A model whose files are checked.")
+@click.argument("model", type=click.Path(), required=False)
+@click.option("-m", "--model", "named", type=click.Path(), help="The same as MODEL.")
 @click.option("--cache-dir", type=click.Path(), help="A cache folder whose sets are verified.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(devices: tuple[str, ...], model: str | None, cache_dir: str | None, as_json: bool) -> None:
-    """Check packages, devices, memory, a model and a cache, and run the embedded model. Exit with code 1 if a check fails.
+def command(
+    devices: tuple[str, ...], model: str | None, named: str | None, cache_dir: str | None, as_json: bool
+) -> None:
+    """Check packages, devices, memory and a cache, load MODEL, and run the embedded model. Exit with code 1 if a check fails.
 
-    If both are given, the weights of the model are compared with those that the sets in the cache were compiled from.
+    MODEL is compiled with short lengths and runs one token or one text, on the first --device, else on the CPU. With
+    --cache-dir, its weights are compared with those that the sets in the cache were compiled from.
     """
+    model = one_model(model, named)
     findings = []
     with progress("examining") as shown:
         from staticllm.pipelines.diagnostics.doctor import examine
 
-        for finding in examine(devices, cache_dir, model):
+        for finding in examine(devices, cache_dir, model, shown):
             findings.append(finding)
             if not as_json:
                 mark, colour = MARKS[finding.level]

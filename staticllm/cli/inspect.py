@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli import encoders
-from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 
 if TYPE_CHECKING:
     from staticllm.core import Part
     from staticllm.pipelines.diagnostics.reports import ModelReport, VariantReport
 
 
-@click.command("inspect", short_help="Show how a model would be lowered and compiled.")
+@click.command("inspect", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @model_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from staticllm.cli.usage.model_arguments import folder_of, one_model
 from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
-from staticllm.errors import ConfigError, ModelError, PromptError
-from staticllm.model_dir import MODEL_XML, demo_model_path
+from staticllm.errors import ConfigError, PromptError
 from staticllm.properties import resolve
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def model_option(command: Command) -> Command:
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, **options: Any) -> Any:
-        return command(*arguments, model=model_directory(model), **options)
+        return command(*arguments, model=folder_of(model), **options)
 
     return cast(Command, option(with_model))
 
@@ -64,26 +64,15 @@ def model_argument(command: Command) -> Command:
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, named: str | None, **options: Any) -> Any:
-        if model is not None and named is not None:
-            raise click.UsageError(f"the model is given twice, as {model!r} and as -m {named!r}: leave one out")
-        return command(*arguments, model=model_directory(model if named is None else named), **options)
+        return command(*arguments, model=folder_of(one_model(model, named)), **options)
 
     return cast(Command, argument(option(with_model)))
 
 
-def model_directory(path: str | None) -> str:
-    """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
-
-    Raises:
-        ModelError: ``path`` is a file that is not named ``openvino_model.xml``.
-    """
-    if path is None:
-        return str(demo_model_path())
-    if not Path(path).is_file():
-        return path
-    if Path(path).name != MODEL_XML:
-        raise ModelError(f"{path!r} is a file: give the directory that holds {MODEL_XML}, or that file")
-    return str(Path(path).parent)
+PROGRAM_GROUP = {
+    "Programs": ("max_prompt_len", "min_response_len", "programs", "precision", "kv_precision"),
+}
+"""The group of ``layout_options`` in the help; ``--device`` and ``-p`` stand among the usual ones."""
 
 
 def layout_options(command: Command) -> Command:

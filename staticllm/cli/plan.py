@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli import encoders
-from staticllm.cli.embedding.plan_embed import embed_options
-from staticllm.cli.options import layout_options, model_argument, read_config
+from staticllm.cli.embedding.plan_embed import EMBED_GROUP, embed_options
+from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_config
 from staticllm.cli.progress import progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 
 if TYPE_CHECKING:
     from staticllm.pipelines.diagnostics.memory_parts import MeasuredMemory
     from staticllm.pipelines.diagnostics.reports import MemoryEstimate
 
 
-@click.command("plan", short_help="Estimate memory and check whether it fits.")
+@click.command("plan", cls=GroupedCommand, groups={**PROGRAM_GROUP, **EMBED_GROUP})
 @embed_options
 @model_argument
 @click.option("--measured", is_flag=True, help="Load the model and measure where its memory goes.")

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from tqdm import tqdm
 
 from staticllm.core import ProgressEvent
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 DELAY_SECONDS = 0.5
 """Work that takes less time than this shows no bar."""
@@ -63,6 +65,8 @@ class Progress:
                 return
             bar: tqdm[Any] | None = self._bar
             if bar is None:
+                from tqdm import tqdm  # when the first bar is drawn
+
                 bar = tqdm(bar_format=WITHOUT_TOTAL, desc=self._text, leave=False, dynamic_ncols=True)
                 bar.start_t = self._start
                 self._bar = bar

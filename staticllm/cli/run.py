@@ -14,17 +14,19 @@ from staticllm.cli.client.remote_run import run as run_there
 from staticllm.cli.client.server_client import api_key_option, server_option
 from staticllm.cli.options import (
     MODEL_HELP,
+    PROGRAM_GROUP,
     Number,
     Whole,
     as_text,
     check_output,
     layout_options,
-    model_directory,
     profiling,
     read_properties,
     read_text,
 )
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.usage.model_arguments import model_and_prompt, model_directory, served_name
 from staticllm.errors import PromptError
 
 if TYPE_CHECKING:
@@ -32,8 +34,16 @@ if TYPE_CHECKING:
     from staticllm.results import DecodedResults, GeneratedText
 
 
-@click.command("run", short_help="Answer a prompt or piped text, or chat.")
-@click.argument("prompt", required=False)
+GROUPS = {
+    "Sampling": ("temperature", "top_p", "top_k", "seed"),
+    "Output": ("stats", "as_json", "profile"),
+    "A model of a server": ("server", "api_key"),
+    **PROGRAM_GROUP,
+}
+
+
+@click.command("run", cls=GroupedCommand, groups=GROUPS)
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
 @click.option("-m", "--model", type=click.Path(), help=MODEL_HELP + " With --server, a name.")
 @server_option
 @api_key_option
@@ -51,13 +61,19 @@ if TYPE_CHECKING:
     "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
 )
 @layout_options
-def command(prompt: str | None, model: str | None, server: str | None, api_key: str | None, **options: Any) -> None:
-    """Generate text: for PROMPT, for stdin if it is piped, else in a chat.
+def command(
+    arguments: tuple[str, ...], model: str | None, server: str | None, api_key: str | None, **options: Any
+) -> None:
+    """Generate text with MODEL: for PROMPT, for stdin if it is piped, else in a chat.
+
+    A single argument is the model if it is a path, or looks like one, and else the prompt of the embedded demo model.
 
     In a chat, Ctrl-C stops the answer, and a second Ctrl-C leaves; /help lists the commands. With --server, a model of that
     server answers.
     """
-    prompt = _prompt(prompt)
+    given = model_and_prompt(arguments, model)
+    directory = model_directory(given.model, given.hint) if server is None else ""  # before stdin, which may wait
+    prompt = _prompt(given.prompt)
     options["system"] = as_text(options["system"], "--system")
     if options["raw"] and (prompt is None or options["system"]):
         raise click.UsageError("--raw goes with a prompt and without --system: a chat needs the template")
@@ -65,13 +81,13 @@ def command(prompt: str | None, model: str | None, server: str | None, api_key: 
         raise click.UsageError("--json goes with a prompt: a chat prints text")
     if server is not None:
         check_options(click.get_current_context())
-        run_there(server, api_key, model, prompt, options)
+        run_there(server, api_key, served_name(given.model), prompt, options)
         return
     if api_key is not None:
         raise click.UsageError("--api-key goes with --server")
     if options["profile"] is not None:
         check_output(options["profile"])
-    pipe = _load(model_directory(model), options)
+    pipe = _load(directory, options)
     with profiling(pipe, options["profile"]):
         if prompt is None:
             from staticllm.cli.chat import Chat
@@ -89,7 +105,8 @@ def _prompt(argument: str | None) -> str | None:
         return None
     text = read_text(sys.stdin) if argument is None else as_text(argument, "the prompt")
     if not text:
-        raise PromptError("the prompt is empty: give at least one character")
+        what = "the prompt is empty" if argument is not None else "standard input is empty, and there is no PROMPT"
+        raise PromptError(f"{what}: give at least one character")
     return text
 
 

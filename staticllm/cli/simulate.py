@@ -14,6 +14,8 @@ from staticllm.cli.comparisons.flexnpu import compare_with_tables
 from staticllm.cli.comparisons.windve import compare_with_windve
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.usage.option_file import option_file
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
@@ -32,7 +34,22 @@ HEADER = (
 )
 
 
-@click.command("simulate", short_help="Try scheduling policies on a virtual clock.")
+GROUPS = {
+    "Targets": ("ttft_ms", "tpot_ms", "gap_ms"),
+    "Comparisons": ("validate", "model", "device", "flexnpu", "windve"),
+    "Output": ("as_json", "plot", "save_costs"),
+}
+RARE = {
+    "Costs of calls": (
+        "costs", "programs", "weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "job_ms",
+    ),
+    "Limits": ("concurrency", "max_num_seqs", "kv_slots", "host_kv_slots"),
+    "Answers and drafts": ("answers", "beams", "draft_tokens", "accept", "draft_ms"),
+    "Several devices": ("devices", "disaggregate", "transfer_ms", "slot_bytes", "bandwidth", "dispatch"),
+}  # fmt: skip
+
+
+@click.command("simulate", cls=GroupedCommand, groups=GROUPS, rare=RARE)
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="May be repeated.  [dynamic, fcfs]"
 )
@@ -112,6 +129,7 @@ HEADER = (
 )
 @click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
 @click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
+@option_file
 @model_option
 @click.option("--device", default="CPU", show_default=True, help="Device for --validate.")
 @click.option("--flexnpu", is_flag=True, help="Compare with FlexNPU's Tables 2, 3 and 4.")

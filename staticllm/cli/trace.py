@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from staticllm.cli.options import (
+    PROGRAM_GROUP,
     TOKEN_IDS,
     Number,
     check_lengths,
@@ -20,6 +20,7 @@ from staticllm.cli.options import (
     read_properties,
 )
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from staticllm.pipelines.profiling.stats import Stats
 
 
-@click.group("trace", short_help="Record every device call, and draw the recording.")
+@click.group("trace")
 def command() -> None:
     """Record which requests ran in which device call, and draw the recording."""
 
 
-@command.command("record")
+@command.command("record", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write, Chrome trace JSON.")
 @model_option
 @click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="Number of requests.")
@@ -103,6 +104,8 @@ def _properties(options: dict[str, Any]) -> dict[str, Any]:
 def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) -> None:
     """Submit random prompts at their times and wait for all answers."""
     count, num_prompt, num_new, rate = (options[name] for name in ("requests", "prompt_len", "new_tokens", "rate"))
+    import numpy as np
+
     rng = np.random.default_rng([num_prompt, num_new])
     due = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
     start, handles = time.perf_counter(), []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.diagnostics.reports import Verdict
 
 
-@click.command("verify", short_help="Compare a model with its original, in f32.")
+@click.command("verify")
 @model_argument
 @click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …")
 @click.option(

@@ -12,7 +12,8 @@ from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.adapters.lora import FILE, LoraAdapter, read_adapter
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import AdapterError, ModelError
-from staticllm.model_dir import MODEL_XML, weights_of, weights_size
+from staticllm.model_dir import weights_of, weights_size
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
 from staticllm.pipelines.remote.request_checks import MAX_SCALE

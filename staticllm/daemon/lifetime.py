@@ -18,7 +18,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from staticllm.daemon.limits import Limits
-from staticllm.daemon.server import Daemon
 from staticllm.errors import StaticLLMError
 from staticllm.parent_watch import ParentWatch
 from staticllm.wire import endpoint
@@ -42,6 +41,8 @@ def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = No
         StaticLLMError: another daemon serves this folder.
         ConfigError: there is no process ``worker_of``.
     """
+    from staticllm.daemon.server import Daemon  # the daemon alone needs the devices: its clients start faster without
+
     lock = FileLock(folder / "lock")
     try:
         lock.acquire(timeout=0)

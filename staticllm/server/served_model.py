@@ -14,6 +14,8 @@ from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, default_mode, get_core
 from staticllm.errors import ClosedError, ConfigError, ModelError, StaticLLMError
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
+from staticllm.model_paths.arguments import expanded
+from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
 from staticllm.pipelines.diagnostics.memory import estimate_memory
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
@@ -53,10 +55,11 @@ def model_spec(argument: str) -> ModelSpec:
     """
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).is_dir():
-        name, path = Path(argument).resolve().name, argument
+        path = argument
+        name = path_kind(expanded(path)).directory.resolve().name
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
-    directory = check_model_dir(path)
+    directory = check_model_dir(expanded(path))  # shells leave the ~ of NAME=~/folder as it is
     return ModelSpec(name, directory, _kind_in(directory))
 
 

@@ -17,7 +17,8 @@ import openvino_genai as genai
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours, shown
-from staticllm.model_dir import MODEL_XML, check_model_dir
+from staticllm.model_dir import check_model_dir
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OPTIONS
 from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
@@ -26,9 +27,10 @@ from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, 
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
 from staticllm.pipelines.embedding.pool.pool_state import PoolState
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
+from staticllm.pipelines.embedding.windve import detector
 from staticllm.pipelines.embedding.windve.affinity import instance_cores, read_topology, unsupported
 from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
-from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, detect, named, without_slow_cpu
+from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
 from staticllm.pipelines.embedding.windve.device_load import LENGTH
 from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
@@ -107,18 +109,17 @@ def needs_pool(device: str, options: PoolOptions) -> bool:
 
 
 def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) -> Detection:
-    """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds after them.
+    """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds.
 
-    A CPU beside other devices gets the cores that WINDVE's rules leave to it, where threads can be bound to cores.
+    ``with_other_kinds`` says where these stand: ``CPU``, the default, becomes NPU, GPU, CPU. A CPU beside other devices gets the
+    cores that WINDVE's rules leave to it, where threads can be bound to cores.
 
     Raises:
         ConfigError, DeviceError: as for ``named``.
     """
-    found = named(device, available)
+    found = detector.named(device, available)
     if is_heterogeneous:
-        kinds = {kind(used.device) for used in found.devices}
-        more = tuple(used for used in detect(available).devices if kind(used.device) not in kinds)
-        found = replace(found, devices=found.devices + more)
+        found = replace(found, devices=detector.with_other_kinds(found.devices, available))
     if found.is_heterogeneous and not unsupported():
         found = replace(found, devices=tuple(map(_with_cores, found.devices)))
     return found

@@ -51,6 +51,9 @@ def peak_cost(num_queries: float, main: int, helping: int, price: float = 0.0, n
 def average_cost(rate: float, main: float, helping: float, price: float = 0.0, num_devices: int = 1) -> DeploymentCost:
     """Return the machines for ``rate`` queries per second on average (equation 5). ``main`` and ``helping`` are rates as well.
 
+    Which rates decides what the machines are for: the queue depth over the limit is the paper's load in lockstep, and
+    ``sustained_rate`` is for queries that arrive evenly, of which fewer end within the limit.
+
     Raises:
         ConfigError: as for ``peak_cost``.
     """

@@ -90,6 +90,21 @@ def named(text: str, available: Sequence[str]) -> Detection:
     return Detection(tuple(devices))
 
 
+def with_other_kinds(devices: Sequence[UsedDevice], available: Sequence[str]) -> tuple[UsedDevice, ...]:
+    """Return named devices and those of other kinds that the machine offers, which come after them but before CPUs at the end.
+
+    A CPU is last unless the list names an NPU or a GPU after it: of Algorithm 1's two devices it is the one that helps.
+    """
+    kinds = {kind(used.device) for used in devices}
+    more = [used for used in detect(available).devices if kind(used.device) not in kinds]
+    end = len(devices)
+    while end and kind(devices[end - 1].device) == "CPU":
+        end -= 1
+    before = [used for used in more if kind(used.device) != "CPU"]
+    after = [used for used in more if kind(used.device) == "CPU"]
+    return (*devices[:end], *before, *devices[end:], *after)
+
+
 def without_slow_cpu(found: Detection, limit_s: float, seconds_of_one: Callable[[UsedDevice], float]) -> Detection:
     """Return the detection without CPUs that cannot embed one query within the limit (equation 11), unless nothing else is left.
 

@@ -10,7 +10,7 @@ from staticllm.cli.client.server_client import ServerClient, server_options
 from staticllm.cli.client.tables import cell, table
 
 
-@click.command("list", short_help="List the models of a server.")
+@click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @server_options
 def command(client: ServerClient, as_json: bool) -> None:

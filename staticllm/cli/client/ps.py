@@ -14,7 +14,7 @@ FAR = 100 * 365 * 86400.0
 """Seconds; a model that is kept longer is never unloaded."""
 
 
-@click.command("ps", short_help="List the loaded models of a server.")
+@click.command("ps")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @server_options
 def command(client: ServerClient, as_json: bool) -> None:

@@ -22,7 +22,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, object]]] = {
 """What unloads a model of each kind, with ``keep_alive`` 0."""
 
 
-@click.command("stop", short_help="Unload a model of a server.")
+@click.command("stop")
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @server_options

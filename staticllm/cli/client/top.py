@@ -20,7 +20,7 @@ MAX_REQUESTS = 20
 """The requests that are listed; more are counted."""
 
 
-@click.command("top", short_help="Watch the scheduler of a server.")
+@click.command("top")
 @click.argument("model", required=False)
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."

@@ -17,6 +17,7 @@ from staticllm.cli.embedding.encoder_options import encoder_arguments, encoder_m
 from staticllm.cli.embedding.texts import Batch, TextSource, text_options
 from staticllm.cli.options import Whole, as_text, check_output
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.errors import ConfigError, StaticLLMError
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ IN_FLIGHT = 2
 """Batches at once: one is tokenized while the other runs."""
 
 
-@click.command("embed", short_help="Turn texts into vectors.")
+GROUPS = {
+    "Text before each text": ("prompt", "kind"),
+    "Vectors": ("form", "dimensions", "pooling", "output_type", "calibration"),
+}
+
+
+@click.command("embed", cls=GroupedCommand, groups=GROUPS)
 @text_options
 @encoder_model
 @click.option("-o", "--output", type=click.Path(), help="File to write: .npy, .jsonl or .parquet.  [stdout]")

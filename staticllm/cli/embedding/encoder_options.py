@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from staticllm.cli.options import Whole, model_directory, property_option, property_values
+from staticllm.cli.options import Whole, property_option, property_values
+from staticllm.cli.usage.model_arguments import model_and_texts
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -18,10 +19,8 @@ def encoder_model(command: Command) -> Command:
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, texts: tuple[str, ...], **options: Any) -> Any:
-        if model is None and not texts:
-            raise click.UsageError("give the directory of an encoder, as the first argument or with -m")
-        first, texts = (texts[0], texts[1:]) if model is None else (model, texts)
-        return command(*arguments, model=model_directory(first), texts=texts, **options)
+        directory, others = model_and_texts(model, texts)
+        return command(*arguments, model=directory, texts=others, **options)
 
     option = click.option("-m", "--model", type=click.Path(), help="Model directory; then all arguments are texts.")
     return cast(Command, option(with_model))

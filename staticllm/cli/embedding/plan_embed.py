@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,9 +21,12 @@ from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.windve.deployment_cost import DeploymentCost
+    from staticllm.pipelines.embedding.windve.queue_depth import Estimate
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _NAMES = ("embed", "depths", "estimates", "limit_s", "peak", "average", "price")
+EMBED_GROUP = {"Machines that embed a load": _NAMES}
+"""The group of these options in the help."""
 
 
 def embed_options(command: Command) -> Command:
@@ -118,13 +121,19 @@ def _plan(options: dict[str, Any], as_json: bool) -> None:
         raise click.UsageError("--embed: give the load, --peak or --average or both")
     if (options["depths"] is None) == (options["estimates"] is None):
         raise click.UsageError("--embed: give either --depths or --estimates")
-    main, helping, rates = _devices(options)
+    main, *helping = _devices(options)
     price = options["price"] or 0.0
     found: dict[str, DeploymentCost] = {}
     if options["peak"] is not None:
-        found["peak"] = peak_cost(options["peak"], main, helping, price)
+        found["peak"] = peak_cost(options["peak"], main.depth, sum(each.depth for each in helping), price)
     if options["average"] is not None:
+        rates = main.lockstep_rate, sum(each.lockstep_rate for each in helping)
         found["average"] = average_cost(options["average"], *rates, price)
+        even = [each.sustained_rate for each in (main, *helping)]
+        if None not in even:
+            first, *others = (rate or 0.0 for rate in even)
+            found["evenly"] = average_cost(options["average"], first, sum(others), price)
+    _explain(found, options["average"] is not None)
     if as_json:
         click.echo(json.dumps({name: asdict(cost) for name, cost in found.items()}, indent=2))
         return
@@ -132,31 +141,47 @@ def _plan(options: dict[str, Any], as_json: bool) -> None:
         click.echo(_text(name, cost, options["price"] is not None))
 
 
-def _devices(options: dict[str, Any]) -> tuple[int, int, tuple[float, float]]:
-    """Return the queue depths of the main device and of those that help, and the rates that both sustain."""
+@dataclass(frozen=True)
+class _Device:
+    """A device by its queue depth within the limit. ``sustained_rate`` needs its line, which ``--depths`` does not give."""
+
+    depth: int
+    limit_s: float
+    sustained_rate: float | None = None
+
+    @property
+    def lockstep_rate(self) -> float:
+        """Queries per second if the next ones come only after the last are answered: the rate of equation 5."""
+        return self.depth / self.limit_s
+
+
+def _explain(found: dict[str, DeploymentCost], has_average: bool) -> None:
+    """Say on stderr which arrivals the machines of an average load are for, because others need more."""
+    if not has_average:
+        return
+    what = "average: queries that come only after the last are answered (equation 5)"
+    evenly = "evenly: queries that arrive evenly, so that one may wait for a whole batch"
+    without = "queries that arrive evenly need more machines: --estimates, with the lines of the devices, says how many"
+    click.echo(f"{what}; {evenly if 'evenly' in found else without}", err=True)
+
+
+def _devices(options: dict[str, Any]) -> list[_Device]:
+    """Return the main device, and those that help."""
     if options["depths"] is not None:
-        limit = options["limit_s"] or 1.0
         match = re.fullmatch(r"(\d{1,6}),(\d{1,6})", options["depths"], re.ASCII)
         if not match:
             raise click.UsageError(f"--depths {options['depths']!r}: must be two whole numbers, for example 96,22")
-        main, helping = int(match[1]), int(match[2])
-        return main, helping, (main / limit, helping / limit)
-    return _read(options["estimates"], options["limit_s"])
+        return [_Device(int(depth), options["limit_s"] or 1.0) for depth in match.groups()]
+    return [_Device(e.depth, e.limit_s, e.sustained_rate) for e in _read(options["estimates"], options["limit_s"])]
 
 
-def _read(path: str, limit_s: float | None) -> tuple[int, int, tuple[float, float]]:
-    from dataclasses import replace
-
+def _read(path: str, limit_s: float | None) -> tuple[Estimate, ...]:
     from staticllm.pipelines.embedding.windve.depth_file import read_estimates
 
     found = read_estimates(path)
     if not found:
         raise ConfigError(f"{path}: there is no such file, or it holds no device: give one with queue depths")
-    if limit_s is not None:
-        found = tuple(e if e.limit_s == limit_s else replace(e, limit_s=limit_s, tuned=None) for e in found)
-    main, *helping = found
-    rates = main.sustained_rate, sum(e.sustained_rate for e in helping)
-    return main.depth, sum(e.depth for e in helping), rates
+    return found if limit_s is None else tuple(each.for_limit(limit_s) for each in found)
 
 
 def _text(name: str, cost: DeploymentCost, has_price: bool) -> str:

@@ -14,7 +14,7 @@ from staticllm.cli.progress import Progress, progress
 from staticllm.errors import StaticLLMError
 
 
-@click.command("rerank", short_help="Sort texts by a query.")
+@click.command("rerank")
 @text_options
 @encoder_model
 @click.option("--query", required=True, help="What the texts are sorted by.")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.options import Number, layout_options, read_properties
+from staticllm.cli.options import PROGRAM_GROUP, Number, layout_options, read_properties
 from staticllm.cli.server.cluster import check_cluster_options, cluster_options, serve_on_ray
+from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.usage.option_file import option_file
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +28,22 @@ class _PortInUse(click.ClickException):
     exit_code = 3
 
 
-@click.command("serve", short_help="Serve models over HTTP, with OpenAI's API.")
+GROUPS = {
+    "Access": ("api_keys", "api_key_file", "insecure", "allowed_origins"),
+    "Load and memory": (
+        "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy", "supervise", "daemon", "grace",
+    ),
+}  # fmt: skip
+RARE = {
+    **PROGRAM_GROUP,
+    "Connections": ("max_body_mb", "header_seconds", "body_seconds", "send_seconds", "max_connections"),
+    "Logs": ("access_log", "otel"),
+    "Part of an application": ("random_key", "ready_fd", "ready_file", "parent_pid"),
+    "Many machines": ("ray", "ray_address", "replicas", "target_requests", "models_per_replica"),
+}
+
+
+@click.command("serve", cls=GroupedCommand, groups=GROUPS, rare=RARE)
 @click.argument("models", nargs=-1, metavar="[[NAME=]PATH]...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option(
@@ -76,6 +93,7 @@ class _PortInUse(click.ClickException):
 )
 @click.option("--parent-pid", type=click.IntRange(1), metavar="PID", help="End when this process ends.")
 @cluster_options
+@option_file
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
     """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.

@@ -20,7 +20,8 @@ from staticllm.daemon.packed.packed_request import PackedRequest
 from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError
-from staticllm.model_dir import MODEL_XML, forget_in_memory, keep_in_memory, max_positions, read_model
+from staticllm.model_dir import forget_in_memory, keep_in_memory, max_positions, read_model
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import options_of

@@ -14,7 +14,8 @@ from pathlib import Path
 from staticllm.errors import StaticLLMError
 from staticllm.files import read_regular
 from staticllm.ir_file import MAX_XML, Constant, read_ir
-from staticllm.model_dir import MODEL_XML, weights_of
+from staticllm.model_dir import weights_of
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import read_tokenizer, resolve_candidates

@@ -22,7 +22,7 @@ ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
 LEVELS = (
     "core errors wire",
     "attach devices files ir_file metrics threads",
-    "parent_watch",
+    "model_paths parent_watch",
     "adapters",
     "config heap mapped_weights",
     "properties ports",

@@ -12,7 +12,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.windve.deployment_cost import average_cost, peak_cost, saving
 from staticllm.pipelines.embedding.windve.depth_file import write_estimates
 from staticllm.pipelines.embedding.windve.device_load import Line
-from staticllm.pipelines.embedding.windve.queue_depth import Estimate
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, depth, sustained_rate
 
 
 @given(load=st.integers(0, 10**6), main=st.integers(1, 1000), helping=st.integers(0, 1000))
@@ -67,6 +67,24 @@ def test_plan_embed_reads_measured_queue_depths(tmp_path):
     assert found["average"]["alone"]["exact"] == pytest.approx(100 / 80), "(0.5 - 0.1) / 0.01 queries in half a second"
     other = json.loads(run(*arguments, "--limit-s", "2").stdout)
     assert other["peak"]["alone"]["exact"] == pytest.approx(1000 / 190), "the fine-tuned depth was for another limit"
+
+
+@pytest.mark.parametrize("limit", ["1", "2"])
+def test_the_same_line_needs_the_same_machines_by_depths_and_by_estimates(tmp_path, limit):
+    """The V100 and the Xeon of the paper: 100 queries per second needed 2.5 machines by the one, 3.9 by the other."""
+    lines = {"GPU": Line(0.018, 0.27), "CPU": Line(0.082, 0.32)}
+    path = tmp_path / "depths.json"
+    write_estimates(path, "", [Estimate(name, line, 1.0, 1.0) for name, line in lines.items()])
+    depths = ",".join(str(depth(line, float(limit))) for line in lines.values())
+    load = ["--embed", "--peak", "1000", "--average", "100", "--limit-s", limit, "--json"]
+    by_depths, by_lines = run(*load, "--depths", depths), run(*load, "--estimates", str(path))
+    few, more = json.loads(by_depths.stdout), json.loads(by_lines.stdout)
+    assert few == {name: more[name] for name in ("peak", "average")}
+    rate = sustained_rate(lines["GPU"], float(limit))
+    assert more["evenly"]["alone"]["exact"] == pytest.approx(100 / rate)
+    assert more["evenly"]["alone"]["exact"] > more["average"]["alone"]["exact"], "a query may wait for a whole batch"
+    assert "queries that arrive evenly need more machines: --estimates" in by_depths.stderr
+    assert "evenly: queries that arrive evenly" in by_lines.stderr
 
 
 @pytest.mark.parametrize(

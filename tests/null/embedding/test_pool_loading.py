@@ -52,6 +52,25 @@ def test_properties_are_read_and_taken():
     assert needs_pool("CPU", take_options({"SEPARATE_PROCESS": True}))
 
 
+@pytest.mark.parametrize(
+    ("device", "available", "order"),
+    [
+        ("CPU", ["CPU", "NPU"], "NPU CPU"),
+        ("CPU", ["CPU", "GPU", "NPU"], "NPU GPU CPU"),
+        ("CPU", ["CPU", "GPU.0", "GPU.1"], "GPU.0 GPU.1 CPU"),
+        ("CPU#0,CPU#1", ["CPU", "NPU"], "NPU CPU#0 CPU#1"),
+        ("NPU", ["CPU", "GPU", "NPU"], "NPU GPU CPU"),
+        ("GPU", ["CPU", "GPU", "NPU"], "GPU NPU CPU"),
+        ("NPU,CPU", ["CPU", "GPU", "NPU"], "NPU GPU CPU"),
+        ("CPU,NPU", ["CPU", "NPU"], "CPU NPU"),
+        ("CPU,GPU", ["CPU", "GPU", "NPU"], "CPU GPU NPU"),
+        ("CPU", ["CPU"], "CPU"),
+    ],
+)
+def test_the_cpu_helps_the_others_unless_the_list_prefers_it(device, available, order):
+    assert " ".join(used.name for used in devices_of(device, True, available).devices) == order
+
+
 def test_a_cpu_beside_other_devices_keeps_cores_for_the_service():
     found = devices_of("NPU", True, ["CPU", "NPU"])
     assert [used.device for used in found.devices] == ["NPU", "CPU"]

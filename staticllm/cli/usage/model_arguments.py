@@ -1,0 +1,113 @@
+"""Tells which arguments of a command are a model and which are text: a path, or what looks like one, is a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from staticllm.errors import ModelError
+from staticllm.model_dir import demo_model_path
+from staticllm.model_paths.arguments import expanded, is_path
+from staticllm.model_paths.path_kind import path_kind
+
+IN_QUOTES = "put a prompt of several words in quotes"
+AS_PROMPT = "if it is a prompt, pipe it into the command, or give it after -m MODEL"
+
+
+@dataclass(frozen=True)
+class ModelAndPrompt:
+    """The arguments of ``staticllm run``; None for what was not given. ``hint`` is for a model that is not there."""
+
+    model: str | None
+    prompt: str | None
+    hint: str = ""
+
+
+def model_and_prompt(arguments: Sequence[str], named: str | None) -> ModelAndPrompt:
+    """Return what ``[MODEL] [PROMPT]`` are. ``named`` is the model that ``-m`` gives; then the argument is the prompt.
+
+    Raises:
+        UsageError: there are too many arguments, or the model is given twice.
+    """
+    first = arguments[0] if arguments else None
+    if len(arguments) > 2:
+        raise click.UsageError(f"{len(arguments)} arguments, at most a MODEL and a PROMPT: {IN_QUOTES}")
+    if named is not None:
+        if len(arguments) == 2:
+            one_model(arguments[0] if is_path(arguments[0]) else None, named)
+            raise click.UsageError(f"2 arguments beside -m {named!r}, which is the model: {IN_QUOTES}")
+        return ModelAndPrompt(named, first)
+    if len(arguments) == 2:
+        return ModelAndPrompt(arguments[0], arguments[1], "" if is_path(arguments[0]) else f", or {IN_QUOTES}")
+    if first is not None and is_path(first):
+        return ModelAndPrompt(first, None, f"; {AS_PROMPT}")
+    return ModelAndPrompt(None, first)
+
+
+def one_model(argument: str | None, named: str | None) -> str | None:
+    """Return the model that is given as an argument or by ``-m``; None without either.
+
+    Raises:
+        UsageError: it is given twice.
+    """
+    if argument is not None and named is not None:
+        raise click.UsageError(f"the model is given twice, as {argument!r} and as -m {named!r}: leave one out")
+    return argument if named is None else named
+
+
+def model_directory(path: str | None, hint: str = "") -> str:
+    """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
+
+    ``hint`` is added to the message about a path that does not exist.
+
+    Raises:
+        ModelError: there is no OpenVINO model; the message says what is there and which command helps.
+    """
+    if path is None:
+        return str(demo_model_path())
+    found = path_kind(expanded(path))
+    if not found.is_loadable:
+        raise ModelError(found.problem + (hint if found.kind.name == "missing" else ""))
+    return str(found.directory)
+
+
+def folder_of(path: str | None) -> str:
+    """Return the folder for ``path``, as ``model_directory``, but check only a file: a command checks its other options first.
+
+    Raises:
+        ModelError: ``path`` is a file that is not of an OpenVINO model.
+    """
+    name = None if path is None else expanded(path)
+    return name if name is not None and not Path(name).is_file() else model_directory(name)
+
+
+def served_name(model: str | None) -> str | None:
+    """Return the name by which a server knows a model: that of the folder, if ``model`` is the path of one."""
+    if model is None or not is_path(model) or not path_kind(expanded(model)).is_loadable:
+        return model
+    return Path(model_directory(model)).resolve().name
+
+
+def model_and_texts(model: str | None, texts: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return the directory of an encoder, which is the first of ``texts`` unless ``-m`` gives it, and the other texts.
+
+    Raises:
+        UsageError: there is no model, it is given twice, or a text is the path of a file.
+        ModelError: as for ``model_directory``.
+    """
+    if model is None and not texts:
+        raise click.UsageError("give the directory of an encoder, as the first argument or with -m")
+    first, texts = (texts[0], texts[1:]) if model is None else (model, texts)
+    directory = model_directory(first, "" if is_path(first) else "; the model comes before the texts")
+    for text in filter(is_path, texts):
+        found = path_kind(expanded(text))
+        if found.is_loadable:
+            one_model(text, first)
+        if found.path.is_file():
+            raise click.UsageError(
+                f"{text!r} is a file: give its lines with --file, or pipe its name to use that as a text"
+            )
+    return directory, texts

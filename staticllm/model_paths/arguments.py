@@ -1,0 +1,54 @@
+"""Decides whether an argument of the command line is the path of a model, or text for one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+MOST_CHARS = 4096
+SUFFIXES = (".gguf", ".xml", ".blob", ".safetensors", ".onnx", ".zip")
+"""Endings of a single word that is a file of a model."""
+_HERE = re.compile(r"(\.{1,2}|~\w*)[/\\]|[A-Za-z]:[/\\]")
+"""The beginning of a path that no text has: ``./``, ``../``, ``~/``, ``C:\\``."""
+_NO_PATH = re.compile(r"[?!]$|://|[\d/.,:]+$")
+"""A word that is a question, an address of the web, or a number such as 24/7."""
+
+
+def is_path(text: str) -> bool:
+    """Return whether an argument is a path: it exists, or looks like one that may have been mistyped.
+
+    | argument | is |
+    |---|---|
+    | the name of something that exists | a path |
+    | begins with ``./``, ``../``, ``~/`` or a drive, as ``C:\\`` | a path |
+    | begins with ``/``, and the folder of it exists | a path |
+    | one word with a separator (``models/chat``), or with an ending of ``SUFFIXES`` | a path |
+    | words with blanks, a question, a web address, ``24/7`` | text |
+    """
+    if not text or len(text) > MOST_CHARS or "\n" in text or "\0" in text:
+        return False
+    if _exists(expanded(text)) or _HERE.match(text):
+        return True
+    if re.search(r"\s", text):
+        parent = text.rpartition("/")[0]
+        return text.startswith("/") and bool(parent) and _exists(parent)
+    if _NO_PATH.search(text):
+        return False
+    separators = {os.sep, os.altsep or os.sep}
+    return any(mark in text for mark in separators) or text.lower().endswith(SUFFIXES)
+
+
+def expanded(text: str) -> str:
+    """Return a path with the home directory in place of ``~``."""
+    try:
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+    except RuntimeError:  # there is no such user
+        return text
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,334 @@
+"""Decides by its files what a path holds that is given as a model. No file is read but small JSON files and first bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from staticllm.files import open_regular, read_regular
+from staticllm.model_paths import path_kinds as kinds
+from staticllm.model_paths.path_kinds import PathKind
+
+MODEL_XML = "openvino_model.xml"
+TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
+LANGUAGE_XML = "openvino_language_model.xml"
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".7z", ".rar", ".zst", ".whl")
+_BY_SUFFIX = ((".gguf", kinds.GGUF), (ARCHIVES, kinds.ARCHIVE), (".blob", kinds.BLOB), (".onnx", kinds.ONNX))
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_LFS = b"version https://git-lfs"
+_LFS_BYTES = 1024
+_CONFIG_BYTES = 1 << 20
+_MOST_ENTRIES = 4096
+_MOST_FOLDERS = 256
+_DEPTH = 3
+"""Folders below a given one that are searched: models--owner--name/snapshots/revision of a Hugging Face cache."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SPLIT = re.compile(r"-00001-of-\d+")
+
+
+@dataclass(frozen=True)
+class ModelPath:
+    """What a path holds: ``directory`` is the folder that is meant, which is that of a file that was given.
+
+    ``found`` are the names that decided, and ``task`` is the task of an export, if one helps.
+    """
+
+    path: Path
+    directory: Path
+    kind: PathKind
+    found: str = ""
+    task: str = "text-generation-with-past"
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether there is an OpenVINO model, as far as names of files tell."""
+        return self.kind is kinds.OPENVINO
+
+    @property
+    def what(self) -> str:
+        """What it is, with the path."""
+        if self.kind.name == "missing":
+            return f"no model directory at {str(self.path)!r}"
+        return f"{str(self.path)!r} {self._filled(self.kind.what)}"
+
+    @property
+    def remedy(self) -> str:
+        """The one command or step that helps; empty if it can be loaded."""
+        return self._filled(self.kind.remedy)
+
+    @property
+    def problem(self) -> str:
+        """What it is and what helps, in one line."""
+        return f"{self.what}: {self.remedy}"
+
+    def _filled(self, text: str) -> str:
+        name = self.directory.resolve().name or "model"
+        return text.format(
+            model=_quoted(self.directory if self.kind.name != "missing" else self.path),
+            out=_quoted(f"{name}_openvino"),
+            set=_quoted(self.directory),
+            task=self.task,
+            found=self.found,
+        )
+
+
+def path_kind(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> ModelPath:
+    """Return what a path holds. With ``needs_tokenizer``, an OpenVINO model without a tokenizer is a kind of its own."""
+    given = Path(path)
+    if _is(Path.is_file, given):
+        return _of_file(given, needs_tokenizer)
+    if not _is(Path.is_dir, given):
+        kind = kinds.HUB_NAME if _HUB_NAME.fullmatch(given.as_posix()) else kinds.MISSING
+        return ModelPath(given, given, kind)
+    return _of_folder(given, needs_tokenizer)
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The names of the files and folders in a folder, sorted, without hidden ones."""
+
+    path: Path
+    files: tuple[str, ...]
+    folders: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> _Folder:
+        try:
+            with os.scandir(path) as entries:
+                found = [entry for entry in islice(entries, _MOST_ENTRIES) if not entry.name.startswith(".")]
+            files = tuple(sorted(entry.name for entry in found if entry.is_file()))
+            return cls(path, files, tuple(sorted(entry.name for entry in found if entry.is_dir())))
+        except OSError:  # it may not be read
+            return cls(path, (), ())
+
+    def ending(self, *suffixes: str) -> list[str]:
+        """Return the files with these suffixes."""
+        return [name for name in self.files if name.lower().endswith(suffixes)]
+
+    def config(self) -> dict[str, Any]:
+        """Return ``config.json``; empty without one."""
+        try:
+            found = json.loads(read_regular(self.path / "config.json", _CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A kind that was recognised, and the names that decided."""
+
+    kind: PathKind
+    names: tuple[str, ...] = ()
+    task: str = "text-generation-with-past"
+
+    def at(self, path: Path, directory: Path) -> ModelPath:
+        more = ", …" if len(self.names) > 3 else ""
+        return ModelPath(path, directory, self.kind, ", ".join(self.names[:3]) + more, self.task)
+
+
+def _of_file(path: Path, needs_tokenizer: bool) -> ModelPath:
+    """Return what a file is. One of several files of a model stands for its folder."""
+    name = path.name.lower()
+    own = _kind_of_file(path)
+    if own is not None:
+        return _Found(own, (path.name,)).at(path, path.parent)
+    found = path_kind(path.parent, needs_tokenizer)
+    if found.is_loadable or found.kind.name == "no tokenizer":
+        is_meant = name in (MODEL_XML, Path(MODEL_XML).with_suffix(".bin").name)
+    else:
+        is_meant = name.endswith((".xml", *WEIGHTS)) and found.kind.name not in ("several", "subfolder", "nothing")
+    return found if is_meant else ModelPath(path, path.parent, kinds.FILE)
+
+
+def _kind_of_file(path: Path) -> PathKind | None:
+    """Return the kind of a file that is something by itself."""
+    start = _start_of(path)
+    if start.startswith(_LFS):
+        return kinds.LFS_POINTERS
+    if start.startswith(b"GGUF"):
+        return kinds.GGUF
+    return next((kind for suffixes, kind in _BY_SUFFIX if path.name.lower().endswith(suffixes)), None)
+
+
+def _of_folder(path: Path, needs_tokenizer: bool) -> ModelPath:
+    folder = _Folder.read(path)
+    found = _plain(folder)
+    if found is None:
+        found = _below(folder) or _rest(folder)
+    elif found.kind is kinds.OPENVINO and needs_tokenizer:
+        missing = tuple(name for name in TOKENIZER_XML if name not in folder.files)
+        if missing:
+            can_convert = "tokenizer.json" in folder.files
+            found = _Found(kinds.TOKENIZER_TO_CONVERT if can_convert else kinds.NO_TOKENIZER, missing[:1])
+    return found.at(path, path)
+
+
+def _plain(folder: _Folder) -> _Found | None:
+    """Return what a folder holds by its own files; None if they do not tell."""
+    return next((found for check in _CHECKS if (found := check(folder)) is not None), None)
+
+
+def _pointers(folder: _Folder) -> _Found | None:
+    names = folder.ending(".xml", ".gguf", ".onnx", *WEIGHTS)
+    found = tuple(name for name in names if _start_of(folder.path / name).startswith(_LFS))
+    return _Found(kinds.LFS_POINTERS, found) if found else None
+
+
+def _openvino(folder: _Folder) -> _Found | None:
+    return _Found(kinds.OPENVINO, (MODEL_XML,)) if MODEL_XML in folder.files else None
+
+
+def _several_parts(folder: _Folder) -> _Found | None:
+    """Return the kind of an export of several graphs."""
+    if "model_index.json" in folder.files:
+        return _Found(kinds.DRAWING)
+    if LANGUAGE_XML in folder.files:
+        takes_ids = _mentions(folder.path / LANGUAGE_XML, b'"input_ids"')
+        return _Found(kinds.LANGUAGE_PART if takes_ids else kinds.IMAGES)
+    if any(re.fullmatch(r"openvino_(en|de)coder(_with_past)?_model\.xml", name) for name in folder.files):
+        return _Found(kinds.SPEECH if "preprocessor_config.json" in folder.files else kinds.TRANSLATION)
+    return None
+
+
+def _blob_set(folder: _Folder) -> _Found | None:
+    is_set = "manifest.json" in folder.files and folder.ending(".blob")
+    return _Found(kinds.BLOB_SET) if is_set else None
+
+
+def _adapter(folder: _Folder) -> _Found | None:
+    if not any(name.startswith("adapter_") for name in folder.files):
+        return None
+    if "adapter_model.safetensors" in folder.files:
+        return _Found(kinds.ADAPTER)
+    pickled = [name for name in folder.ending(".bin", ".pt", ".pth") if name.startswith("adapter_model")]
+    return _Found(kinds.ADAPTER_AS_PICKLE, tuple(pickled)) if pickled else None
+
+
+def _hugging_face(folder: _Folder) -> _Found | None:
+    """Return a model of transformers: weights of one of its names, and its config."""
+    if "config.json" not in folder.files:
+        return None
+    weights = tuple(
+        name
+        for name in folder.ending(*WEIGHTS)
+        if name.endswith(".safetensors") or name.startswith(("pytorch_model", "consolidated"))
+    )
+    if not weights:
+        return None
+    config = folder.config()
+    if "vision_config" in config:
+        return _Found(kinds.HUGGING_FACE_IMAGES, weights)
+    if "num_mel_bins" in config:
+        return _Found(kinds.HUGGING_FACE_SPEECH, weights)
+    return _Found(kinds.HUGGING_FACE, weights, _task(folder, config))
+
+
+def _task(folder: _Folder, config: dict[str, Any]) -> str:
+    """Return optimum's task for a model: files of sentence-transformers tell embedders, and labels a cross-encoder."""
+    if {"modules.json", "config_sentence_transformers.json"} & {*folder.files} or "1_Pooling" in folder.folders:
+        return "feature-extraction"
+    is_chat = {"generation_config.json", "chat_template.jinja"} & {*folder.files}
+    is_scored = "sentence_transformers" in config or ("id2label" in config and "problem_type" in config)
+    return "text-classification" if is_scored and not is_chat else "text-generation-with-past"
+
+
+def _gguf(folder: _Folder) -> _Found | None:
+    names = [name for name in folder.ending(".gguf") if _SPLIT.search(name) or "-of-" not in name]
+    return _Found(kinds.GGUF, tuple(names)) if names else None
+
+
+def _ctranslate2(folder: _Folder) -> _Found | None:
+    has_words = any(name.startswith(("vocabulary.", "shared_vocabulary.")) for name in folder.files)
+    return _Found(kinds.CTRANSLATE2) if "model.bin" in folder.files and has_words else None
+
+
+def _onnx(folder: _Folder) -> _Found | None:
+    names = folder.ending(".onnx")
+    if not names and "onnx" in folder.folders:
+        names = [f"onnx/{name}" for name in _Folder.read(folder.path / "onnx").ending(".onnx")]
+    return _Found(kinds.ONNX, tuple(names)) if names else None
+
+
+def _other_ir(folder: _Folder) -> _Found | None:
+    names = [name for name in folder.ending(".xml") if _mentions(folder.path / name, b"<net", 4096)]
+    if names and set(names) <= set(TOKENIZER_XML):
+        return _Found(kinds.TOKENIZER)
+    names = [name for name in names if name not in TOKENIZER_XML]
+    return _Found(kinds.OTHER_OPENVINO, tuple(names)) if names else None
+
+
+def _cache(folder: _Folder) -> _Found | None:
+    is_ours = any(name.startswith("staticllm-probes-") for name in folder.files)
+    is_openvinos = bool(folder.ending(".blob", ".cl_cache"))
+    sets = (_blob_set(_Folder.read(folder.path / name)) for name in folder.folders[:16])
+    return _Found(kinds.CACHE) if is_ours or is_openvinos or any(sets) else None
+
+
+_CHECKS: tuple[Callable[[_Folder], _Found | None], ...] = (
+    _pointers, _openvino, _several_parts, _blob_set, _adapter, _hugging_face, _gguf, _ctranslate2, _onnx, _other_ir, _cache,
+)  # fmt: skip
+"""What recognises each kind, in this order: the first that a folder has files of decides."""
+
+
+def _below(folder: _Folder) -> _Found | None:
+    """Return where the models are, if they are in subfolders."""
+    models = [str(path) for path in islice(_models_below(folder), 4)]
+    if not models:
+        return None
+    return _Found(kinds.SUBFOLDER if len(models) == 1 else kinds.SEVERAL, tuple(map(_quoted, models)))
+
+
+def _models_below(folder: _Folder) -> Iterator[Path]:
+    """Yield folders with models, the nearest first. At most ``_MOST_FOLDERS`` are looked into."""
+    waiting = deque((folder.path / name, 1) for name in folder.folders)
+    for _ in range(_MOST_FOLDERS):
+        if not waiting:
+            return
+        path, depth = waiting.popleft()
+        inner = _Folder.read(path)
+        if _plain(inner) is not None:
+            yield path
+        elif depth < _DEPTH:
+            waiting.extend((path / name, depth + 1) for name in inner.folders)
+
+
+def _rest(folder: _Folder) -> _Found:
+    archives = folder.ending(*ARCHIVES)
+    if archives:
+        return _Found(kinds.ARCHIVES, tuple(archives))
+    names = (*folder.files, *folder.folders)
+    return _Found(kinds.NOTHING, names) if names else _Found(kinds.EMPTY)
+
+
+def _is(check: Callable[[Path], bool], path: Path) -> bool:
+    try:
+        return check(path)
+    except (OSError, ValueError):  # it is too long, or may not be seen
+        return False
+
+
+def _start_of(path: Path, count: int = 64) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(count)
+    except OSError:
+        return b""
+
+
+def _mentions(path: Path, text: bytes, limit: int = 1 << 20) -> bool:
+    """Return whether a text is among the first bytes of a file; an IR begins with its inputs."""
+    return text in _start_of(path, limit)
+
+
+def _quoted(path: str | Path) -> str:
+    text = str(path)
+    return f'"{text}"' if os.name == "nt" and " " in text else text if os.name == "nt" else shlex.quote(text)

@@ -1,0 +1,80 @@
+"""Tests where ``staticllm compile`` and ``EXPORT_BLOB`` write a blob set if no path is given, and what they refuse."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from staticllm import ConfigError, StaticLLMPipeline
+
+SIZE = ["--max-prompt-len", "64"]
+
+
+@pytest.fixture
+def model(zoo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(zoo / "llama", tmp_path / "my_model")
+
+
+@pytest.fixture
+def read_only(model, monkeypatch):
+    """Make the folder of the model read-only, also for root."""
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != model and access(path, mode))
+    return model
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(
+    "arguments", [["my_model", "--export-blob"], ["my_model"], ["-m", "my_model", "--export-blob"]]
+)
+def test_a_set_without_a_path_is_written_beside_the_model(arguments, staticllm):
+    done = staticllm("compile", *arguments, *SIZE)
+    assert done.returncode == 0, done.stderr
+    target = Path("my_model", "openvino_model.blob")
+    assert (target / "manifest.json").is_file()
+    assert f"in {target} (" in done.stdout
+    assert f"-p BLOB_PATH={target}" in done.stdout
+    expected = staticllm("run", "my_model", "hello", "-n", 4, *SIZE).stdout
+    assert staticllm("run", "my_model", "hello", "-n", 4, "-p", f"BLOB_PATH={target}").stdout == expected
+    again = staticllm("compile", *arguments, *SIZE)
+    assert "exists already: choose another path or remove it" in again.stderr
+    assert again.returncode == 1
+
+
+@pytest.mark.slow
+def test_that_of_the_embedded_model_is_written_here(tmp_path, monkeypatch):
+    from command_line import in_here
+
+    monkeypatch.chdir(tmp_path)
+    assert in_here("compile", "--export-blob", *SIZE).returncode == 0
+    assert (tmp_path / "demo_model.blob" / "manifest.json").is_file()
+
+
+@pytest.mark.usefixtures("model")
+def test_a_model_after_the_option_is_no_path_of_a_set(staticllm):
+    done = staticllm("compile", "--export-blob", "my_model")
+    assert "give it first, staticllm compile my_model --export-blob" in done.stderr
+    assert done.returncode == 2
+
+
+@pytest.mark.usefixtures("read_only")
+def test_a_read_only_folder_is_refused_before_compiling(monkeypatch):
+    from command_line import in_here
+
+    monkeypatch.setattr("staticllm.cli.compile._compile", lambda *_: 1 / 0)
+    done = in_here("compile", "my_model", "--export-blob")
+    assert "is read-only: give another path with BLOB_PATH or --export-blob PATH" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1
+
+
+def test_export_blob_of_a_read_only_folder_is_refused_too(read_only):
+    with pytest.raises(ConfigError, match="is read-only: give another path with BLOB_PATH"):
+        StaticLLMPipeline(read_only, "CPU", EXPORT_BLOB="YES", MAX_PROMPT_LEN=64)
+
+
+def test_export_blob_writes_to_the_same_place(model):
+    StaticLLMPipeline(model, "CPU", EXPORT_BLOB="YES", MAX_PROMPT_LEN=64).close()
+    assert (model / "openvino_model.blob" / "manifest.json").is_file()

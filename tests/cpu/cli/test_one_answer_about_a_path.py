@@ -1,0 +1,113 @@
+"""Tests that every verb and class says the same of a path that is no model, and that doctor loads what it calls complete."""
+
+import shutil
+
+import pytest
+
+from staticllm import (
+    AdapterError,
+    ModelError,
+    StaticEmbeddingPipeline,
+    StaticLLMPipeline,
+    StaticRerankPipeline,
+    draft_model,
+)
+from staticllm.adapters.lora import read_adapter
+from staticllm.model_paths.path_kind import path_kind
+
+VERBS = {
+    "run": ["run", "MODEL", "hi"],
+    "run -m": ["run", "hi", "-m", "MODEL"],
+    "serve": ["serve", "MODEL"],
+    "compile": ["compile", "MODEL", "--export-blob", "never"],
+    "inspect": ["inspect", "MODEL"],
+    "verify": ["verify", "MODEL"],
+    "plan": ["plan", "MODEL"],
+    "bench": ["bench", "MODEL"],
+    "embed": ["embed", "MODEL", "text"],
+    "rerank": ["rerank", "MODEL", "text", "--query", "q"],
+    "trace": ["trace", "record", "-o", "never.json", "-m", "MODEL"],
+}
+FOLDERS = {
+    "gguf": {"chat.gguf": "GGUF"},
+    "hugging face": {"config.json": "{}", "model.safetensors": ""},
+    "images": {"openvino_language_model.xml": "<net>"},
+    "empty": {},
+}
+
+
+@pytest.fixture(params=FOLDERS)
+def held(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "held"
+    folder.mkdir()
+    for name, text in FOLDERS[request.param].items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_gives_the_one_answer(verb, held, staticllm):
+    done = staticllm(*(str(held) if word == "MODEL" else word for word in VERBS[verb]))
+    assert done.stderr == f"Error: {path_kind(held).problem}\n"
+    assert done.returncode == 1
+
+
+def test_doctor_gives_the_same_answer(held, staticllm):
+    done = staticllm("doctor", held, "--device", "CPU")
+    found = path_kind(held)
+    assert f"FAIL  model: {found.what}\n      {found.remedy}\n" in done.stdout
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("make", [StaticLLMPipeline, StaticEmbeddingPipeline, StaticRerankPipeline])
+def test_every_class_gives_the_one_answer(make, held):
+    with pytest.raises(ModelError) as error:
+        make(held, "CPU")
+    assert str(error.value) == path_kind(held).problem
+
+
+def test_a_draft_model_gives_it_too(held, zoo):
+    with pytest.raises(ModelError) as error:
+        StaticLLMPipeline(zoo / "llama", "CPU", draft_model=draft_model(held), MAX_PROMPT_LEN=64)
+    assert str(error.value) == path_kind(held).problem
+
+
+def test_an_adapter_gives_it_too(held):
+    with pytest.raises(AdapterError) as error:
+        read_adapter(held)
+    assert path_kind(held).what in str(error.value)
+
+
+def test_an_adapter_that_is_a_pickle_is_saved_as_safetensors(tmp_path):
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin: save it as safetensors"):
+        read_adapter(tmp_path)
+
+
+def test_the_graph_stands_for_its_folder(zoo):
+    with StaticLLMPipeline(zoo / "llama" / "openvino_model.xml", "CPU", MAX_PROMPT_LEN=64) as pipe:
+        assert pipe.generate("hello", max_new_tokens=2)
+
+
+def test_doctor_runs_a_model_that_it_calls_complete(zoo, staticllm):
+    done = staticllm("doctor", zoo / "llama", "--device", "CPU")
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if " model: " in line]
+    assert line.startswith("ok    model: complete")
+    assert "loaded and run on CPU" in line
+
+
+def test_doctor_calls_nothing_complete_that_no_verb_loads(zoo, tmp_path, staticllm):
+    """Every file is there and whole, but the graph cannot be lowered, as that which GenAI saves of a GGUF file."""
+    model = shutil.copytree(zoo / "llama", tmp_path / "model")
+    xml = (model / "openvino_model.xml").read_text()
+    assert 'type="Range"' in xml
+    (model / "openvino_model.xml").write_text(xml.replace('type="Range"', 'type="Rang"'))
+    done = staticllm("doctor", model, "--device", "CPU")
+    assert "FAIL  model: " in done.stdout
+    assert done.returncode == 1
+    run = staticllm("run", model, "hi")
+    assert run.returncode == 1
+    assert run.stderr.removeprefix("Error: ").strip() in done.stdout

@@ -1,0 +1,177 @@
+"""Tests that one function says what a path holds, with the one command that helps, and that arguments are told from text."""
+
+import os
+import re
+
+import pytest
+
+from staticllm.model_paths.arguments import is_path
+from staticllm.model_paths.path_kind import path_kind
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+IR = '<?xml version="1.0"?>\n<net name="x">'
+CASES = {
+    "gguf": ({"chat.Q4_1.gguf": "GGUF"}, "gguf", "optimum-cli export openvino --model ORIGINAL"),
+    "split gguf": ({"chat-00001-of-00002.gguf": "", "chat-00002-of-00002.gguf": ""}, "gguf", "ORIGINAL"),
+    "safetensors": (
+        {"config.json": "{}", "model.safetensors": ""}, "hugging face",
+        "optimum-cli export openvino --model @ --task text-generation-with-past --weight-format int8 ",
+    ),
+    "pickled": ({"config.json": "{}", "pytorch_model.bin": ""}, "hugging face", "optimum-cli export openvino --model @"),
+    "shards": (
+        {"config.json": "{}", "model-00001-of-00002.safetensors": "", "model-00002-of-00002.safetensors": ""},
+        "hugging face", "--model @",
+    ),
+    "embedder": (
+        {"config.json": "{}", "model.safetensors": "", "modules.json": "[]"}, "hugging face", "--task feature-extraction",
+    ),
+    "safetensors and gguf": (
+        {"config.json": "{}", "model.safetensors": "", "a.gguf": ""}, "hugging face", "--model @",
+    ),
+    "images of hugging face": (
+        {"config.json": '{"vision_config": {}}', "model.safetensors": ""}, "hugging face", "VLMPipeline",
+    ),
+    "images": ({"openvino_language_model.xml": IR}, "images", "VLMPipeline"),
+    "images with token ids": (
+        {"openvino_language_model.xml": IR + '<layer name="input_ids">'}, "images", "rename openvino_language_model.xml",
+    ),
+    "speech": (
+        {"openvino_encoder_model.xml": IR, "openvino_decoder_model.xml": IR, "preprocessor_config.json": "{}"},
+        "speech", "WhisperPipeline",
+    ),
+    "translation": ({"openvino_encoder_model.xml": IR, "openvino_decoder_with_past_model.xml": IR}, "translation", "Seq2Seq"),
+    "drawing": ({"model_index.json": "{}"}, "drawing", "Text2ImagePipeline"),
+    "adapter": ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "adapter", "give the model"),
+    "pickled adapter": ({"adapter_config.json": "{}", "adapter_model.bin": ""}, "adapter as pickle", "save it as safetensors"),
+    "ctranslate2": ({"model.bin": "", "vocabulary.txt": "", "config.json": "{}"}, "ctranslate2", "ORIGINAL"),
+    "onnx": ({"model.onnx": ""}, "onnx", "ORIGINAL"),
+    "onnx in its folder": ({"onnx/model.onnx": "", "config.json": "{}"}, "onnx", "ORIGINAL"),
+    "tokenizer": ({"openvino_tokenizer.xml": IR}, "tokenizer", "optimum-cli export openvino"),
+    "another name": ({"model.xml": IR, "model.bin": ""}, "other openvino", "rename it"),
+    "blob set": ({"manifest.json": "{}", "a.blob": ""}, "blob set", "-p BLOB_PATH=@"),
+    "cache": ({"key/manifest.json": "{}", "key/a.blob": ""}, "cache", "-p CACHE_DIR=@"),
+    "openvino's cache": ({"1234.blob": ""}, "cache", "-p CACHE_DIR=@"),
+    "archive": ({"model.zip": ""}, "archive", "unpack it"),
+    "pointers of git-lfs": ({"openvino_model.xml": IR, "openvino_model.bin": LFS}, "git-lfs", "git -C @ lfs pull"),
+    "pointers of weights": ({"config.json": "{}", "model.safetensors": LFS}, "git-lfs", "git -C @ lfs pull"),
+    "several": ({"a/openvino_model.xml": IR, "b/openvino_model.xml": IR}, "several", "give one of them: @/a, @/b"),
+    "hub cache": (
+        {"models--a--b/snapshots/1/config.json": "{}", "models--a--b/snapshots/1/model.safetensors": ""},
+        "subfolder", "give @/models--a--b/snapshots/1",
+    ),
+    "empty": ({}, "empty", "export a model into it"),
+    "only hidden files": ({".git/config": ""}, "empty", "export a model into it"),
+    "something else": ({"notes.txt": ""}, "nothing", "the folder that holds openvino_model.xml"),
+    "no tokenizer": ({"openvino_model.xml": IR}, "no tokenizer", "optimum-cli export openvino"),
+    "tokenizer to convert": ({"openvino_model.xml": IR, "tokenizer.json": "{}"}, "no tokenizer", "convert_tokenizer @"),
+}  # fmt: skip
+
+
+def written(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_is_one_kind_with_one_remedy(name, tmp_path):
+    files, kind, words = CASES[name]
+    folder = written(tmp_path / "held", files)
+    found = path_kind(folder, needs_tokenizer=True)
+    assert found.kind.name == kind
+    assert words.replace("@", str(folder)) in found.problem
+    assert found.problem.startswith(repr(str(folder)))
+    assert not found.is_loadable
+    assert "\n" not in found.problem
+    assert not re.search(r"[{}]", found.problem), "every blank is filled"
+
+
+def test_an_openvino_model_is_loadable_by_its_folder_and_by_its_graph(tmp_path):
+    files = dict.fromkeys(
+        ("openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "a.txt"), IR
+    )
+    folder = written(tmp_path / "held", files)
+    for path in (folder, folder / "openvino_model.xml", folder / "openvino_model.bin"):
+        found = path_kind(path, needs_tokenizer=True)
+        assert found.is_loadable
+        assert found.directory == folder
+    assert not path_kind(folder / "a.txt").is_loadable
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("chat.gguf", b"GGUF\3\0\0\0", "gguf"),
+        ("renamed.bin", b"GGUF\3\0\0\0", "gguf"),
+        ("model.onnx", b"\x08", "onnx"),
+        ("model.zip", b"PK", "archive"),
+        ("model.tar.gz", b"", "archive"),
+        ("7f.blob", b"", "blob"),
+        ("model.safetensors", LFS.encode(), "git-lfs"),
+        ("notes.txt", b"hi", "file"),
+    ],
+)
+def test_a_file_is_a_kind_too(name, data, kind, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    found = path_kind(tmp_path / name)
+    assert found.kind.name == kind
+    assert found.remedy
+
+
+def test_weights_stand_for_the_folder_of_their_model(tmp_path):
+    folder = written(tmp_path / "held", {"config.json": "{}", "model.safetensors": ""})
+    assert path_kind(folder / "model.safetensors") == path_kind(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/no/such/model", "check the path"),
+        ("owner/model-1.5B", "optimum-cli export openvino --model owner/model-1.5B"),
+    ],
+)
+def test_a_missing_path_may_be_a_name_of_the_hub(path, words):
+    assert words in path_kind(path).problem
+    assert f"no model directory at {path!r}" in path_kind(path).problem
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "a\0b"])
+def test_an_impossible_path_is_missing(path):
+    assert path_kind(path).kind.name == "missing"
+
+
+def test_a_path_with_blanks_is_quoted_in_commands(tmp_path):
+    folder = written(tmp_path / "my models", {"config.json": "{}", "model.safetensors": ""})
+    mark = '"' if os.name == "nt" else "'"
+    assert f"--model {mark}{folder}{mark} " in path_kind(folder).problem
+
+
+def test_a_large_tree_is_not_searched_to_its_end(tmp_path, monkeypatch):
+    for number in range(400):
+        (tmp_path / str(number)).mkdir()
+    looked = []
+    scandir = os.scandir
+    monkeypatch.setattr("os.scandir", lambda path: (looked.append(path), scandir(path))[1])
+    assert path_kind(tmp_path).kind.name == "nothing"
+    assert len(looked) < 300
+
+
+PATHS = ("./x", "../x", "~/x", ".\\x", "C:\\models\\x", "d:/x", "models/chat", "owner/name", "/no/such/model", "chat.gguf",
+         "CHAT.GGUF", "model.xml", "1.blob", "a.safetensors", ".", "here", "with blanks", "./my model")  # fmt: skip
+TEXTS = ("hello", "what is and/or?", "and/or?", "Why?", "24/7", "1/2", "3.5", "https://example.org/a", "a.gguf or b.gguf",
+         "What is model.xml", "/ is a slash", "line\n./x", "", "a" * 5000 + "/", "GGUF", "either / or")  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "with blanks").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("text", "expected"), [*((p, True) for p in PATHS), *((t, False) for t in TEXTS)])
+def test_an_argument_that_is_a_path_or_looks_like_one_is_a_model(text, expected):
+    assert is_path(text) is expected
