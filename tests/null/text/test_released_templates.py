@@ -1,8 +1,8 @@
 """Tests that a call and its result go back to the model with every released chat template, or are refused in one line.
 
 ``_chat_templates/released.zip`` has templates as their publishers released them (Apache-2.0 or MIT; ``sources.json`` names each
-model, its licence and the package that carries the template). Those that may not be kept are written anew below, in what
-matters here.
+model, its licence and the package that carries the template). Those that may not be kept are written anew in ``rewritten/``, in
+what matters here.
 """
 
 import json
@@ -22,42 +22,7 @@ from staticllm.pipelines.text.templates.chat_template import render, shape_of
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates"
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-REWRITTEN = {
-    # tools in the system message: as a list, and as JSON text
-    "tools-in-a-list": "{% for m in messages %}<|{{ m.role }}|>{% if m.tools %}{% for t in m.tools %}## {{ t.function.name }}\n"
-    "{{ t.function | tojson }}{% endfor %}{% endif %}{{ m.content }}{% endfor %}",
-    "tools-as-text": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'system' and m.tools %}"
-    "<|tool|>{{ m['tools'] + '<|/tool|>' }}{% endif %}<|end|>{% endfor %}<|assistant|>",
-    # one call at a time, with its arguments as a dict
-    "one-call": "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
-    "{{ raise_exception('one call!') }}{% endif %}{% set c = m.tool_calls[0].function %}<|assistant|>{\"name\": \"{{ c.name }}\", \"parameters\": "
-    "{{ c.arguments | tojson }}}{% elif m.role == 'tool' %}<|ipython|>{{ m.content | tojson }}{% else %}<|{{ m.role }}|>"
-    "{% if tools is not none and loop.first %}{{ tools | tojson }}{% endif %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}",
-    # neither a system message nor a tool, and turns that alternate
-    "alternating": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
-    "<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}",
-    # calls only without content, and with arguments that are added to a text
-    "null-content": "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}<｜tool▁calls▁begin｜>"
-    "{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name + '\n```json\n' + "
-    "c.function.arguments + '\n```' }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{% elif m.content is not none %}"
-    "<｜{{ m.role }}｜>{{ m.content }}{% endif %}{% endfor %}",
-    # content that must be a text
-    "empty-content": "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.function | tojson }}{% endfor %}{% endfor %}{{ tools | tojson if tools else '' }}",
-    # ids of nine characters
-    "short-ids": "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
-    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
-    "[TOOL_CALLS] [{{ c.function | tojson }}, {{ c.id }}]{% endfor %}{% if m.role == 'tool' %}"
-    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}[TOOL_RESULTS] {{ m.tool_call_id }}{% endif %}{{ m.content or '' }}{% endfor %}",
-    # names, braces and markers around strings
-    "braces": "{% for m in messages %}{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
-    "{% for k, v in c.function.arguments.items() %}{{ k }}:{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}{{ v | tojson }}{% endif %}"
-    "{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}<tool_call|>{% endfor %}{{ m.content or '' }}{% endfor %}{{ tools | tojson if tools }}",
-    "tags-in-capitals": "{% for m in messages %}{% if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls %}{{ c.function | tojson }}"
-    "{{ '' if loop.last else ', ' }}{% endfor %}]</TOOLCALL>{% endif %}{{ m.content or '' }}{% endfor %}{{ tools | tojson if tools }}",
-    "no-tools": TURNS, "parts": "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-}  # fmt: skip
+REWRITTEN = {path.stem: path.read_text("utf-8") for path in sorted((FOLDER / "rewritten").glob("*.jinja"))}
 
 
 def released():
@@ -73,7 +38,10 @@ TOOL = {
         "name": "get_sun", "description": "The weather.",
         "parameters": {
             "type": "object", "required": ["city"],
-            "properties": {"city": {"type": "string", "description": "Where."}, "days": {"type": "integer", "description": "For."}},
+            "properties": {
+                "city": {"type": "string", "description": "Where."},
+                "days": {"type": "integer", "description": "How long."},
+            },
         },
     },
 }  # fmt: skip
@@ -167,7 +135,8 @@ def test_tools_that_a_template_does_not_show_are_described_as_genai_does():
     format = format_beside(TURNS, has_tools=True)
     assert format.syntax == "generic"
     parser = MessageParser(format, [TOOL])
-    answer = '{\n  "tool_calls": [\n    {"name": "get_sun", "arguments": {"city": "Rome"}, "id": "call_1___"}\n  ],\n  "content": ""\n}'
+    written = {"tool_calls": [{"name": "get_sun", "arguments": {"city": "Rome"}, "id": "call_1___"}], "content": ""}
+    answer = json.dumps(written, indent=2)
     message = message_of([*parser.push(answer), *parser.finish()])
     assert [(found.name, found.parsed_arguments) for found in message.tool_calls] == [("get_sun", {"city": "Rome"})]
     assert not message.content
