@@ -38,11 +38,11 @@ def take_key_value_call(source: Source, output: Output, functions: Mapping[str, 
         if not key or key in seen:
             raise MalformedError(f"the parameter {key!r} is empty or comes twice")
         seen.add(key)
-        output.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        before = ", "
-        yield from take_parameter_value(source, output, types.get(key, {}), ARG_VALUE[1])
+        written = f"{before}{json.dumps(key, ensure_ascii=False)}: "
+        if (yield from take_parameter_value(source, output, written, types.get(key, {}), ARG_VALUE[1])):
+            before = ", "
     if not (yield from source.starts_with(end)):
         raise MalformedError("a call without an end")
-    output.arguments("}" if seen else "{}")
+    output.arguments("{}" if before == "{" else "}")
     output.end_call()
     source.mark()

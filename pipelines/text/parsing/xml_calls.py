@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from staticllm.pipelines.generation.structured.plain_text import is_plain
-from staticllm.pipelines.generation.structured.schemas.facts import ANY, InexpressibleError, SchemaFacts
+from staticllm.pipelines.generation.structured.schemas.facts import (
+    ANY,
+    Atoms,
+    InexpressibleError,
+    SchemaFacts,
+    atom_of,
+    canonical,
+)
 from staticllm.pipelines.text.parsing.json_text import take_json
 from staticllm.pipelines.text.parsing.output import Output
+from staticllm.pipelines.text.parsing.python_calls import as_json
 from staticllm.pipelines.text.parsing.source import MalformedError, Source, Steps
 
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+"""What models write for values that have no quotes, in lower case."""
 Types = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each parameter, by its name."""
 
@@ -42,43 +52,79 @@ def take_xml_call(source: Source, output: Output, functions: Mapping[str, Types]
         if not key or key in seen:
             raise MalformedError(f"the parameter {key!r} is empty or comes twice")
         seen.add(key)
-        output.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        before = ", "
-        yield from take_parameter_value(source, output, types.get(key, {}), "</parameter>", has_line_breaks=True)
-    output.arguments("}" if seen else "{}")
+        name = f"{before}{json.dumps(key, ensure_ascii=False)}: "
+        if (
+            yield from take_parameter_value(
+                source, output, name, types.get(key, {}), "</parameter>", has_line_breaks=True
+            )
+        ):
+            before = ", "
+    output.arguments("{}" if before == "{" else "}")
     output.end_call()
     source.mark()
 
 
 def take_parameter_value(
-    source: Source, output: Output, schema: Mapping[str, Any], end: str, *, has_line_breaks: bool = False
-) -> Steps[None]:
-    """Take a value and the tag ``end`` behind it, and write it as JSON.
+    source: Source, output: Output, name: str, schema: Mapping[str, Any], end: str, *, has_line_breaks: bool = False
+) -> Steps[bool]:
+    """Take a value and the tag ``end`` behind it, write it as JSON behind ``name``, and return whether there is a value.
 
-    Values of type string are written as they come; others when they are complete: as they are if they are JSON, else as a
-    string, except Python's literals where the schema has booleans or null, and no strings. ``has_line_breaks``: one line break
-    at each end is layout. In a constrained answer, the strings in a JSON value may contain ``end``.
+    Values that can only be strings are written as they come; others when they are complete (``typed_json``). An empty value is
+    none where the schema has no strings. ``has_line_breaks``: one line break at each end is layout. In a constrained answer, the
+    strings in a JSON value may contain ``end``.
 
     Raises:
         MalformedError: the end is missing.
     """
     push = _Trimmed().push if has_line_breaks else str
-    if schema.get("type") == "string" and not (output.is_constrained and not is_plain(schema)):
-        output.arguments('"')
+    types = _types_of(schema)
+    value: str | None
+    if is_plain(schema) if output.is_constrained else (types == _STRING and _listed(schema) is None):
+        output.arguments(f'{name}"')
         found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
-        output.arguments('"' if found else "")
+        value = '"'
     elif output.is_constrained and (yield from source.skip_space()) in ("{", "[", '"'):
+        output.arguments(name)
         chars: list[str] = []
         yield from take_json(source, chars.append)
-        output.arguments(value_as_json("".join(chars)))
+        value = value_as_json("".join(chars))
         yield from source.skip_space()
         found = end if (yield from source.skip(end)) else ""
     else:
-        pieces: list[str] = []
-        found = yield from source.text_until((end,), lambda text: pieces.append(push(text)))
-        output.arguments(_typed_json("".join(pieces), schema) if found else "")
+        text = _Collected(output, name)
+        found = yield from source.text_until((end,), lambda piece: text.add(push(piece)))
+        value = typed_json(text.whole, types, schema)
+        if value is not None and not text.has_begun:
+            output.arguments(name)
     if not found:
         raise MalformedError("a parameter without an end")
+    output.arguments(value or "")
+    return value is not None
+
+
+class _Collected:
+    """The text of a value. The ``name`` before it is written as soon as there is a value."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        self._output, self._name = output, name
+        self.whole, self.has_begun = "", False
+
+    def add(self, piece: str) -> None:
+        """Add a piece."""
+        self.whole += piece
+        if not self.has_begun and self.whole.strip():
+            self._output.arguments(self._name)
+            self.has_begun = True
+
+
+_STRING = frozenset(["string"])
+
+
+def _types_of(schema: Mapping[str, Any]) -> Atoms:
+    try:
+        return SchemaFacts(schema).atoms(schema)
+    except (InexpressibleError, TypeError):  # a malformed schema
+        return ANY
 
 
 class _Trimmed:
@@ -101,17 +147,47 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _typed_json(text: str, schema: Mapping[str, Any]) -> str:
-    """Return the JSON text of a value, whose type is not a string, where the schema says how to read Python's literals."""
-    literal = _LITERALS.get(text.strip())
-    if literal is not None:
-        try:
-            types = SchemaFacts(schema).atoms(schema)
-        except (InexpressibleError, TypeError):  # a malformed schema
-            types = ANY
-        if "string" not in types and ("null" if literal == "null" else "boolean") in types:
-            return literal
-    return value_as_json(text)
+def typed_json(text: str, types: Atoms, schema: Mapping[str, Any]) -> str | None:
+    """Return the JSON text of a value that was written without quotes, as the schema wants it; None for an empty one.
+
+    The first of these counts that has one of the schema's ``types`` and is one of its listed values: the text as JSON, as a
+    string, and as a literal of Python. If none does, it is JSON if it can be, else a string.
+    """
+    for value in _readings(text):
+        if atom_of(value) in types and _is_listed(value, schema):
+            return json.dumps(value, ensure_ascii=False)
+    return value_as_json(text) if text.strip() else None
+
+
+def _readings(text: str) -> Iterator[Any]:
+    parsed: Any = text
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(text, parse_constant=_refuse)
+    if not isinstance(parsed, str):
+        yield parsed
+    yield text
+    yield parsed
+    if not text.strip():
+        yield None
+    with contextlib.suppress(MalformedError):
+        yield json.loads(as_json(_LITERALS.get(text.strip().lower(), text)))
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether a value is one of those that a schema lists, if it lists any."""
+    values = _listed(schema)
+    return values is None or canonical(value) in map(canonical, values)
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    try:
+        return SchemaFacts(schema).values(schema)
+    except (InexpressibleError, TypeError):  # a malformed schema
+        return None
 
 
 def value_as_json(text: str) -> str:

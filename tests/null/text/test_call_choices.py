@@ -1,8 +1,12 @@
 """Tests how ``tool_choice`` and schemas change what a parser finds: required calls that are cut off, no calls, types."""
 
+import ast
+import contextlib
 import json
 
 import pytest
+
+jsonschema = pytest.importorskip("jsonschema")
 
 from staticllm.pipelines.text.parsing.events import CallBegin, CallBroken, CallEnd, ContentDelta, merged, message_of
 from staticllm.pipelines.text.parsing.formats import MessageFormat
@@ -137,3 +141,55 @@ def test_without_calls_reasoning_is_found():
     message = message_of(parser.push(text) + parser.finish())
     assert (message.reasoning_content, message.tool_calls) == ("Hm.", ())
     assert message.content == 'Look: <tool_call>{"name": "now"}</tool_call>'
+
+
+VALUES = ["12345", "-3", "1.5", "1e5", "true", "False", "null", "None", '{"a": 1}', "{'a': 1}", "[1]", '"x"', "x", " x ", "", "  ",
+          "12.0", "NaN", "Infinity", "1_000", "('a', 1)"]  # fmt: skip
+SCHEMAS = [
+    {"type": "string"}, {"type": ["string", "null"]}, {"type": ["null", "string"]}, {"enum": ["1", "true", "x", "12345"]},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]}, {"oneOf": [{"type": "string"}, {"type": "boolean"}]}, {"const": "12345"},
+    {"allOf": [{"type": "string"}]}, {"$ref": "#/properties/b"}, {"type": "integer"}, {"type": "number"}, {"type": "boolean"},
+    {"type": "null"}, {"type": "object"}, {"type": "array"}, {"type": ["integer", "null"]}, {"type": ["string", "integer"]},
+    {"enum": [1, "2", None]}, {"type": "object", "properties": {"a": {"type": "integer"}}}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+@pytest.mark.parametrize("is_xml", [True, False])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_value_without_quotes_is_what_the_schema_allows(schema, is_xml, is_split):
+    """Wherever any reading of the text satisfies the schema, the one that was chosen does."""
+    parameters = {"type": "object", "properties": {"a": schema, "b": {"type": "string"}}}
+    tools = [{"name": "f", "parameters": parameters}]
+    for text in VALUES:
+        inner = f"<parameter=a>\n{text}\n</parameter><parameter=b>1</parameter></function>" if is_xml else (
+            f"<arg_key>a</arg_key><arg_value>{text}</arg_value><arg_key>b</arg_key><arg_value>1</arg_value>"
+        )  # fmt: skip
+        call = f"<tool_call>{'<function=f>' if is_xml else 'f'}\n{inner}</tool_call>"
+        parser = MessageParser(XML if is_xml else MessageFormat("key_value", TAGS), tools)
+        events = [event for piece in (call if is_split else [call]) for event in parser.push(piece)]
+        (found,) = message_of(events + parser.finish()).tool_calls
+        arguments = found.parsed_arguments
+        assert arguments.pop("b") == "1", "an empty value before it does not matter"
+        is_valid = jsonschema.Draft202012Validator(parameters).is_valid
+        readings = [{"a": value} for value in readings_of(text)]
+        possible = [reading for reading in readings if is_valid(reading)]
+        if not text.strip() and not any(isinstance(each["a"], str) for each in possible):
+            assert arguments in ({}, {"a": None})
+            assert is_valid(arguments)
+        elif possible:
+            assert is_valid(arguments), (text, arguments)
+            assert arguments in possible
+
+
+def refuse(name):
+    raise ValueError(name)
+
+
+def readings_of(text):
+    yield text
+    with contextlib.suppress(ValueError):
+        yield json.loads(text, parse_constant=refuse)
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(text.strip())
+        yield list(value) if isinstance(value, tuple) else value
