@@ -84,9 +84,10 @@ class GenerationOptions:
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
     ``eos_token_id``; with ``ignore_eos`` they end nothing, and are in ``ignored_token_ids``. ``beams`` is None without beam
-    search, and ``drafts`` without drafts; ``asks_for_drafts`` says that a keyword asked for them. ``extra`` holds the options that GenAI does not have; those among them that choose
-    tokens are also in ``sampling``, except texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``)
-    or ``structured_output_config``. ``adapters`` are None for those of the pipeline.
+    search, and ``drafts`` without drafts; ``asks_for_drafts`` says that a keyword asked for them. ``extra`` holds the options
+    that GenAI does not have; those among them that choose tokens are also in ``sampling``, except texts, which have no token ids
+    yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``. ``adapters`` are None for those of the
+    pipeline.
     """
 
     sampling: SamplingParams
@@ -284,13 +285,18 @@ def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) 
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
         top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
         min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
-        rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
+        rng_seed=_seed(options["rng_seed"]),
         wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
         **cast(dict[str, Any], {**penalties, **extra.numbers}),
     )
+
+
+def _seed(value: object) -> int:
+    """Return a seed; a negative one is random, like 0."""
+    return 0 if isinstance(value, int) and value < 0 else whole("rng_seed", value, 0, UNLIMITED)
 
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Compares every field of a model's ``generation_config.json``, alone and with odd values, with GenAI: both answer, or both refuse."""
+"""Compares every field of a model's ``generation_config.json``, alone and with odd values, with GenAI: both answer, or refuse."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from staticllm.pipelines.generation.config_values import NAMES
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-OF_TRANSFORMERS = """
-    assistant_confidence_threshold assistant_early_exit assistant_lookbehind bad_words_ids begin_suppress_tokens bos_token_id
-    cache_config cache_implementation chat_format compile_config constraints decoder_start_token_id disable_compile diversity_penalty
-    do_sample dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff
-    eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_decoder_ids forced_eos_token_id
-    guidance_scale is_assistant length_penalty low_memory max_length max_matching_ngram_size max_new_tokens max_time max_window_size
-    min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_logits output_scores pad_token_id penalty_alpha
-    prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
-    return_legacy_cache sequence_bias stop_strings suppress_tokens target_lookbehind temperature token_healing top_h top_k top_p
-    transformers_version typical_p use_cache watermarking_config _from_model_config trust_remote_code
-""".split()
+OF_TRANSFORMERS = (
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "cache_config", "cache_implementation", "chat_format", "compile_config",
+    "constraints", "decoder_start_token_id", "disable_compile", "diversity_penalty", "do_sample", "dola_layers",
+    "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff",
+    "eta_cutoff", "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id", "forced_decoder_ids",
+    "forced_eos_token_id", "guidance_scale", "is_assistant", "length_penalty", "low_memory", "max_length",
+    "max_matching_ngram_size", "max_new_tokens", "max_time", "max_window_size", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits", "output_scores", "pad_token_id",
+    "penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits",
+    "repetition_penalty", "return_dict_in_generate", "return_legacy_cache", "sequence_bias", "stop_strings",
+    "suppress_tokens", "target_lookbehind", "temperature", "token_healing", "top_h", "top_k", "top_p", "transformers_version",
+    "typical_p", "use_cache", "watermarking_config", "_from_model_config", "trust_remote_code",
+)  # fmt: skip
 FIELDS = sorted({*OF_TRANSFORMERS, *NAMES})
 VALUES = (None, True, 0, 1, -1, 5, 0.5, 2.0, 1e9, "", "EARLY", [], [5], ["e"], [[5]], {}, {"5": 1.0})
 METHODS = ({}, {"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2})
@@ -80,5 +83,7 @@ def test_a_field_beside_a_decoding_method_is_answered_or_refused_alike(ours, the
     for value in (0, 1, -1, 5, 0.5, 2.0, 1e9):
         path.write_text(json.dumps({**OWN, **method, field: value}))
         mine = answer(ours, path)
-        if mine is None or field != "num_assistant_tokens":  # refused by GenAI beside several answers, and without effect here
+        if (
+            mine is None or field != "num_assistant_tokens"
+        ):  # refused by GenAI beside several answers, and without effect here
             assert (mine is None) == (answer(theirs, path) is None), value

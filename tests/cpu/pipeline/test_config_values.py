@@ -67,3 +67,12 @@ def test_drafts_of_the_file_are_left_out_where_there_can_be_none(tmp_path):
         assert len(pipe.generate(["Hello"], num_beams=2, num_return_sequences=2).texts) == 2
         with pytest.raises(GenerationConfigError, match="num_assistant_tokens=4 with num_beams=2"):
             pipe.generate("Hello", num_beams=2, num_assistant_tokens=4, max_ngram_size=0)
+
+
+def test_a_negative_seed_is_random():
+    with StaticLLMPipeline(demo_model_path(), "CPU", MAX_PROMPT_LEN=128, **EXACT) as pipe:
+        options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 8}
+        assert len({pipe.generate("Hello", rng_seed=-1, **options) for _ in range(4)}) > 1
+        assert len({pipe.generate("Hello", rng_seed=3, **options) for _ in range(4)}) == 1
+        with pytest.raises(GenerationConfigError, match="rng_seed=1.5: must be a whole number of 0 or more"):
+            pipe.generate("Hello", rng_seed=1.5)
