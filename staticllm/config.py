@@ -13,6 +13,7 @@ from staticllm.devices import type_name
 from staticllm.errors import ConfigError, shown
 
 MAX_LEN = 1 << 20
+_ON, _OFF = ("YES", "TRUE", "1"), ("NO", "FALSE", "0")
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16
 Scheduler = Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"]
@@ -130,8 +131,6 @@ class StaticLLMConfig:
         one_of("PROGRAMS", self.programs, PROGRAMS)
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
-        one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
-        one_of("MEASURE_COSTS", self.measure_costs, (True, False))
         if self.adapters is not None and not isinstance(self.adapters, AdapterSet):
             raise ConfigError(f"adapters is a {type(self.adapters).__name__}: must be an openvino_genai.AdapterConfig")
         for name in ("device_properties", "prefill_config", "generate_config"):
@@ -155,9 +154,9 @@ class StaticLLMConfig:
     def _check_blobs(self) -> None:
         for name in ("cache_dir", "blob_path", "weights_path"):
             object.__setattr__(self, name, _path(name.upper(), getattr(self, name)))
-        for name in ("export_blob", "serve_from_cpu", "background_compile", "prompt_lookup"):
+        for name in (item.name for item in fields(self) if str(item.type).startswith("bool")):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
+                object.__setattr__(self, name, switch(name.upper(), getattr(self, name)))
         mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it
         one_of("CACHE_MODE", mode, get_args(CacheMode))
         object.__setattr__(self, "cache_mode", mode)
@@ -264,10 +263,14 @@ def _path(name: str, value: object) -> str | None:
     return path
 
 
-def _switch(name: str, value: object) -> bool:
-    """Return a boolean value; GenAI accepts YES and NO besides booleans."""
-    if isinstance(value, str) and value.upper() in ("YES", "TRUE", "NO", "FALSE"):
-        return value.upper() in ("YES", "TRUE")
+def switch(name: str, value: object) -> bool:
+    """Return a boolean value, in any form that OpenVINO reads: ``True``, ``"YES"``, ``"true"``, ``"1"``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(value, str) and value.upper() in (*_ON, *_OFF):
+        return value.upper() in _ON
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)}: must be YES or NO")
     return value

@@ -10,9 +10,10 @@ from typing import Any
 import openvino as ov
 import openvino_genai as genai
 
-from staticllm.config import MAX_SEQS
+from staticllm.config import MAX_SEQS, switch
 from staticllm.errors import ConfigError
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
+from staticllm.properties import as_number
 
 BLOCK_SLOTS = 32
 """Tokens per KV block in GenAI on the CPU."""
@@ -82,7 +83,7 @@ def _static_pipeline(properties: dict[Any, Any], value: object) -> None:
 
 
 def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
-    if value not in (True, "YES"):
+    if not switch("ENABLE_MMAP", value):
         _has_no_effect("ENABLE_MMAP=False: the weights are always mapped")
 
 
@@ -130,7 +131,7 @@ def _unused(config: genai.SchedulerConfig) -> list[str]:
 def _longest(properties: Mapping[Any, Any]) -> int:
     """Return the KV slots of one longest sequence, which must fit; impossible lengths are reported where they are read."""
     lengths = (properties.get("MAX_PROMPT_LEN", 1024), properties.get("MIN_RESPONSE_LEN", 128))
-    return sum(length for length in lengths if isinstance(length, int))
+    return sum(length for length in map(as_number, lengths) if isinstance(length, int))
 
 
 def _has_no_effect(what: str) -> None:

@@ -146,7 +146,27 @@ def _rendered(template: str, turns: Sequence[Mapping[str, Any]], *more: Any) -> 
     except PromptError:
         with contextlib.suppress(PromptError):
             return render(template, [_with_arguments(turn, _as_text) for turn in turns], *more)
+        for turn in with_dicts:
+            _check_arguments(turn)
         raise
+
+
+def _check_arguments(message: Mapping[str, Any]) -> None:
+    """Check that the arguments of calls are objects, in a conversation that the template could not show.
+
+    Raises:
+        PromptError: they are a text, a list or a number.
+    """
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, (list, tuple)) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments", {}) if isinstance(function, Mapping) else {}
+        if not isinstance(arguments, Mapping):
+            shown = json.dumps(arguments, ensure_ascii=False, default=str)[:80]
+            raise PromptError(
+                f"the arguments of a call are no JSON object: {shown}; the chat template of this model needs "
+                'an object such as {"name": "value"}'
+            ) from None
 
 
 def _with_arguments(message: Mapping[str, Any], convert: Callable[[object], object]) -> Mapping[str, Any]:

@@ -74,5 +74,5 @@ def test_a_negative_seed_is_random():
         options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 8}
         assert len({pipe.generate("Hello", rng_seed=-1, **options) for _ in range(4)}) > 1
         assert len({pipe.generate("Hello", rng_seed=3, **options) for _ in range(4)}) == 1
-        with pytest.raises(GenerationConfigError, match="rng_seed=1.5: must be a whole number of 0 or more"):
+        with pytest.raises(GenerationConfigError, match=r"rng_seed=1\.5: must be a whole number of 0 or more"):
             pipe.generate("Hello", rng_seed=1.5)

@@ -1,5 +1,5 @@
-"""Fields without an effect are taken: documented defaults that clients send, what other servers write into messages, and options of
-the model's own generation_config.json that a request over HTTP decides itself."""
+"""Fields without an effect are taken: documented defaults that clients send, and options of the model's own
+generation_config.json that a request over HTTP decides itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SHARED = {
 DEFAULTS = {
     "/v1/chat/completions": [SHARED, {
         "audio": None, "function_call": "none", "functions": [], "logprobs": False, "max_completion_tokens": None, "metadata": {},
-        "modalities": ["text"], "parallel_tool_calls": True, "prediction": None, "prompt_cache_key": "", "prompt_cache_retention": None,
+        "modalities": ["text"], "parallel_tool_calls": True, "prediction": None, "prompt_cache_key": "",
+        "prompt_cache_retention": None,
         "reasoning_effort": None, "response_format": {"type": "text"}, "safety_identifier": "", "service_tier": "auto",
         "stop": "", "store": False, "stream_options": {"include_usage": False}, "tool_choice": "auto", "tools": [],
         "top_logprobs": 0, "verbosity": "medium", "web_search_options": None,
@@ -51,8 +52,8 @@ DEFAULTS = {
         "text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto", "tools": [], "top_logprobs": 0.0,
         "top_p": 1, "truncation": "disabled", "user": "",
     }, {"max_tool_calls": 5, "stream_options": {"include_obfuscation": True}, "stop": ""}],
-    "/api/chat": [{"format": "", "keep_alive": None, "tools": [], "think": None, "truncate": True, "shift": True, "logprobs": False,
-                   "top_logprobs": 0, "options": {
+    "/api/chat": [{"format": "", "keep_alive": None, "tools": [], "think": None, "truncate": True, "shift": True,
+                   "logprobs": False, "top_logprobs": 0, "options": {
                        "num_keep": 4, "seed": -1, "num_predict": 4, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "typical_p": 1.0,
                        "tfs_z": 1.0, "repeat_last_n": 64, "temperature": 0.8, "repeat_penalty": 1.1, "presence_penalty": 0.0,
                        "frequency_penalty": 0.0, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "stop": [],

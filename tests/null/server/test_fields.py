@@ -80,9 +80,9 @@ def test_numbers_within_free_objects_stay_as_they_are():
 
 
 OF_OTHERS = {
-    "reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}], "provider_specific_fields": {}, "audio": None,
-    "annotations": [{"type": "url_citation"}], "refusal": None, "function_call": None, "timestamp": 17, "id": "msg_1", "images": [],
-    "thinking_blocks": [{}], "token_ids": None, "metadata": {}, "cache_control": {"type": "ephemeral"}, "parts": [],
+    "reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}], "provider_specific_fields": {},
+    "audio": None, "annotations": [{"type": "url_citation"}], "refusal": None, "function_call": None, "timestamp": 17, "id": "m",
+    "images": [], "thinking_blocks": [{}], "token_ids": None, "metadata": {}, "cache_control": {"type": "ephemeral"}, "parts": [],
 }  # fmt: skip
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "thought_signature": "x"}, "index": 0,
         "extra_content": {"google": {}}, "provider_specific_fields": None}  # fmt: skip
@@ -106,7 +106,8 @@ def test_messages_of_other_servers_are_taken():
         ({"reasoning": {"effort": "high"}, "content": "c"}, "c", None),
         ({"content": [{"type": "text", "text": "a", "cache_control": {}}, {"type": "refusal", "refusal": "no"}]}, "ano", None),
         ({"content": None, "refusal": "no"}, "no", None),
-        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "h"}]}, {"type": "text", "text": "c"}]}, "c", "h"),
+        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "h"}]}, {"type": "text", "text": "c"}]}, "c",
+         "h"),
         ({"content": [{"type": "thinking", "thinking": "h", "signature": "x"}]}, "", "h"),
         ({"content": [{"type": "redacted_thinking", "data": "x"}, {"type": "reasoning", "text": "h"}]}, "", "h"),
     ],
@@ -118,7 +119,8 @@ def test_what_a_message_says_reaches_the_template(change, content, reasoning):
 
 def test_items_and_ollamas_messages_of_other_servers_are_taken():
     items = [
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "status": None, "content": None, "format": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "status": None, "content": None,
+         "format": "x"},
         {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed",
          "namespace": None, "created_by": "me"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1", "cache_control": {}}]},
