@@ -10,9 +10,8 @@ from typing import Any, Literal, cast, get_args
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
-from staticllm.errors import ConfigError, shown
+from staticllm.errors import MAX_LEN, ConfigError, shown
 
-MAX_LEN = 1 << 20
 _ON, _OFF = ("YES", "TRUE", "1"), ("NO", "FALSE", "0")
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16

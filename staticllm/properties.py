@@ -76,7 +76,7 @@ def properties_by_device(value: object) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: it is no dict of one dict per device.
     """
-    given = value
+    given: Any = value
     if isinstance(value, str):
         try:
             given = json.loads(value or "{}")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
-from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.config import PROGRAMS, StaticLLMConfig
+from staticllm.errors import MAX_LEN, ConfigError, ModelError, PromptError
 from staticllm.model_dir import MODEL_XML, demo_model_path
 from staticllm.properties import resolve
 

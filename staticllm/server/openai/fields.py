@@ -70,11 +70,11 @@ class Function(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: Any = Field(None, exclude=True)
-    defer_loading: Any = Field(None, exclude=True)
-    input_examples: Any = Field(None, exclude=True)
-    returns: Any = Field(None, exclude=True)
-    return_: Any = Field(None, alias="return", exclude=True)
+    cache_control: Any = Field(default=None, exclude=True)
+    defer_loading: Any = Field(default=None, exclude=True)
+    input_examples: Any = Field(default=None, exclude=True)
+    returns: Any = Field(default=None, exclude=True)
+    return_: Any = Field(default=None, alias="return", exclude=True)
 
 
 class IgnoredFields(Fields):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import named_devices
-from staticllm.errors import ConfigError, DeviceError
+from staticllm.errors import ConfigError, DeviceError, PromptTooLongError
 from staticllm.properties import as_number, resolve, with_own
 
 DEVICE = ("INFERENCE_PRECISION_HINT", "INFERENCE_NUM_THREADS", "SUPPORTED_PROPERTIES", "PERF_COUNT")
@@ -110,3 +112,11 @@ def test_devices_that_stand_for_others_are_those(text, available, expected):
 def test_devices_without_any_are_refused(text):
     with pytest.raises(DeviceError, match=f"device '{text}'"):
         named_devices(text, ["CPU"])
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_no_remedy_is_more_than_is_possible(is_chat):
+    possible, impossible = PromptTooLongError(2000, 1024, is_chat), PromptTooLongError(2_000_004, 1024, is_chat)
+    assert str(possible).endswith("load the model with MAX_PROMPT_LEN=2000 or more")
+    assert str(impossible).endswith("; no model can be loaded with more than MAX_PROMPT_LEN=1048576")
+    assert str(pickle.loads(pickle.dumps(impossible))) == str(impossible)
