@@ -54,6 +54,8 @@ def _plain_name(name: Any) -> Any:
 
 
 def _plain_value(value: Any) -> Any:
+    if isinstance(value, ov.OVAny):  # of the pair that a function of ``openvino.properties`` returns
+        return _plain_value(value.value)
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
@@ -80,6 +82,11 @@ def _cache_dir(properties: dict[Any, Any], value: object) -> None:
 
 def _static_pipeline(properties: dict[Any, Any], value: object) -> None:
     _has_no_effect("STATIC_PIPELINE chooses among NPUW's pipelines, which staticllm replaces")
+
+
+def _auto_batching(properties: dict[Any, Any], value: object) -> None:
+    """Drop the choice: OpenVINO batches for ``PERFORMANCE_HINT=THROUGHPUT`` on a GPU, here the engine packs requests."""
+    switch("ALLOW_AUTO_BATCHING", value)
 
 
 def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
@@ -143,6 +150,7 @@ _TAKEN: dict[str, Callable[[dict[Any, Any], Any], None]] = {
     "CACHE_DIR": _cache_dir,
     "STATIC_PIPELINE": _static_pipeline,
     "ENABLE_MMAP": _enable_mmap,
+    "ALLOW_AUTO_BATCHING": _auto_batching,
     "prompt_lookup": _prompt_lookup,
     "adapters": _adapters,
     "scheduler_config": _scheduler_config,

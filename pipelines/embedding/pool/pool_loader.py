@@ -35,6 +35,7 @@ from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
 from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
 from staticllm.pipelines.embedding.windve.queue_policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
+from staticllm.pipelines.model_loader.genai_properties import plain_properties
 from staticllm.properties import DEVICE_PROPERTIES, as_number, properties_by_device, with_own
 
 PolicyName = Literal["plain", "predicted", "windve", "windve_q"]
@@ -89,7 +90,7 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
         raise ConfigError(f"QUEUE_DEPTHS={depths!r}: must be the path of a file")
     if depths is None and isinstance(folder := properties.get("CACHE_DIR"), (str, Path)) and folder:
         depths = Path(folder) / DEPTHS_NAME
-    given = properties.pop(DEVICE_PROPERTIES, None)
+    given = plain_properties({DEVICE_PROPERTIES: properties.pop(DEVICE_PROPERTIES, None)})[DEVICE_PROPERTIES]
     own = None if given is None else properties_by_device(given)
     limit_s = float(limit) / 1e3 if isinstance(limit, (int, float)) else None
     return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own, apart)
