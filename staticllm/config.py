@@ -298,7 +298,7 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def _kv_type(value: object) -> KVType:
-    name = type_name(value)
+    name = type_name(value).lower()
     if name not in get_args(KVType):
         raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(get_args(KVType))}")
     return cast(KVType, name)

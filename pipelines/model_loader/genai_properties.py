@@ -75,9 +75,12 @@ def _attention_backend(properties: dict[Any, Any], value: object) -> None:
         raise ConfigError(f"ATTENTION_BACKEND={value!r}: must be SDPA or PA, and has no effect here: leave it out")
 
 
-def _cache_dir(properties: dict[Any, Any], value: object) -> None:
-    if value != "":  # an empty string turns the cache off
-        properties["CACHE_DIR"] = value
+def _path(name: str) -> Callable[[dict[Any, Any], Any], None]:
+    def take(properties: dict[Any, Any], value: object) -> None:
+        if value != "":  # an empty string is no path: it turns the cache off, for example
+            properties[name] = value
+
+    return take
 
 
 def _static_pipeline(properties: dict[Any, Any], value: object) -> None:
@@ -147,7 +150,7 @@ def _has_no_effect(what: str) -> None:
 
 _TAKEN: dict[str, Callable[[dict[Any, Any], Any], None]] = {
     "ATTENTION_BACKEND": _attention_backend,
-    "CACHE_DIR": _cache_dir,
+    **{name: _path(name) for name in ("CACHE_DIR", "BLOB_PATH", "WEIGHTS_PATH")},
     "STATIC_PIPELINE": _static_pipeline,
     "ENABLE_MMAP": _enable_mmap,
     "ALLOW_AUTO_BATCHING": _auto_batching,

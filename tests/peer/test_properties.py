@@ -1,4 +1,4 @@
-"""Compares which properties and devices are taken, in every form, with ``openvino_genai.LLMPipeline``: both load or both refuse."""
+"""Compares which properties and devices are taken, in every form, with ``openvino_genai.LLMPipeline``: both load or refuse."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ TAKEN = [
         props.inference_num_threads: "2",
     },
     {"ENABLE_CPU_PINNING": "no", "PERF_COUNT": False, "ALLOW_AUTO_BATCHING": "YES", "prompt_lookup": "NO"},
+    {"CACHE_DIR": "", "WEIGHTS_PATH": "", "KV_CACHE_PRECISION": "F32"},
     {"NUM_STREAMS": "AUTO", "EXECUTION_MODE_HINT": hints.ExecutionMode.ACCURACY, "INFERENCE_PRECISION_HINT": "FP32"},
 ]
 REFUSED = [

@@ -45,7 +45,7 @@ class FunctionCall(MessageFields):
     """The name of a function, and the text of a JSON object."""
 
     name: str
-    arguments: str
+    arguments: str = "{}"
 
 
 class MessageToolCall(MessageFields):

@@ -97,6 +97,10 @@ def test_messages_of_other_servers_are_taken():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert found["tool_calls"] == [call] and found["reasoning_content"] == "hm"
     assert set(found) == {"role", "content", "tool_calls", "reasoning_content"}
+    (found,) = chat_messages(
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": None}}]}
+    )
+    assert found["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize(
