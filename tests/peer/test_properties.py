@@ -31,7 +31,7 @@ TAKEN = [
         props.inference_num_threads: "2",
     },
     {"ENABLE_CPU_PINNING": "no", "PERF_COUNT": False, "ALLOW_AUTO_BATCHING": "YES", "prompt_lookup": "NO"},
-    {"CACHE_DIR": "", "WEIGHTS_PATH": "", "KV_CACHE_PRECISION": "F32"},
+    {"CACHE_DIR": "", "WEIGHTS_PATH": ""},
     {"NUM_STREAMS": "AUTO", "EXECUTION_MODE_HINT": hints.ExecutionMode.ACCURACY, "INFERENCE_PRECISION_HINT": "FP32"},
 ]
 REFUSED = [

@@ -73,6 +73,7 @@ def test_numbers_may_be_written_as_text(name):
         with pytest.raises(ConfigError, match=name.upper()):
             resolve({name.upper(): value})
     assert resolve({"PREFILL_HINT": "STATIC", "MAX_PROMPT_LEN": "64"}).config.prefill_rows == (64,)
+    assert resolve({"KV_CACHE_PRECISION": "U8"}).config.kv_cache_precision == "u8"
 
 
 def test_only_texts_of_numbers_become_numbers():
