@@ -228,13 +228,9 @@ def choices_by_device(choices: EncoderChoices, options: PoolOptions, names: Sequ
         raise ConfigError(
             f"DEVICE_PROPERTIES for {min(unknown)!r}: there is no such device here; there are: {', '.join(names)}"
         )
-
-    def properties_of(name: str) -> dict[str, object]:
-        device = name.split("#", maxsplit=1)[0]
-        of_group = own.get(name, {}) if name != device else {}
-        return {**with_own({**(choices.properties or {}), DEVICE_PROPERTIES: own}, device), **of_group}
-
-    return {name: replace(choices, properties=properties_of(name) or None) for name in names}
+    given = {**(choices.properties or {}), DEVICE_PROPERTIES: own}
+    each = {name: {**with_own(given, name.split("#", maxsplit=1)[0]), **own.get(name, {})} for name in names}
+    return {name: replace(choices, properties=found or None) for name, found in each.items()}
 
 
 def load_pool(
