@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
-from staticllm.errors import ConfigError, shown
+from staticllm.errors import MAX_LEN, ConfigError, shown
 
 if TYPE_CHECKING:
     from staticllm.adapters.adapter_set import AdapterSet
 
-MAX_LEN = 1 << 20
+_ON, _OFF = ("YES", "TRUE", "1"), ("NO", "FALSE", "0")
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16
 Scheduler = Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"]
@@ -132,8 +132,6 @@ class StaticLLMConfig:
         one_of("PROGRAMS", self.programs, PROGRAMS)
         if self.kv_cache_precision is not None:
             object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
-        one_of("PREFIX_CACHING", self.prefix_caching, (True, False))
-        one_of("MEASURE_COSTS", self.measure_costs, (True, False))
         if self.adapters is not None:
             _check_adapters(self.adapters)
         for name in ("device_properties", "prefill_config", "generate_config"):
@@ -157,9 +155,9 @@ class StaticLLMConfig:
     def _check_blobs(self) -> None:
         for name in ("cache_dir", "blob_path", "weights_path"):
             object.__setattr__(self, name, _path(name.upper(), getattr(self, name)))
-        for name in ("export_blob", "serve_from_cpu", "background_compile", "prompt_lookup"):
+        for name in (item.name for item in fields(self) if str(item.type).startswith("bool")):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _switch(name.upper(), getattr(self, name)))
+                object.__setattr__(self, name, switch(name.upper(), getattr(self, name)))
         mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it
         one_of("CACHE_MODE", mode, get_args(CacheMode))
         object.__setattr__(self, "cache_mode", mode)
@@ -266,10 +264,14 @@ def _path(name: str, value: object) -> str | None:
     return path
 
 
-def _switch(name: str, value: object) -> bool:
-    """Return a boolean value; GenAI accepts YES and NO besides booleans."""
-    if isinstance(value, str) and value.upper() in ("YES", "TRUE", "NO", "FALSE"):
-        return value.upper() in ("YES", "TRUE")
+def switch(name: str, value: object) -> bool:
+    """Return a boolean value, in any form that OpenVINO reads: ``True``, ``"YES"``, ``"true"``, ``"1"``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(value, str) and value.upper() in (*_ON, *_OFF):
+        return value.upper() in _ON
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)}: must be YES or NO")
     return value
@@ -298,7 +300,7 @@ def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 
 def _kv_type(value: object) -> KVType:
-    name = type_name(value)
+    name = type_name(value).lower()
     if name not in get_args(KVType):
         raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(get_args(KVType))}")
     return cast(KVType, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,11 @@ _OF_COMPILERS = frozenset(
      "NPU_COMPILER_TYPE", "NPU_COMPILATION_MODE_PARAMS", "NPU_TILES", "NPU_TURBO", "NPU_QDQ_OPTIMIZATION"]
 )  # fmt: skip
 """Properties that a plugin lists only if a device or its compiler is present."""
+DISTRIBUTING = ("AUTO", "MULTI", "HETERO", "BATCH")
+"""OpenVINO's devices that choose among others."""
+PREFERRED = ("NPU", "GPU", "CPU")
+"""The devices that ``AUTO`` tries, in order of preference."""
+_NUMBER_AFTER = re.compile(r"\(\d+\)$")
 _DYNAMIC_SHAPES = ("CPU", "GPU")
 """Devices that run bounded dynamic shapes well, and repack the weights for each compiled model."""
 
@@ -51,6 +56,32 @@ def read_first_tensor() -> None:
 def kind(device: str) -> str:
     """Return the kind of a device: ``GPU`` of ``GPU.0``."""
     return device.split(".", maxsplit=1)[0]
+
+
+def named_devices(text: str, available: Sequence[str]) -> list[str]:
+    """Split ``"npu, cpu"`` into ``["NPU", "CPU"]``; of a device that distributes work, return those that it would use, in order.
+
+    ``AUTO`` uses the listed devices (``AUTO:GPU,CPU``), or NPU, GPU and CPU without the excluded ones (``AUTO:-GPU``), as far as
+    they are ``available``. ``HETERO``, ``MULTI`` and ``BATCH`` use the listed ones, whose number of requests or of texts
+    (``MULTI:CPU(2)``) says nothing here.
+
+    Raises:
+        DeviceError: no device is listed, or every one is excluded.
+    """
+    prefix, _, rest = text.upper().partition(":")
+    if prefix.strip() not in DISTRIBUTING:
+        return [name.strip() for name in text.upper().split(",")]
+    listed = [_NUMBER_AFTER.sub("", name.strip()) for name in rest.split(",") if name.strip()]
+    named = [name for name in listed if not name.startswith("-")]
+    if prefix.strip() != "AUTO":
+        if not named:
+            raise DeviceError(f"device {text!r}: name the devices, for example {prefix.strip()}:NPU,CPU")
+        return named
+    wanted = named or [name for name in PREFERRED if f"-{name}" not in listed]
+    kinds = {kind(name) for name in available}
+    if not wanted:
+        raise DeviceError(f"device {text!r}: every device is excluded; there are: {', '.join(available)}")
+    return [name for name in wanted if kind(name) in kinds] or wanted
 
 
 def type_name(value: object) -> str:

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_LEN = 1 << 20
+"""The most tokens of a prompt or an answer that a model can be loaded for."""
 MAX_SHOWN = 300
 """The most characters of a value in a message."""
 
@@ -70,10 +72,10 @@ class PromptTooLongError(PromptError):
         what, remedy = "prompt", "shorten the prompt"
         if is_chat:
             what, remedy = "conversation", "begin a new one (start_chat), bound its answers (max_new_tokens)"
-        super().__init__(
-            f"the {what} has {num_tokens} tokens, MAX_PROMPT_LEN is {limit}: "
-            f"{remedy} or load the model with MAX_PROMPT_LEN={num_tokens} or more"
-        )
+        longer = f" or load the model with MAX_PROMPT_LEN={num_tokens} or more"
+        if num_tokens > MAX_LEN:
+            longer = f"; no model can be loaded with more than MAX_PROMPT_LEN={MAX_LEN}"
+        super().__init__(f"the {what} has {num_tokens} tokens, MAX_PROMPT_LEN is {limit}: {remedy}{longer}")
         self.num_tokens = num_tokens
         self.limit = limit
         self._is_chat = is_chat

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
+import math
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from staticllm.config import StaticLLMConfig, one_of, whole
-from staticllm.errors import ConfigError
+from staticllm.devices import kind
+from staticllm.errors import ConfigError, shown
 
+DEVICE_PROPERTIES = "DEVICE_PROPERTIES"
+MAX_DIGITS = 100
 _REPLACED_PREFIXES = ("NPUW_", "NPU_USE_NPUW")
 _NOT_HERE = {
     "scheduler_config": "use MAX_NUM_SEQS, KV_SLOTS, MAX_WAITING and SCHEDULER",
@@ -44,6 +50,7 @@ def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> R
     """
     options: dict[str, Any] = {}
     device_properties: dict[str, Any] = {}
+    properties = {name: as_number(value) if name in _NUMBERS else value for name, value in properties.items()}
     for name, value in properties.items():
         if name in _OWN:
             options[_OWN[name]] = value
@@ -59,6 +66,56 @@ def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> R
     if device_properties:
         options["device_properties"] = device_properties
     return ResolvedConfig(StaticLLMConfig(**options), frozenset(options))
+
+
+def properties_by_device(value: object) -> dict[str, dict[str, Any]]:
+    """Return the value of ``DEVICE_PROPERTIES``: the properties of one device each, by its name in capitals.
+
+    ``value`` may also be the text of a JSON object, as OpenVINO reads it.
+
+    Raises:
+        ConfigError: it is no dict of one dict per device.
+    """
+    given: Any = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{DEVICE_PROPERTIES}={shown(value)}: is no JSON object") from None
+    is_nested = isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(own, Mapping) for name, own in given.items()
+    )
+    if not is_nested:
+        raise ConfigError(
+            f"{DEVICE_PROPERTIES}={shown(value)}: must be a dict of one dict of properties per device, for example "
+            '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'
+        )
+    return {name.strip().upper(): dict(own) for name, own in given.items()}
+
+
+def with_own(properties: Mapping[Any, Any], device: str) -> dict[Any, Any]:
+    """Return properties with those of ``device`` in ``DEVICE_PROPERTIES``, which win over the common ones, in their place.
+
+    Those of ``GPU`` are also those of ``GPU.0``. Those of other devices are left out, as in OpenVINO.
+
+    Raises:
+        ConfigError: ``DEVICE_PROPERTIES`` is no dict of one dict per device.
+    """
+    common = {name: value for name, value in properties.items() if name != DEVICE_PROPERTIES}
+    if DEVICE_PROPERTIES not in properties:
+        return common
+    own = properties_by_device(properties[DEVICE_PROPERTIES])
+    return {**common, **own.get(kind(device), {}), **own.get(device, {})}
+
+
+def as_number(value: Any) -> Any:
+    """Return a number that is written as text, as the values of OpenVINO's properties may be; other values unchanged."""
+    if not isinstance(value, str) or len(value) > MAX_DIGITS:
+        return value
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return number if math.isfinite(number := read(value)) else value
+    return value
 
 
 def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection[str]) -> dict[str, Any]:
@@ -83,8 +140,9 @@ def _refuse(name: object, supported: Collection[str]) -> None:
     if name.startswith(_REPLACED_PREFIXES):
         warnings.warn(f"{name} controls NPUW, which staticllm replaces: it has no effect", stacklevel=4)
         return
-    near = difflib.get_close_matches(name, [*_OWN, *_HINTS, *supported], n=1)
-    raise ConfigError(f"unknown property {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+    known = {each.upper(): each for each in (*supported, *_HINTS, *_OWN, DEVICE_PROPERTIES, *_OF_PIPELINES)}
+    near = difflib.get_close_matches(name.upper(), known, n=1)
+    raise ConfigError(f"unknown property {shown(name)}" + (f": did you mean {known[near[0]]!r}?" if near else ""))
 
 
 def _prefill_hint(options: dict[str, Any], value: object, properties: Mapping[str, Any]) -> None:
@@ -107,4 +165,13 @@ def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[s
 _OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"}
 """Property name → field. Every field but the pass-through is a property under its upper-case name."""
 
+_OF_PIPELINES = ("adapters", "draft_model", "prompt_lookup")
+"""Names of GenAI that a pipeline takes in this spelling."""
+
+
+def _is_number(item: Field[Any]) -> bool:
+    return str(item.type).removesuffix(" | None") in ("int", "float")
+
+
+_NUMBERS = frozenset(item.name.upper() for item in fields(StaticLLMConfig) if _is_number(item))
 _HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}

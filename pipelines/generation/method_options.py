@@ -8,6 +8,7 @@ from typing import Any
 from staticllm.config import whole
 from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
+from staticllm.pipelines.generation.config_values import DRAFTING, WIDE
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import number
 
@@ -16,7 +17,6 @@ MAX_BEAMS = 64
 LONGEST_DRAFT = 64
 """Larger values of the options of drafts count as this one: no call checks more."""
 _STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
-_DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_threshold")
 
 
 def beams_of(options: Mapping[str, Any]) -> BeamParams | None:
@@ -39,7 +39,7 @@ def beams_of(options: Mapping[str, Any]) -> BeamParams | None:
             raise GenerationConfigError(
                 f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out"
             )
-    diversity = number(options, "diversity_penalty", -1e6, 1e6)
+    diversity = _wide(options, "diversity_penalty")
     if (diversity != 0.0) != (groups > 1):
         remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
         raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
@@ -51,10 +51,14 @@ def beams_of(options: Mapping[str, Any]) -> BeamParams | None:
         num_beams,
         groups,
         diversity,
-        number(options, "length_penalty", -1e3, 1e3),
+        _wide(options, "length_penalty"),
         None if ngram == UNLIMITED else ngram,
         _STOP_CRITERIA[criteria.lower()],
     )
+
+
+def _wide(options: Mapping[str, Any], name: str) -> float:
+    return number(options, name, WIDE[name].least, WIDE[name].most)
 
 
 def drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
@@ -62,7 +66,7 @@ def drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
     ngram_size = whole("max_ngram_size", options["max_ngram_size"], 0, UNLIMITED)
     max_tokens = whole("num_assistant_tokens", options["num_assistant_tokens"] or 0, 0, UNLIMITED)  # may be None
     confidence = number(options, "assistant_confidence_threshold", 0.0, 1.0)
-    asked = [name for name in _DRAFTING if options[name]]
+    asked = [name for name in DRAFTING if options[name]]
     if not asked:
         return None
     for name in ("num_beams", "num_return_sequences"):

@@ -14,6 +14,7 @@ from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.pipelines.generation.beam_search import BeamParams
+from staticllm.pipelines.generation.config_values import DEFAULTS, DRAFTING, NAMES, WIDE, in_effect
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import (
     EXTRA_NAMES,
@@ -31,11 +32,8 @@ from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS
 
 UNLIMITED = 2**64 - 1
 MAX_SEQUENCES = 128
-_NAMES = tuple(
-    name
-    for name in dir(genai.GenerationConfig)
-    if not name.startswith(("_", "is_")) and not callable(getattr(genai.GenerationConfig, name))
-)
+MAX_STOP_TOKEN = 2**63 - 1
+"""GenAI's type of a token id. An id that the model does not have ends nothing."""
 _SUPPORTED = frozenset(
     [
         "max_new_tokens",
@@ -73,13 +71,11 @@ _INERT_WITHOUT_BEAMS = frozenset(
 )
 """Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
 PENALTIES = {
-    "repetition_penalty": Bounds(1e-3, 1e3),
+    "repetition_penalty": WIDE["repetition_penalty"],
     "presence_penalty": Bounds(-2.0, 2.0),
     "frequency_penalty": Bounds(-2.0, 2.0),
 }
 """The penalties; their defaults are those of ``SamplingParams``."""
-_DEFAULTS = genai.GenerationConfig()
-"""Every option that is neither supported nor inert belongs to another decoding method and must have its default."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,10 @@ class GenerationOptions:
 
     ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
     ``eos_token_id``; with ``ignore_eos`` they end nothing, and are in ``ignored_token_ids``. ``beams`` is None without beam
-    search, and ``drafts`` without drafts. ``extra`` holds the options that GenAI does not have; those among them that choose
-    tokens are also in ``sampling``, except texts, which have no token ids yet. ``grammar`` comes from a keyword (``KEYWORDS``)
-    or ``structured_output_config``. ``adapters`` are None for those of the pipeline.
+    search, and ``drafts`` without drafts; ``asks_for_drafts`` says that a keyword asked for them. ``extra`` holds the options
+    that GenAI does not have; those among them that choose tokens are also in ``sampling``, except texts, which have no token ids
+    yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``. ``adapters`` are None for those of the
+    pipeline.
     """
 
     sampling: SamplingParams
@@ -105,6 +102,7 @@ class GenerationOptions:
     num_return_sequences: int = 1
     beams: BeamParams | None = None
     drafts: DraftParams | None = None
+    asks_for_drafts: bool = False
     parsers: tuple[genai.Parser, ...] = ()
     extra: ExtraOptions = field(default_factory=ExtraOptions)
     grammar: Grammar | None = None
@@ -149,7 +147,7 @@ def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | Non
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
     """Return a copy of ``config``; the ``copy`` module cannot copy GenAI's class."""
     copied = genai.GenerationConfig()
-    for name in _NAMES:
+    for name in NAMES:
         setattr(copied, name, getattr(config, name))
     return copied
 
@@ -157,24 +155,26 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
 def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
-    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, as in GenAI; in ``overrides`` it always has one.
+    A value of ``config`` that has no effect in this request is not checked, as in GenAI; one of ``overrides`` always is.
+    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, in ``overrides`` always.
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
         AdapterError: an adapter is unknown, or its file is missing or damaged.
     """
     for name, value in overrides.items():
-        if name not in _NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
-            near = difflib.get_close_matches(str(name), (*_NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
+        if name not in NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
+            near = difflib.get_close_matches(str(name), (*NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
             raise GenerationConfigError(
                 f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
             )
         _check_plain(name, value)
-    merged = {name: overrides.get(name, getattr(config, name)) for name in _NAMES}
+    merged = in_effect(config, overrides)
     try:
         extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
         options = _checked(merged, extra, _ngram_size(overrides, merged))
-        return replace(options, grammar=requested_grammar(overrides, merged))
+        asks_for_drafts = any(overrides.get(name) for name in DRAFTING)
+        return replace(options, grammar=requested_grammar(overrides, merged), asks_for_drafts=asks_for_drafts)
     except GenerationConfigError:
         raise
     except ConfigError as error:
@@ -208,21 +208,21 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
     for name, value in options.items():
         if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
             continue
-        if value != getattr(_DEFAULTS, name):
+        if value != getattr(DEFAULTS, name):
             raise GenerationConfigError(
                 f"{name}={shown(value)} is not supported: decoding is greedy, multinomial or beam search; "
-                f"leave {name} at {getattr(_DEFAULTS, name)!r}"
+                f"leave {name} at {getattr(DEFAULTS, name)!r}"
             )
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
         raise GenerationConfigError(f"stop_token_ids={shown(options['stop_token_ids'])}: must be a set of token ids")
-    stop_ids = {whole("stop_token_ids", token, 0) for token in options["stop_token_ids"]}
+    stop_ids = {whole("stop_token_ids", token, 0, MAX_STOP_TOKEN) for token in options["stop_token_ids"]}
     drafts = drafts_of(options)
     if drafts is not None and extra.best_of > 1:
         raise GenerationConfigError(
             f"best_of={extra.best_of} with drafts: they are for single answers; leave one of them out"
         )
     if options["eos_token_id"] != -1:
-        stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0))
+        stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0, MAX_STOP_TOKEN))
     echo = _flag(options, "echo")
     max_new_tokens = _limit(options, "max_new_tokens", 0 if echo else 1)
     min_new_tokens = whole("min_new_tokens", options["min_new_tokens"], 0)
@@ -277,21 +277,26 @@ def _parsers(value: object) -> tuple[genai.Parser, ...]:
 
 def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = _flag(options, "do_sample")
-    top_k = options["top_k"]
+    top_k, wide = options["top_k"], WIDE["temperature"]
     penalties = {name: number(options, name, each.least, each.most) for name, each in PENALTIES.items()}
     return SamplingParams(
         do_sample=do_sample,
-        temperature=number(options, "temperature", 0.0, 1e6, least_allowed=not do_sample),
+        temperature=number(options, "temperature", wide.least, wide.most, least_allowed=not do_sample),
         top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
         top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
         min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
-        rng_seed=whole("rng_seed", options["rng_seed"], 0, UNLIMITED),
+        rng_seed=_seed(options["rng_seed"]),
         wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
         **cast(dict[str, Any], {**penalties, **extra.numbers}),
     )
+
+
+def _seed(value: object) -> int:
+    """Return a seed; a negative one is random, like 0."""
+    return 0 if isinstance(value, int) and value < 0 else whole("rng_seed", value, 0, UNLIMITED)
 
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:
@@ -303,7 +308,7 @@ def _flag(options: Mapping[str, Any], name: str) -> bool:
 
 
 def _num_logprobs(value: object) -> int:
-    return int(value) if isinstance(value, bool) else whole("logprobs", value, 0)
+    return int(value) if isinstance(value, bool) else whole("logprobs", value, 0, UNLIMITED)
 
 
 def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:

@@ -12,16 +12,12 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core, kind
+from staticllm.devices import get_core, named_devices
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
 from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 from staticllm.pipelines.programs.compile_plan import device_properties
-from staticllm.properties import ResolvedConfig, resolve
-
-AUTO = ["NPU", "GPU", "CPU"]
-"""The devices that ``AUTO`` tries, in order of preference."""
-
+from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
 
 Config: TypeAlias = Mapping[str, object] | StaticLLMConfig | None
 """The ``config`` of a constructor: properties by name, or the resolved config."""
@@ -113,26 +109,14 @@ def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tu
     return keep_in_memory(models_path, given.weights), whole  # no weights file, so blobs must contain the weights
 
 
-def device_names(devices: Any) -> list[Any]:
-    """Split ``"npu, cpu"`` into ``["NPU", "CPU"]``; for ``AUTO`` and ``AUTO:GPU,CPU`` keep the available devices, in order."""
-    if not isinstance(devices, str):
-        return [devices]
-    names = [name.strip() for name in devices.upper().split(",")]
-    if names[0].split(":")[0] != "AUTO":
-        return names
-    listed = [name.strip() for name in ",".join(names).partition(":")[2].split(",") if name.strip()] or AUTO
-    available = {kind(name) for name in get_core().available_devices}
-    return [name for name in listed if kind(name) in available] or listed
-
-
 def resolve_candidates(devices: str, config: Config, properties: dict[str, Any]) -> list[Candidate]:
-    """Return one candidate per device of ``"NPU,GPU,CPU"``. A device gets only the properties that it knows.
+    """Return one candidate per device of ``"NPU,GPU,CPU"``. A device gets only the properties that it knows, and its own.
 
     Raises:
         ConfigError: none of the devices knows a property, or a value is impossible.
         DeviceError: the only device is not on this machine.
     """
-    names = device_names(devices)
+    names = named_devices(devices, get_core().available_devices) if isinstance(devices, str) else [devices]
     supported: dict[str, frozenset[str]] = {}
     for name in names:
         try:
@@ -149,8 +133,12 @@ def resolve_candidates(devices: str, config: Config, properties: dict[str, Any])
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config is a {type(config).__name__}: must be a dict of properties or a StaticLLMConfig")
     known = frozenset().union(*supported.values())
-    resolved = resolve(from_genai({**(config or {}), **properties}), known)
-    return [Candidate(name, _for_device(resolved.config, supported[name]), resolved.explicit) for name in names]
+    given = plain_properties({**(config or {}), **properties})
+    if DEVICE_PROPERTIES not in given:
+        resolved = resolve(from_genai(given), known)
+        return [Candidate(name, _for_device(resolved.config, supported[name]), resolved.explicit) for name in names]
+    each = {name: resolve(from_genai(with_own(given, name)), known | supported[name]) for name in names}
+    return [Candidate(name, _for_device(each[name].config, supported[name]), each[name].explicit) for name in names]
 
 
 def _with_plain_properties(config: StaticLLMConfig) -> StaticLLMConfig:

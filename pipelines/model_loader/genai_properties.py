@@ -10,9 +10,10 @@ from typing import Any
 import openvino as ov
 import openvino_genai as genai
 
-from staticllm.config import MAX_SEQS
+from staticllm.config import MAX_SEQS, switch
 from staticllm.errors import ConfigError
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
+from staticllm.properties import as_number
 
 BLOCK_SLOTS = 32
 """Tokens per KV block in GenAI on the CPU."""
@@ -53,6 +54,8 @@ def _plain_name(name: Any) -> Any:
 
 
 def _plain_value(value: Any) -> Any:
+    if isinstance(value, ov.OVAny):  # of the pair that a function of ``openvino.properties`` returns
+        return _plain_value(value.value)
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
@@ -72,17 +75,25 @@ def _attention_backend(properties: dict[Any, Any], value: object) -> None:
         raise ConfigError(f"ATTENTION_BACKEND={value!r}: must be SDPA or PA, and has no effect here: leave it out")
 
 
-def _cache_dir(properties: dict[Any, Any], value: object) -> None:
-    if value != "":  # an empty string turns the cache off
-        properties["CACHE_DIR"] = value
+def _path(name: str) -> Callable[[dict[Any, Any], Any], None]:
+    def take(properties: dict[Any, Any], value: object) -> None:
+        if value != "":  # an empty string is no path: it turns the cache off, for example
+            properties[name] = value
+
+    return take
 
 
 def _static_pipeline(properties: dict[Any, Any], value: object) -> None:
     _has_no_effect("STATIC_PIPELINE chooses among NPUW's pipelines, which staticllm replaces")
 
 
+def _auto_batching(properties: dict[Any, Any], value: object) -> None:
+    """Drop the choice: OpenVINO batches for ``PERFORMANCE_HINT=THROUGHPUT`` on a GPU, here the engine packs requests."""
+    switch("ALLOW_AUTO_BATCHING", value)
+
+
 def _enable_mmap(properties: dict[Any, Any], value: object) -> None:
-    if value not in (True, "YES"):
+    if not switch("ENABLE_MMAP", value):
         _has_no_effect("ENABLE_MMAP=False: the weights are always mapped")
 
 
@@ -130,7 +141,7 @@ def _unused(config: genai.SchedulerConfig) -> list[str]:
 def _longest(properties: Mapping[Any, Any]) -> int:
     """Return the KV slots of one longest sequence, which must fit; impossible lengths are reported where they are read."""
     lengths = (properties.get("MAX_PROMPT_LEN", 1024), properties.get("MIN_RESPONSE_LEN", 128))
-    return sum(length for length in lengths if isinstance(length, int))
+    return sum(length for length in map(as_number, lengths) if isinstance(length, int))
 
 
 def _has_no_effect(what: str) -> None:
@@ -139,9 +150,10 @@ def _has_no_effect(what: str) -> None:
 
 _TAKEN: dict[str, Callable[[dict[Any, Any], Any], None]] = {
     "ATTENTION_BACKEND": _attention_backend,
-    "CACHE_DIR": _cache_dir,
+    **{name: _path(name) for name in ("CACHE_DIR", "BLOB_PATH", "WEIGHTS_PATH")},
     "STATIC_PIPELINE": _static_pipeline,
     "ENABLE_MMAP": _enable_mmap,
+    "ALLOW_AUTO_BATCHING": _auto_batching,
     "prompt_lookup": _prompt_lookup,
     "adapters": _adapters,
     "scheduler_config": _scheduler_config,

@@ -387,6 +387,8 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     if limits.has_prompt_lookup and not drafts.max_ngram_size:
         drafts = replace(drafts, max_ngram_size=DEFAULT_NGRAM_SIZE)
     if not drafts.max_ngram_size and not limits.has_draft_model:
+        if not options.asks_for_drafts:
+            return None  # options of a draft model that come from a config have no effect without one
         is_confidence = drafts.confidence > 0
         name = "assistant_confidence_threshold" if is_confidence else "num_assistant_tokens"
         raise GenerationConfigError(

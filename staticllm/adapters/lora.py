@@ -43,6 +43,8 @@ _TRAINED_OTHERWISE = (
     "layer_replication", "target_parameters", "trainable_token_indices", "modules_to_save", "lora_bias",
 )  # fmt: skip
 """Fields of ``adapter_config.json`` for methods that compute something else, or that train more than matrices."""
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz")
+_SAVE_AGAIN = "save it as safetensors (PEFT's model.save_pretrained(folder) does), or give a safetensors file"
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the model's own weights as they are."""
 MAX_PATTERN = 512
@@ -112,15 +114,36 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
     try:
         found = Path(os.fsdecode(path))
         is_directory = found.is_dir()
+        weights = _weights_in(found) if is_directory else found
     except (TypeError, ValueError, OSError) as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
     _check_kind(path_kind(found))
     config = _read_config(found / CONFIG) if is_directory else None
     try:
-        with open_safetensors(found / FILE if is_directory else found) as file:
+        with open_safetensors(weights) as file:
             return replace(_adapter(file, config), path=found.absolute())
     except OSError as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
+    except AdapterError:
+        if weights.suffix in _OTHER_FORMATS and weights.is_file():
+            raise AdapterError(f"the adapter {str(weights)!r} is no safetensors file: {_SAVE_AGAIN}") from None
+        raise
+
+
+def _weights_in(folder: Path) -> Path:
+    """Return the path of the matrices in a directory of PEFT.
+
+    Raises:
+        AdapterError: they are there in another format.
+    """
+    others = [] if (folder / FILE).exists() else sorted(each for each in folder.iterdir() if _is_weights(each))
+    if others:
+        raise AdapterError(f"the adapter {str(folder)!r} has {others[0].name}, not {FILE}: {_SAVE_AGAIN}")
+    return folder / FILE
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in (*_OTHER_FORMATS, ".safetensors") and path.is_file()
 
 
 def _check_kind(held: ModelPath) -> None:

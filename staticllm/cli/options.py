@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from staticllm.cli.usage.model_arguments import folder_of, one_model
-from staticllm.config import MAX_LEN, PROGRAMS, StaticLLMConfig
-from staticllm.errors import ConfigError, PromptError
+from staticllm.config import PROGRAMS, StaticLLMConfig
+from staticllm.errors import MAX_LEN, ConfigError, PromptError
 from staticllm.properties import resolve
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.errors import (
+    MAX_LEN,
     AdapterError,
     BusyError,
     ClosedError,
@@ -118,10 +119,13 @@ def api_error_of(error: BaseException) -> ApiError:
 def prompt_too_long(error: PromptTooLongError, field: str) -> ApiError:
     """Return the answer to a prompt, in this ``field`` of a request, with too many tokens."""
     has = "have" if field.endswith("s") else "has"
+    longer = f", or serve with --max-prompt-len {error.num_tokens} or more"
+    if error.num_tokens > MAX_LEN:
+        longer = f"; no model can be served with more than --max-prompt-len {MAX_LEN}"
     return ApiError(
         400,
         f"This model's maximum context length for prompts is {error.limit} tokens, your {field} {has} "
-        f"{error.num_tokens} tokens: send less, or serve with --max-prompt-len {error.num_tokens} or more",
+        f"{error.num_tokens} tokens: send less{longer}",
         code="context_length_exceeded",
         param=field,
         knob="--max-prompt-len",

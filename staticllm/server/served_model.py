@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, cast
 
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, is_lowered_as, kind_of
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.devices import check_device, default_mode, get_core
+from staticllm.devices import check_device, default_mode, get_core, named_devices
 from staticllm.errors import ClosedError, ConfigError, ModelError, StaticLLMError
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.arguments import expanded
@@ -216,9 +216,9 @@ def estimated_size(spec: ModelSpec, device: str, properties: Mapping[str, object
 
 def _first_device(device: str) -> str:
     error: StaticLLMError = ModelError("no device")
-    for name in device.split(","):
+    for name in named_devices(device, get_core().available_devices):
         try:
-            return check_device(get_core(), name.strip())
+            return check_device(get_core(), name)
         except StaticLLMError as found:
             error = found
     raise error

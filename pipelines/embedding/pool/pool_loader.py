@@ -14,8 +14,9 @@ from typing import Literal
 import openvino as ov
 import openvino_genai as genai
 
+from staticllm.config import switch
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.devices import get_core, kind
+from staticllm.devices import PREFERRED, get_core, kind
 from staticllm.errors import ConfigError, as_ours, shown
 from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
@@ -36,6 +37,8 @@ from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
 from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
 from staticllm.pipelines.embedding.windve.queue_policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
+from staticllm.pipelines.model_loader.genai_properties import plain_properties
+from staticllm.properties import DEVICE_PROPERTIES, as_number, properties_by_device, with_own
 
 PolicyName = Literal["plain", "predicted", "windve", "windve_q"]
 _WITHOUT_EFFECT = OPTIONS - {"programs"}
@@ -74,12 +77,10 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     Raises:
         ConfigError: a value is impossible.
     """
-    together, apart = properties.pop("HETEROGENEOUS", False), properties.pop("SEPARATE_PROCESS", False)
-    limit = properties.pop("LATENCY_MS", None)
+    together = switch("HETEROGENEOUS", properties.pop("HETEROGENEOUS", False))
+    apart = switch("SEPARATE_PROCESS", properties.pop("SEPARATE_PROCESS", False))
+    limit = as_number(properties.pop("LATENCY_MS", None))
     policy, depths = properties.pop("QUEUE_POLICY", None), properties.pop("QUEUE_DEPTHS", None)
-    for name, flag in (("HETEROGENEOUS", together), ("SEPARATE_PROCESS", apart)):
-        if not isinstance(flag, bool):
-            raise ConfigError(f"{name}={shown(flag)}: must be True or False")
     is_limit = isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit <= sys.float_info.max
     if limit is not None and not is_limit:
         raise ConfigError(f"LATENCY_MS={shown(limit)}: must be a number of ms above 0, or None for no limit")
@@ -91,11 +92,10 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
         raise ConfigError(f"QUEUE_DEPTHS={depths!r}: must be the path of a file")
     if depths is None and isinstance(folder := properties.get("CACHE_DIR"), (str, Path)) and folder:
         depths = Path(folder) / DEPTHS_NAME
-    own = properties.pop("DEVICE_PROPERTIES", None)
-    if own is not None and not (isinstance(own, Mapping) and all(isinstance(each, Mapping) for each in own.values())):
-        raise ConfigError(f"DEVICE_PROPERTIES={own!r}: must be a dict of one dict of properties per device")
+    given = plain_properties({DEVICE_PROPERTIES: properties.pop(DEVICE_PROPERTIES, None)})[DEVICE_PROPERTIES]
+    own = None if given is None else properties_by_device(given)
     limit_s = float(limit) / 1e3 if isinstance(limit, (int, float)) else None
-    return PoolOptions(bool(together), limit_s, policy, None if depths is None else Path(depths), own, bool(apart))
+    return PoolOptions(together, limit_s, policy, None if depths is None else Path(depths), own, apart)
 
 
 def needs_pool(device: str, options: PoolOptions) -> bool:
@@ -218,17 +218,20 @@ def _with_threads(used: UsedDevice, choices: EncoderChoices) -> EncoderChoices:
 def choices_by_device(choices: EncoderChoices, options: PoolOptions, names: Sequence[str]) -> dict[str, EncoderChoices]:
     """Return the choices of each device, with its own properties in them (``DEVICE_PROPERTIES``).
 
+    Those of ``CPU`` are also those of ``CPU#0-3``. Those of an NPU, GPU or CPU that is not used are left out.
+
     Raises:
-        ConfigError: there are properties of another device.
+        ConfigError: there are properties of something else.
     """
     own = options.device_properties or {}
-    if unknown := set(own) - set(names):
+    unknown = [name for name in own if name not in names and name.split(".")[0] not in PREFERRED]
+    if unknown:
         raise ConfigError(
-            f"DEVICE_PROPERTIES for {min(map(str, unknown))!r}: there is no such device here; there are: {', '.join(names)}"
+            f"DEVICE_PROPERTIES for {min(unknown)!r}: there is no such device here; there are: {', '.join(names)}"
         )
-    return {
-        name: replace(choices, properties={**(choices.properties or {}), **own.get(name, {})} or None) for name in names
-    }
+    given = {**(choices.properties or {}), DEVICE_PROPERTIES: own}
+    each = {name: {**with_own(given, name.split("#", maxsplit=1)[0]), **own.get(name, {})} for name in names}
+    return {name: replace(choices, properties=found or None) for name, found in each.items()}
 
 
 def load_pool(

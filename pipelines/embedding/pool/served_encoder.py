@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import openvino_genai as genai
 
 from staticllm.core import OnProgress
+from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
@@ -61,6 +62,7 @@ def serve_encoder(
     host = None if engine is None else checked_host(engine)
     if not isinstance(device, str):
         raise ConfigError(f"device is a {type(device).__name__}: must be the name of a device, for example CPU")
+    device = _actual(device)
     if not needs_pool(device, options):
         own = choices_by_device(choices, options, [device.upper()])[device.upper()]
         return serve_loaded(load_encoder(models_path, device, own, on_progress), host, max_waiting)
@@ -71,6 +73,18 @@ def serve_encoder(
         )
     found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options, on_progress)
     return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)
+
+
+def _actual(device: str) -> str:
+    """Return the device that OpenVINO's ``AUTO``, ``HETERO`` or ``BATCH`` would use first, or all of ``MULTI``."""
+    distributing = device.split(":", maxsplit=1)[0].strip().upper()
+    if distributing not in DISTRIBUTING:
+        return device
+    available = get_core().available_devices
+    names = named_devices(device, available)
+    if distributing == "MULTI":
+        return ",".join(names)
+    return next((name for name in names if is_present(get_core(), name)), names[0])
 
 
 def serve_loaded(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from staticllm.devices import kind
+from staticllm.devices import DISTRIBUTING, kind
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.embedding.windve.affinity import parse_list
 
-DISTRIBUTING = ("AUTO", "MULTI", "HETERO", "BATCH")
-"""OpenVINO's devices that choose among others; here a queue for each device does that."""
 ORDER = ("NPU", "GPU", "CPU")
 """Kinds of devices, the preferred first. Other kinds are used only if they are named."""
 

@@ -217,8 +217,7 @@ def _in_form(message: Message, form: CallForm, ids: dict[object, str]) -> Messag
         if not function or not isinstance(call, Mapping):
             calls.append(call)
             continue
-        name = _name_of(call)
-        written = {**function, "arguments": _arguments(function.get("arguments"), form, name)}
+        written = {**function, "arguments": _arguments(function.get("arguments"), form)}
         ids[call.get("id")] = id = _short_id(call.get("id")) if form.has_short_ids else str(call.get("id"))
         calls.append({**call, **({"function": written} if "function" in call else written), "id": id})
     content = message.get("content") or (None if form.has_null_content else "")
@@ -234,7 +233,7 @@ def _short_id(id: object) -> str:
     return "".join(_DIGITS[number // 36**place % 36] for place in range(SHORT_ID_CHARS))
 
 
-def _arguments(value: object, form: CallForm, name: str) -> object:
+def _arguments(value: object, form: CallForm) -> object:
     """Return the arguments of a call as a template takes them; what was cut off or is malformed is shown as it was written.
 
     Raises:
@@ -247,7 +246,10 @@ def _arguments(value: object, form: CallForm, name: str) -> object:
         return parsed
     if isinstance(value, str) and parsed is value:  # no JSON
         return {"arguments": value}
-    raise PromptError(f"the arguments of a call of {name!r} are no object: {shown(value)}: give a JSON object")
+    raise PromptError(
+        f"the arguments of a call are no JSON object: {json.dumps(parsed, ensure_ascii=False, default=str)[:80]}; the chat "
+        'template of this model needs an object such as {"name": "value"}'
+    )
 
 
 def _parsed(arguments: object) -> object:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from staticllm.server.openai.fields import MAX_STOPS, Fields, Text
+from staticllm.server.openai.fields import Fields, Function, MessageFields, Stop, Text
 from staticllm.server.openai.messages import MAX_MESSAGES
 
-
-def _whole(value: Any) -> Any:
-    """Return 3.0 as 3: Ollama takes both."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Number = Annotated[Whole, Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 KeepAlive = float | Annotated[str, Field(max_length=100)]
 Think = bool | Literal["low", "medium", "high", "max"]
 Format = Literal["", "json"] | dict[str, Any]
@@ -27,19 +20,19 @@ class OllamaOptions(Fields):
     """How tokens are chosen. The fields from ``num_ctx`` on are accepted without effect: they are settings of the server."""
 
     temperature: float | None = Field(None, ge=0, le=100)
-    top_k: Whole | None = Field(None, ge=-1, lt=2**31)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    mirostat: Whole | None = Field(None, ge=0, le=2)
+    mirostat: int | None = Field(None, ge=0, le=2)
     mirostat_tau: float | None = Field(None, gt=0, le=100)
     mirostat_eta: float | None = Field(None, ge=0, le=10)
     seed: Number | None = None
-    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    num_predict: Annotated[Whole, Field(ge=-2, lt=2**31)] | None = None
+    stop: Stop | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     num_ctx: Number | None = None
     num_keep: Number | None = None
     num_batch: Number | None = None
@@ -93,16 +86,14 @@ class OllamaGeneration(_Request):
         return "messages"
 
 
-class OllamaFunctionCall(Fields):
+class OllamaFunctionCall(MessageFields):
     """A function with its arguments, as an object."""
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
-    index: int | None = None
-    description: str | None = None
 
 
-class OllamaToolCall(Fields):
+class OllamaToolCall(MessageFields):
     """A call that the model made before."""
 
     function: OllamaFunctionCall
@@ -110,7 +101,7 @@ class OllamaToolCall(Fields):
     type: Literal["function"] = "function"
 
 
-class OllamaMessage(Fields):
+class OllamaMessage(MessageFields):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -123,20 +114,11 @@ class OllamaMessage(Fields):
     tool_call_id: str | None = None
 
 
-class OllamaFunction(Fields):
-    """A function that the model may call. ``parameters`` is a JSON schema."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class OllamaTool(Fields):
+class OllamaTool(MessageFields):
     """A tool: functions are the only ones."""
 
     type: Literal["function"] = "function"
-    function: OllamaFunction
+    function: Function
 
 
 class OllamaChatRequest(OllamaGeneration):

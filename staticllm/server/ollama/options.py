@@ -11,7 +11,7 @@ from staticllm.server.openai.fields import SamplingFields
 from staticllm.server.openai.sampling import max_new_tokens, sampling_options
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty",
-             "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "stop")  # fmt: skip
+             "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "stop", "seed")  # fmt: skip
 
 
 def generation_options(body: OllamaGeneration, max_seq_len: int) -> dict[str, Any]:
@@ -41,8 +41,6 @@ def generation_options(body: OllamaGeneration, max_seq_len: int) -> dict[str, An
 
 def _sampling(given: OllamaOptions) -> dict[str, Any]:
     fields = {name: value for name in _SAMPLING if (value := getattr(given, name)) is not None}
-    if given.seed is not None and given.seed != -1:  # -1 is a random one
-        fields["seed"] = given.seed
     return sampling_options(SamplingFields.model_construct(**fields))
 
 

@@ -18,7 +18,7 @@ from staticllm.server.api_error import ApiError
 from staticllm.server.chunk_stream import ChunkStream
 from staticllm.server.endpoint import Call
 from staticllm.server.openai.chat_chunks import ChatChunks
-from staticllm.server.openai.fields import Fields, SamplingFields
+from staticllm.server.openai.fields import Fields, Function, MessageFields, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.openai.progress import timings_of, with_progress
@@ -43,17 +43,8 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
-class Function(Fields):
-    """A function that the model may call. ``parameters`` is a JSON schema."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Fields):
-    """A tool: functions are the only ones."""
+class Tool(MessageFields):
+    """A tool: functions are the only ones, and all that the model sees is in ``function``."""
 
     type: Literal["function"]
     function: Function
@@ -76,6 +67,8 @@ class ChatRequest(SamplingFields):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
 
     @property
     def prompt_field(self) -> str:
@@ -115,6 +108,7 @@ def chat_options(body: ChatRequest, index: int) -> dict[str, Any]:
     if body.logprobs and body.is_search:
         raise ApiError(400, "logprobs with num_beams: leave one out", param="logprobs")
     options = {**sampling_options(body, index), **max_new_tokens(limit), **_format_options(body.response_format)}
+    options["apply_chat_template"] = True
     if body.logprobs:
         options["logprobs"] = 1
     if not body.is_search:

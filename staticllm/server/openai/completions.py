@@ -69,7 +69,7 @@ async def completions(call: Call, body: CompletionRequest) -> Response:
 
 
 def _check(body: CompletionRequest) -> None:
-    if body.suffix is not None:
+    if body.suffix:
         raise ApiError(400, "suffix is not supported: leave it out", param="suffix", code="unsupported_parameter")
     if body.best_of not in (None, body.n):
         raise ApiError(
@@ -101,8 +101,7 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
 
 def _options(body: CompletionRequest, index: int) -> dict[str, Any]:
     options = {**sampling_options(body, index), **max_new_tokens(body.max_tokens), "apply_chat_template": False}
-    if body.echo:
-        options["echo"] = True
+    options["echo"] = body.echo
     if body.logprobs is not None:
         options["logprobs"] = 1
     return options

@@ -35,7 +35,7 @@ class EmbeddingsRequest(IgnoredFields):
     model_config = ConfigDict(title="EmbeddingsRequest")
 
     model: Text | None = None
-    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     input_type: Literal["query", "document"] | None = None

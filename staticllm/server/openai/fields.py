@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,19 +12,69 @@ MAX_STOPS = 16
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
 """Token ids. Lists that may be long end at their first error: an error for each element takes about a KiB."""
+Stop = Literal[""] | Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)]
+"""Texts that end an answer; an empty text is none."""
 
 
 class Fields(BaseModel):
-    """A JSON object without unknown fields; numbers are numbers, not text. Fields that are null count as absent."""
+    """A JSON object without unknown fields; numbers are numbers, not text.
+
+    Fields that are null count as absent. A whole number may be written as 12.0, as JSON Schema says.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or None not in values.values():
+    def _as_written(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        if None in values.values():
+            values = {name: value for name, value in values.items() if value is not None}
+        names = [name for name in _integer_fields(cls) if isinstance(values.get(name), (float, list))]
+        return {**values, **{name: _whole(values[name]) for name in names}} if names else values
+
+
+class MessageFields(Fields):
+    """An object of a conversation. Unknown fields are ignored: other servers and clients write their own into messages."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+@cache
+def _integer_fields(kind: type[BaseModel]) -> tuple[str, ...]:
+    """Return the names of the fields that take whole numbers, or lists of them."""
+    return tuple(field.alias or name for name, field in kind.model_fields.items() if _takes_integers(field.annotation))
+
+
+def _takes_integers(annotation: Any) -> bool:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return any(type(each) is int for each in parts)
+    return annotation is int or (get_origin(annotation) is not dict and any(map(_takes_integers, parts)))
+
+
+def _whole(value: Any, depth: int = 2) -> Any:
+    """Return 3.0 as 3, also within lists of lists."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not (depth and isinstance(value, list) and any(isinstance(each, (float, list)) for each in value)):
+        return value
+    return [_whole(each, depth - 1) for each in value]
+
+
+class Function(Fields):
+    """A function that the model may call. ``parameters`` is a JSON schema. The fields below ``strict`` change nothing here."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = Field(default=None, exclude=True)
+    defer_loading: Any = Field(default=None, exclude=True)
+    input_examples: Any = Field(default=None, exclude=True)
+    returns: Any = Field(default=None, exclude=True)
+    return_: Any = Field(default=None, alias="return", exclude=True)
 
 
 class IgnoredFields(Fields):
@@ -56,7 +107,7 @@ class SamplingFields(IgnoredFields):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
-    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Stop | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

@@ -7,41 +7,58 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from staticllm.server.api_error import ApiError
-from staticllm.server.openai.fields import Fields
+from staticllm.server.openai.fields import MessageFields
 
 MAX_MESSAGES = 10_000
+_TEXTS = ("text", "input_text", "output_text")
+_REASONING = ("thinking", "reasoning", "redacted_thinking")
+"""Parts of an assistant's message with reasoning, as Mistral, Anthropic and Vercel's AI SDK call them."""
 
 
-class ContentPart(Fields):
-    """A part of a message. Only text is there; the other fields are named so that the refusal can say it."""
+class ContentPart(MessageFields):
+    """A part of a message: a text, the text of a refusal, or reasoning."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    cache_control: Any = None
+    thinking: str | Annotated[list[Any], Field(fail_fast=True)] | None = None
+    reasoning: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """What the part adds to the content; None if it is no text. Reasoning adds nothing."""
+        if self.type in _REASONING:
+            return ""
+        return self.refusal if self.type == "refusal" else self.text if self.type in _TEXTS else None
+
+    @property
+    def thought(self) -> str:
+        """What the part adds to the reasoning."""
+        if self.type not in _REASONING:
+            return ""
+        if isinstance(self.thinking, list):
+            return "".join(text for each in self.thinking if isinstance(text := _text_in(each), str))
+        return self.thinking or self.reasoning or self.text or ""
 
 
-class FunctionCall(Fields):
+class FunctionCall(MessageFields):
     """The name of a function, and the text of a JSON object."""
 
     name: str
-    arguments: str
+    arguments: str = "{}"
 
 
-class MessageToolCall(Fields):
-    """A call that the model made before. ``index`` is what some clients keep from a stream."""
+class MessageToolCall(MessageFields):
+    """A call that the model made before."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
 
 
-class Message(Fields):
-    """A message. ``refusal``, ``annotations``, ``audio`` and ``function_call`` are what clients send back of an answer: null."""
+class Message(MessageFields):
+    """A message. ``reasoning`` is another name of ``reasoning_content``. Only text is there: ``audio`` and the old
+    ``function_call`` must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -49,8 +66,8 @@ class Message(Fields):
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None
     refusal: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
 
@@ -62,14 +79,27 @@ class Message(Fields):
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": _text_of(self.content, f"{where}.content") or (None if self.tool_calls else ""),
+            "content": _text_of(self.content, f"{where}.content") or self.refusal or (None if self.tool_calls else ""),
         }
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
+        for name, value in (
+            ("name", self.name),
+            ("tool_call_id", self.tool_call_id),
+            ("reasoning_content", self._thought()),
+        ):
+            if value is not None:
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message
+
+    def _thought(self) -> str | None:
+        """Return the reasoning, by whichever name it was sent."""
+        if self.reasoning_content is not None:
+            return self.reasoning_content
+        if isinstance(self.reasoning, str):
+            return self.reasoning
+        parts = self.content if isinstance(self.content, list) else []
+        return "".join(part.thought for part in parts) or None
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -86,7 +116,7 @@ def _text_of(content: str | Annotated[list[ContentPart], Field(fail_fast=True)] 
         return content or ""
     texts = []
     for index, part in enumerate(content):
-        text = part.text if part.type in ("text", "input_text", "output_text") else None
+        text = part.shown
         if text is None:
             raise ApiError(
                 400,
@@ -96,3 +126,7 @@ def _text_of(content: str | Annotated[list[ContentPart], Field(fail_fast=True)] 
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _text_in(part: Any) -> Any:
+    return part.get("text") if isinstance(part, dict) else None

@@ -11,7 +11,7 @@ UNLIMITED = 2**64 - 1
 MAX_ID_DIGITS = 10
 """Digits of a token id; Python refuses to read numbers with thousands of them."""
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
-         "dry_penalty_last_n", "dry_sequence_breakers", "num_beams", "ignore_eos")  # fmt: skip
+         "dry_penalty_last_n", "dry_sequence_breakers", "ignore_eos")  # fmt: skip
 _DRAWING = ("top_p", "top_k", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau",
             "mirostat_eta")  # fmt: skip
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "xtc_probability": 0.0, "mirostat": 0}
@@ -24,6 +24,8 @@ def sampling_options(body: SamplingFields, index: int = 0) -> dict[str, Any]:
 
     ``temperature`` 0 is greedy. Without it the model's own config decides, unless another field asks for sampling.
 
+    The number and the form of the answers are those of the request, whatever the model's own config has.
+
     Raises:
         ApiError: fields contradict each other.
     """
@@ -33,19 +35,22 @@ def sampling_options(body: SamplingFields, index: int = 0) -> dict[str, Any]:
         raise ApiError(
             400, "num_beams with stream: the best beam is known at the end; leave one out", param="num_beams"
         )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options without stream: leave it out", param="stream_options")
+    if body.has_usage_chunk and not body.stream:
+        raise ApiError(400, "stream_options.include_usage without stream: leave it out", param="stream_options")
     options: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.repeat_penalty is not None:
         options["repetition_penalty"] = body.repeat_penalty
-    if body.stop is not None:
+    if body.stop:
         options["stop_strings"] = {body.stop} if isinstance(body.stop, str) else set(body.stop)
     if body.logit_bias:
         options["logit_bias"] = _bias(body.logit_bias)
     if body.min_tokens is not None:
         options["min_new_tokens"] = body.min_tokens
-    if body.is_search:
-        options["num_return_sequences"] = body.n
+    options |= {
+        "num_beams": body.num_beams or 1,
+        "num_return_sequences": body.n if body.is_search else 1,
+        "echo": False,
+    }
     return {**options, **_drawing(body, index), "priority": body.priority}
 
 
@@ -70,9 +75,8 @@ def _drawing(body: SamplingFields, index: int) -> dict[str, Any]:
 
 
 def _seed(seed: int, index: int) -> int:
-    """Return the seed of answer ``index``. Our engine's 0 means unseeded, and it has no negative ones."""
-    positive = seed if seed > 0 else 2**63 + seed % 2**62
-    return positive + index
+    """Return the seed of answer ``index``. A negative one is random, as in llama.cpp; 0 is for the engine."""
+    return 0 if seed < 0 else (seed or 2**63) + index
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -24,8 +24,10 @@ class DivergedError(Exception):
 
 
 def seeded(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of a request for a stream with a seed, if it has none."""
-    return body if body.get("seed") is not None else {**body, "seed": secrets.randbelow(LARGEST_SEED)}
+    """Return the body of a request for a stream with a seed, if it has none, or a negative one, which is random."""
+    seed = body.get("seed")
+    is_random = seed is None or (isinstance(seed, (int, float)) and seed < 0)
+    return {**body, "seed": secrets.randbelow(LARGEST_SEED)} if is_random else body
 
 
 class EventReplay:

@@ -17,7 +17,8 @@ from staticllm.server.api_error import ApiError, to_json
 from staticllm.server.catalog.facts import context_length
 from staticllm.server.chunk_stream import ChunkStream, EventFrame
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.chat import ChatRequest, Function, JsonSchema, ResponseFormat, Tool, chat_options
+from staticllm.server.openai.chat import ChatRequest, JsonSchema, ResponseFormat, Tool, chat_options
+from staticllm.server.openai.fields import Function
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.reasons import finish_reason
 from staticllm.server.openai.sampling import max_new_tokens

@@ -6,30 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from staticllm.server.openai.fields import MAX_STOPS, Fields, IgnoredFields, Text
+from staticllm.server.openai.fields import Fields, Function, IgnoredFields, MessageFields, Stop, Text
 from staticllm.server.openai.messages import MAX_MESSAGES
 
 
-class InputPart(Fields):
-    """A part of a message. Only text is there; the other fields are named so that the refusal can say it."""
+class InputPart(MessageFields):
+    """A part of a message: a text, or the text of a refusal."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    image_url: Any = None
-    file_id: Any = None
-    file_data: Any = None
-    filename: Any = None
-    detail: Any = None
-    input_audio: Any = None
 
 
 Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=1000)]
 
 
-class InputItem(Fields):
+class InputItem(MessageFields):
     """An item of a conversation: a message, a call of a function, its result, or reasoning. Which fields it has depends on
     ``type``; without one it is a message."""
 
@@ -47,14 +39,10 @@ class InputItem(Fields):
     encrypted_content: str | None = None
 
 
-class FunctionTool(Fields):
-    """A function that the model may call. ``parameters`` is a JSON schema."""
+class FunctionTool(Function):
+    """A function that the model may call, in the flat form of this API."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Fields):
@@ -108,6 +96,7 @@ class ResponsesRequest(IgnoredFields):
     background: Literal[False] = False
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
+    max_tool_calls: Any = None  # of the tools of OpenAI's own servers
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     top_logprobs: Literal[0] = 0
     text: TextOptions = Field(default_factory=TextOptions)
@@ -126,7 +115,7 @@ class ResponsesRequest(IgnoredFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Stop | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-1000, le=1000)
 

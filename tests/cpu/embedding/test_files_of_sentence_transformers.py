@@ -227,7 +227,8 @@ def test_properties_of_the_only_device_count(directory):
         expected = pipe.encode(TEXTS)
     with StaticEmbeddingPipeline(directory, "cpu", DEVICE_PROPERTIES={"CPU": F32}, **coarse) as pipe:
         np.testing.assert_allclose(pipe.encode(TEXTS), expected, atol=1e-6)
-    with pytest.raises(ConfigError, match="DEVICE_PROPERTIES for 'GPU': there is no such device here; there are: CPU"):
-        StaticEmbeddingPipeline(directory, "CPU", DEVICE_PROPERTIES={"GPU": F32})
+    with pytest.raises(ConfigError, match="DEVICE_PROPERTIES for 'TPU': there is no such device here; there are: CPU"):
+        StaticEmbeddingPipeline(directory, "CPU", DEVICE_PROPERTIES={"TPU": F32})
+    assert StaticEmbeddingPipeline(directory, "CPU", DEVICE_PROPERTIES={"GPU": F32}).encode(TEXTS[:1]).size
     with pytest.raises(ConfigError, match="device is a NoneType: must be the name of a device"):
         StaticEmbeddingPipeline(directory, None)

@@ -7,8 +7,9 @@ import openvino_genai as genai
 import pytest
 
 from staticllm.errors import MAX_SHOWN, GenerationConfigError, StaticLLMError, shown
+from staticllm.pipelines.generation.config_values import NAMES
 from staticllm.pipelines.generation.extra_options import EXTRA_NAMES
-from staticllm.pipelines.generation.options import _NAMES, resolve
+from staticllm.pipelines.generation.options import resolve
 from staticllm.pipelines.generation.structured.requested import KEYWORDS
 
 
@@ -47,7 +48,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampling", "beams"])
-@pytest.mark.parametrize("name", [*_NAMES, *EXTRA_NAMES, *KEYWORDS])
+@pytest.mark.parametrize("name", [*NAMES, *EXTRA_NAMES, *KEYWORDS])
 def test_a_value_is_taken_or_refused_in_one_line(name, more):
     num_refused = 0
     for value in VALUES:

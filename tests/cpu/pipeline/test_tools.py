@@ -273,6 +273,24 @@ def test_wrong_options_are_one_line(inputs, options, said):
         assert pipe.generate("How?") == "yes"
 
 
+ITEMS = (
+    "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments | items %}{{ k }}{% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['"a"', "[1]", "5", "null", [1], 5, None])
+def test_arguments_that_are_no_object_are_said_to_be_none(arguments):
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pipe_of("yes", ITEMS) as pipe:
+        with pytest.raises(PromptError, match="the arguments of a call are no JSON object: ") as error:
+            pipe.generate(messages)
+        one_line(error)
+        call["function"]["arguments"] = '{"city": "Rome"}'
+        assert pipe.generate(messages).texts == ["yes"]
+
+
 def test_wrong_conversations_are_one_line():
     with pipe_of("yes") as pipe:
         pipe.start_chat()

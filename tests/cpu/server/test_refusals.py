@@ -65,7 +65,7 @@ def test_null_counts_as_absent_and_ends_of_ranges_are_taken(client, change):
     [
         ({"max_token": 4}, "max_token", "Unknown parameter: 'max_token'"),
         ({"web_search_options": {}}, "web_search_options", "Unknown parameter"),
-        ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages.0.colour", "Unknown parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "colour": 1}}]}, "tools.0.function.colour", "Unknown"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "bishop", "content": "a"}]}, "messages.0.role", "Input should be"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),

@@ -131,6 +131,27 @@ def test_a_config_that_cannot_be_used_gets_one_line(config, tmp_path):
     assert CONFIG in one_line(caught)
 
 
+@pytest.mark.parametrize(
+    "name", ["adapter_model.bin", "adapter_model.pt", "lora.gguf", "pytorch_lora_weights.safetensors"]
+)
+def test_a_directory_with_another_format_says_what_to_do(name, tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    (tmp_path / name).write_bytes(b"PK\x03\x04")
+    with pytest.raises(AdapterError, match=f"has {name}, not {FILE}: save it as safetensors") as error:
+        read_adapter(tmp_path)
+    one_line(error)
+
+
+@pytest.mark.parametrize("data", [b"PK\x03\x04" + bytes(60), b"\x80\x02}q\x00.", b"", b"GGUF" + bytes(60)])
+def test_a_file_in_another_format_says_what_to_do(data, tmp_path):
+    path = tmp_path / "adapter_model.bin"
+    path.write_bytes(data)
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin' is no safetensors file: save it as safetensors"):
+        read_adapter(path)
+    path.write_bytes(safetensors_bytes(PLAIN))
+    assert read_adapter(path).layers
+
+
 def test_files_that_are_not_there_get_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     fifo = tmp_path / "fifo"

@@ -25,7 +25,7 @@ def test_genai_names_and_typed_fields_give_the_same_config():
 
 
 @pytest.mark.parametrize("name", ["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, "100", None, True, float("nan"), 10**9])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x", None, True, float("nan"), 10**9])
 def test_lengths_that_are_not_positive_integers_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"{name}=.*must be a whole number from 1") as caught:
         read(**{name: value})

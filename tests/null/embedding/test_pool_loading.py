@@ -21,8 +21,8 @@ from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
 @pytest.mark.parametrize(
     ("properties", "text"),
     [
-        ({"HETEROGENEOUS": "yes"}, "HETEROGENEOUS='yes'"),
-        ({"SEPARATE_PROCESS": 1}, "SEPARATE_PROCESS=1: must be True or False"),
+        ({"HETEROGENEOUS": "maybe"}, "HETEROGENEOUS='maybe': must be YES or NO"),
+        ({"SEPARATE_PROCESS": 1}, "SEPARATE_PROCESS=1: must be YES or NO"),
         ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
         ({"LATENCY_MS": True}, "LATENCY_MS=True"),
         ({"LATENCY_MS": 10**5000}, "LATENCY_MS=a whole number of 16610 bits: must be a number of ms"),
@@ -47,6 +47,7 @@ def test_properties_are_read_and_taken():
         "cache/queue_depths.json",
     )
     assert needs_pool("NPU", options)
+    assert take_options({"HETEROGENEOUS": "YES", "LATENCY_MS": "250"}).is_heterogeneous
     assert not needs_pool("NPU", take_options({}))
     assert needs_pool("CPU#0,CPU#1", take_options({}))
     assert needs_pool("CPU", take_options({"SEPARATE_PROCESS": True}))

@@ -144,6 +144,8 @@ def test_a_stream_gets_a_seed_of_its_own():
     assert seeded({"seed": 0}) == {"seed": 0}
     seeds = {seeded({"stream": True, "seed": None})["seed"] for _ in range(20)}
     assert len(seeds) == 20
+    assert seeded({"seed": -1})["seed"] >= 0  # a negative one is random on each replica
+    assert seeded({"seed": "a"}) == {"seed": "a"}
 
 
 def test_a_lost_stream_ends_with_an_error_and_the_mark():

@@ -8,9 +8,9 @@ import pytest
 
 jsonschema = pytest.importorskip("jsonschema")
 
-from staticllm.pipelines.text.parsing.events import CallBegin, CallBroken, CallEnd, ContentDelta, merged, message_of
-from staticllm.pipelines.text.parsing.formats import MessageFormat
-from staticllm.pipelines.text.parsing.message_parser import MessageParser
+from staticllm.pipelines.text.parsing.events import CallBegin, CallBroken, CallEnd, ContentDelta, merged, message_of  # noqa: E402
+from staticllm.pipelines.text.parsing.formats import MessageFormat  # noqa: E402
+from staticllm.pipelines.text.parsing.message_parser import MessageParser  # noqa: E402
 
 TAGS = ("<tool_call>", "</tool_call>")
 TAGGED = MessageFormat("tagged", TAGS, ("<think>", "</think>"))
@@ -143,8 +143,8 @@ def test_without_calls_reasoning_is_found():
     assert message.content == 'Look: <tool_call>{"name": "now"}</tool_call>'
 
 
-VALUES = ["12345", "-3", "1.5", "1e5", "true", "False", "null", "None", '{"a": 1}', "{'a': 1}", "[1]", '"x"', "x", " x ", "", "  ",
-          "12.0", "NaN", "Infinity", "1_000", "('a', 1)"]  # fmt: skip
+VALUES = ["12345", "-3", "1.5", "1e5", "true", "False", "null", "None", '{"a": 1}', "{'a': 1}", "[1]", '"x"', "x", " x ", "",
+          "  ", "12.0", "NaN", "Infinity", "1_000", "('a', 1)"]  # fmt: skip
 SCHEMAS = [
     {"type": "string"}, {"type": ["string", "null"]}, {"type": ["null", "string"]}, {"enum": ["1", "true", "x", "12345"]},
     {"anyOf": [{"type": "string"}, {"type": "null"}]}, {"oneOf": [{"type": "string"}, {"type": "boolean"}]}, {"const": "12345"},
