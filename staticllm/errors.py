@@ -121,6 +121,11 @@ class SnapshotError(StaticLLMError):
     """A snapshot that cannot be saved or loaded: no cached sequence begins with the prompt, or the file does not fit."""
 
 
+def pipeline_closed() -> ClosedError:
+    """Return the error of a call of a pipeline that was closed."""
+    return ClosedError("the pipeline is closed: load the model again")
+
+
 def as_ours(error: BaseException) -> Exception:
     """Return the exception that a reader receives: ours and failed assertions as they are, else a ``DeviceError``."""
     if isinstance(error, (StaticLLMError, AssertionError)):

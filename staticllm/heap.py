@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 
 MMAP_THRESHOLD_OPTION = -3
 """``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``; setting it also ends the raising."""
@@ -33,6 +34,7 @@ def return_free_memory() -> bool:
     return library is not None and bool(library.malloc_trim(0))
 
 
+@cache  # each CDLL makes a class, which only the garbage collector frees
 def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
