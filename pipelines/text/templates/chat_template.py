@@ -6,6 +6,7 @@ transformers uses, and it cannot crash the process: recursion, endless loops and
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,16 +14,18 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.debug  # which Jinja would import with the first exception of a template
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from staticllm.errors import PromptError
+from staticllm.errors import PromptError, StaticLLMError
 from staticllm.pipelines.text.templates.bounds import TemplateLimitError, copied, limited, tick
 from staticllm.pipelines.text.templates.sandbox import BoundedEnvironment
 
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_SAID_CHARS, MAX_DATE_CHARS = 1000, 256
+codecs.lookup("unicode-escape")  # read now, and not with the first template, when files may be scarce
 _PROBE = "<probe-of-the-template>"
 _NAME = "<chat template>"
 
@@ -61,6 +64,7 @@ def render(
 
     Raises:
         PromptError: the template has an error, refuses the conversation or exceeds a bound; the message names the line.
+        StaticLLMError: this process lacks memory or files, which is not the template's fault.
     """
     context = {**tokens, "tools": list(tools) or None, "documents": None, **(extra_context or {})}
     context["add_generation_prompt"] = add_generation_prompt
@@ -75,6 +79,12 @@ def render(
     except PromptError:
         raise
     except Exception as error:  # a template is foreign code: every exception in it is an error of the prompt
+        if (cause := _outside(error)) is not None:
+            reason = getattr(cause, "strerror", None) or str(cause) or "there is not enough memory"
+            raise StaticLLMError(
+                f"the chat template cannot be rendered now: {reason}: close files or end other requests, or raise the limits of "
+                "this process (ulimit), and try again"
+            ) from error
         raise PromptError(_said(error)) from error
 
 
@@ -190,7 +200,23 @@ def _shows(template: str, messages: list[dict[str, Any]]) -> bool:
     context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
     try:
         return _PROBE in _run(template, {**context, "bos_token": "", "eos_token": "", "pad_token": ""})
-    except (TemplateLimitError, RecursionError, MemoryError, PromptError):
+    except (TemplateLimitError, RecursionError, PromptError):
         raise
-    except Exception:  # the template refuses this shape
+    except Exception as error:  # the template refuses this shape
+        if _outside(error) is not None:
+            raise
         return False
+
+
+def _outside(error: BaseException | None) -> BaseException | None:
+    """Return the exception behind this one that is not the template's fault, which Jinja may have wrapped; None without one.
+
+    No template raises it: it reads no file, and its texts are bounded. Nothing that fails so is remembered.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, (OSError, ImportError, MemoryError)):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
