@@ -34,9 +34,13 @@ def return_free_memory() -> bool:
     return library is not None and bool(library.malloc_trim(0))
 
 
-@cache  # each CDLL makes a class, which only the garbage collector frees
 def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
-    library = ctypes.CDLL(None)
+    library = _loaded()
     return library if hasattr(library, "gnu_get_libc_version") else None
+
+
+@cache  # each CDLL makes a class, which only the garbage collector frees
+def _loaded() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

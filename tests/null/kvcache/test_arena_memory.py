@@ -1,6 +1,7 @@
 """Clearing an arena takes no memory, and releasing it gives its memory back."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from staticllm.kvcache.arena import Arena
 
 
 def resident_megabytes():
-    with open("/proc/self/statm", encoding="ascii") as file:
+    with Path("/proc/self/statm").open(encoding="ascii") as file:
         return int(file.read().split()[1]) * 4 / 1024
 
 
