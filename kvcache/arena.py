@@ -36,9 +36,12 @@ class Arena:
         self.num_states = len(states)
         self.groups = group_states(tuple(states))
         self._storage: list[Array] = []
+        self._memory: list[mmap.mmap | None] = []  # of each storage; None for an array of numpy's own
         for group in self.groups:
             size = group.heads * num_slots * group.head_dim
-            self._storage.append(_untouched((len(group.members), size), group.dtype))
+            memory, storage = _untouched((len(group.members), size), group.dtype)
+            self._memory.append(memory)
+            self._storage.append(storage)
         self.stride = num_slots
         self._views = self._views_at(num_slots)
 
@@ -98,16 +101,35 @@ class Arena:
             view[:, :, targets] = view[:, :, sources]
 
     def clear(self) -> None:
-        """Zero all slots. Needed only after non-finite values: a masked NaN still makes a weighted sum NaN."""
-        for storage in self._storage:
-            storage.fill(0)
+        """Zero all slots. Needed only after non-finite values: a masked NaN still makes a weighted sum NaN.
+
+        Pages of a mapping are given back, and are zero when they are read again; filling them would bring all into memory.
+        """
+        for memory, storage in zip(self._memory, self._storage, strict=True):
+            if not _give_back(memory):
+                storage.fill(0)
+
+    def release(self) -> None:
+        """Give the memory of all slots back. The arena must not be used any more."""
+        self._storage, self._memory, self._views = [], [], []
 
     def _views_at(self, stride: int) -> list[Array]:
         return [_view(storage, group, stride) for storage, group in zip(self._storage, self.groups, strict=True)]
 
 
-def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> Array:
-    """Return zeros that take no memory before they are written, page by page.
+def _give_back(memory: mmap.mmap | None) -> bool:
+    """Give the pages of a mapping back, so that they are zero. Return False if there is no mapping, or it cannot."""
+    if memory is None:
+        return False
+    try:
+        memory.madvise(mmap.MADV_DONTNEED)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> tuple[mmap.mmap | None, Array]:
+    """Return zeros that take no memory before they are written, page by page; and the mapping behind them, if there is one.
 
     Numpy asks Linux for pages of 2 MiB. The used slots are at the front of each line of an arena, and one such page holds most
     of a line, so nearly all of them would be in memory after the first prompt.
@@ -117,7 +139,7 @@ def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> Array:
     """
     count = math.prod(shape)
     if sys.platform != "linux" or not count:
-        return np.zeros(shape, dtype)
+        return None, np.zeros(shape, dtype)
     num_bytes = count * np.dtype(dtype).itemsize
     try:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -125,7 +147,7 @@ def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> Array:
         raise MemoryError(f"{num_bytes / 1e9:.1f} GB cannot be allocated") from error
     with suppress(OSError, AttributeError):  # a system without such pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype, count).reshape(shape)
+    return memory, np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def _view(storage: Array, group: StateGroup, stride: int) -> Array:

@@ -216,6 +216,12 @@ class KVCache:
         self.states.clear()
         self.is_void = False
 
+    def release(self) -> None:
+        """Give the memory of slots, states and masks back. The cache must not be used any more."""
+        self._masks = MaskBuilder()
+        self.arena.release()
+        self.states.release()
+
 
 class Transaction:
     """A block in which slots change hands: ``is_void`` is True inside it, and stays True if it raises."""

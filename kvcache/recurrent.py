@@ -28,6 +28,10 @@ class StateBank:
         """Whether the model has recurrent states."""
         return bool(self.past)
 
+    def release(self) -> None:
+        """Give the memory of all states back. They must not be used any more."""
+        self.past, self.present, self._live = [], [], None
+
     def enter(self, sequence: KVSequence) -> None:
         """Make the states of a sequence the ones that programs read; zeros for a new sequence. Called before a step."""
         if self._live is sequence:

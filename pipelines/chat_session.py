@@ -6,11 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import openvino_genai as genai
-
 from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
+from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 
 
 class ChatSession:
@@ -19,8 +18,8 @@ class ChatSession:
     Any thread may call the methods; turns of several threads run one after the other.
     """
 
-    def __init__(self, tokenizer: genai.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tools: TokenizerTools) -> None:
+        self._tools = tools
         self._messages: list[dict[str, str]] = []
         self._tokens: list[int] = []
         self._is_open = False
@@ -71,7 +70,7 @@ class ChatSession:
                 raise GenerationConfigError(
                     "this chat goes on in token ids: pass token ids, or finish_chat before a str"
                 )
-            return encode_messages(self._tokenizer, [*self._messages, {"role": "user", "content": turn}])
+            return encode_messages(self._tools.tokenizer, [*self._messages, {"role": "user", "content": turn}])
         if any(message["role"] == "user" for message in self._messages):
             raise GenerationConfigError("this chat goes on in text: pass a str, or finish_chat before token ids")
         return Prompt([*self._tokens, *turn.ids])
@@ -94,7 +93,7 @@ class ChatSession:
             return list(self._tokens)
         if not self._messages:
             raise SnapshotError("there is no conversation: start_chat and generate first, or pass a prompt")
-        return encode_messages(self._tokenizer, self._messages).ids
+        return encode_messages(self._tools.tokenizer, self._messages).ids
 
     def _forget(self) -> None:
         self._messages, self._tokens = [], []

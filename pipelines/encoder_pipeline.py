@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import openvino_genai as genai
 
 from staticllm.errors import ConfigError, shown
+from staticllm.heap import return_free_memory
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
@@ -76,7 +77,6 @@ class EncoderPipeline:
         """Take an encoder that serves; it is closed if its tokenizer cannot be used."""
         self._pid = os.getpid()
         self._served, self._queue, self._engine = served, served.queue, served.engine
-        close_when_collected(self, served.close)
         self._begun: dict[str, EmbeddingRequest] = {}
         try:
             info = served.info
@@ -84,6 +84,7 @@ class EncoderPipeline:
         except BaseException:
             served.close()
             raise
+        close_when_collected(self, _close, served, self._tokenizer)
 
     @property
     def engine(self) -> JobHost:
@@ -117,8 +118,11 @@ class EncoderPipeline:
         return self._tokenizer.count(texts)
 
     def close(self) -> None:
-        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on."""
-        self._served.close()
+        """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on.
+
+        The programs and the tokenizer are given back before it returns, with their memory, threads and files.
+        """
+        _close(self._served, self._tokenizer)
 
     def __enter__(self: Pipeline) -> Pipeline:
         return self
@@ -170,6 +174,12 @@ class EncoderPipeline:
         if request is None:
             raise ConfigError(f"no {kind} was begun: call {start} first")
         return request.wait()
+
+
+def _close(served: ServedEncoder, tokenizer: TextTokenizer) -> None:
+    served.close()
+    tokenizer.close()
+    return_free_memory()
 
 
 def is_whole(value: object) -> bool:

@@ -15,6 +15,7 @@ import openvino_genai as genai
 from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.heap import return_free_memory
 from staticllm.model_dir import forget_in_memory
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.engine.client import EngineClient
@@ -40,6 +41,7 @@ from staticllm.pipelines.text.stop_checker import StopChecker
 from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
 from staticllm.pipelines.text.together import run_together
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
+from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 from staticllm.threads import close_when_collected
 
@@ -104,19 +106,16 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
-        self._input_processor = InputProcessor(
-            text.tokenizer, text.generation_config, candidates[0].config.adapters, text.joins_tokens
-        )
-        self._chat = ChatSession(text.tokenizer)
+        tools = self._tools = TokenizerTools(text.tokenizer, text.joins_tokens)
         self._engine: EngineClient = self._launched.engine
-        self._background = self._launched.background
-        decode = self._input_processor.decode
-        self._launched.use_tokenizer(text.tokenizer, decode, is_models_own=given.tokenizer is None)
-        self._stop_checker = StopChecker(self._engine, decode)
+        self._stop_checker = StopChecker(self._engine, tools.decode)
+        close_when_collected(self, _close, self._launched, self._stop_checker, tools)
+        self._input_processor = InputProcessor(tools, text.generation_config, candidates[0].config.adapters)
+        self._chat = ChatSession(tools)
+        self._launched.use_tokenizer(text.tokenizer, tools.decode, is_models_own=given.tokenizer is None)
         self._snapshots = ModelSnapshots(source, self._launched, self._input_processor)
         self._watch = watch_of(source, self.config, self._launched.has_mapped_weights)
         self._has_draft = draft is not None
-        close_when_collected(self, _close, self._launched, self._stop_checker)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -200,6 +199,7 @@ class StaticLLMPipeline:
             call.check_single("streamer")
         if self._chat.takes(form):
             return self._take_turn(inputs, call, sink)
+        decode = self._tools.decode
         prompts = self._input_processor.encode(inputs, call)
         if len(prompts) == 1 and call.options.num_sequences == 1:
             outputs = [stream(self._begin(prompts[0], call), sink)]
@@ -209,7 +209,7 @@ class StaticLLMPipeline:
             raise GenerationConfigError(
                 f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
             )
-        return results_of(form, outputs, self._input_processor.decode, call.options.parsers, sink.parsed)
+        return results_of(form, outputs, decode, call.options.parsers, sink.parsed)
 
     __call__ = generate
 
@@ -308,13 +308,14 @@ class StaticLLMPipeline:
         return self._launched.engine
 
     def close(self, drain: bool = False) -> None:
-        """End the engine: cancel all requests, or with ``drain`` wait for them. A second call does nothing."""
-        _close(self._launched, self._stop_checker, drain)
+        """Cancel all requests, or with ``drain`` wait for them, and give memory, threads and files back before it returns."""
+        _close(self._launched, self._stop_checker, self._tools, drain)
+        self._source()
 
     @property
     def is_complete(self) -> bool:
         """Whether all programs are compiled. Until then fewer programs, or those of the CPU, serve the requests."""
-        return self._background is None or self._background.is_done
+        return (background := self._launched.background) is None or background.is_done
 
     def wait_until_complete(self, timeout: float | None = None) -> bool:
         """Wait until all programs are compiled. Return False if that takes longer than ``timeout`` seconds.
@@ -322,7 +323,7 @@ class StaticLLMPipeline:
         Raises:
             StaticLLMError: compiling failed; the programs that are ready continue to serve.
         """
-        return self._background is None or self._background.wait(timeout)
+        return (background := self._launched.background) is None or background.wait(timeout)
 
     def __enter__(self) -> StaticLLMPipeline:
         return self
@@ -332,7 +333,7 @@ class StaticLLMPipeline:
 
     def get_tokenizer(self) -> genai.Tokenizer:
         """Return the tokenizer, an object of GenAI."""
-        return self._input_processor.tokenizer
+        return self._tools.tokenizer
 
     def get_generation_config(self) -> genai.GenerationConfig:
         """Return a copy of the default generation config."""
@@ -348,6 +349,7 @@ class StaticLLMPipeline:
 
     def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
         """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
+        decode = self._tools.decode
         turns = self._input_processor.turns(inputs, call)
         if len(turns) != 1 or call.options.num_sequences != 1:
             count = max(len(turns), call.options.num_sequences)
@@ -359,7 +361,7 @@ class StaticLLMPipeline:
             output = stream(self._begin(prompt, replace(call, is_chat=True)), sink)
             if not output.is_dropped:
                 self._chat.add(turns[0], prompt, output)
-        return results_of(call.form, [output], self._input_processor.decode, call.options.parsers, sink.parsed)
+        return results_of(call.form, [output], decode, call.options.parsers, sink.parsed)
 
     def _ids_of(self, inputs: Inputs) -> list[int]:
         call = self._input_processor.call_options(form_of(inputs), None, {}, "stop", 0, None)
@@ -367,6 +369,7 @@ class StaticLLMPipeline:
 
     def _check_usable(self) -> None:
         self._engine.check_process()
+        self._tools.check_open()
         if self._watch is not None:
             self._watch.check()
 
@@ -387,6 +390,10 @@ class StaticLLMPipeline:
         return handle
 
 
-def _close(launched: Launched | RemoteLaunched, stop_checker: StopChecker, drain: bool = False) -> None:
+def _close(
+    launched: Launched | RemoteLaunched, checker: StopChecker, tools: TokenizerTools, drain: bool = False
+) -> None:
     launched.close(drain)
-    stop_checker.close()
+    checker.close()
+    tools.close()
+    return_free_memory()

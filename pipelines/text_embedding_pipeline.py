@@ -135,6 +135,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             options=options,
             on_progress=on_progress or (lambda event: None),
         )
+        assert served.tokenizer is not None, "it was just loaded"
         super().__init__(served, served.tokenizer, overflow)
 
     @property

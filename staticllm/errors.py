@@ -21,6 +21,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 MAX_LEN = 1 << 20
@@ -121,6 +123,22 @@ class ProcessLostError(ClosedError):
 
 class SnapshotError(StaticLLMError):
     """A snapshot that cannot be saved or loaded: no cached sequence begins with the prompt, or the file does not fit."""
+
+
+def pipeline_closed() -> ClosedError:
+    """Return the error of a call of a pipeline that was closed."""
+    return ClosedError("the pipeline is closed: load the model again")
+
+
+@contextmanager
+def enough_memory(kind: type[StaticLLMError], what: str) -> Iterator[None]:
+    """Raise a ``kind`` of error, which says for ``what`` memory is missing, in place of a ``MemoryError`` of a block."""
+    try:
+        yield
+    except MemoryError as error:
+        raise kind(
+            f"there is not enough memory for {what}: close other models or programs, or raise the limit of this process"
+        ) from error
 
 
 def as_ours(error: BaseException) -> Exception:

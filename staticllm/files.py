@@ -36,11 +36,17 @@ def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     """Return all bytes of an ordinary file.
 
     Raises:
-        OSError: it cannot be read, is not an ordinary file, or has more than ``limit`` bytes.
+        OSError: it cannot be read, is not an ordinary file, has more than ``limit`` bytes, or memory for it is missing.
     """
     with open_regular(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(limit + 1) if size <= limit else b""
+        try:
+            data = file.read(size + 1) if size <= limit else b""  # Python allocates what is asked for before it reads
+            while len(data) > size and len(data) <= limit:  # it grows meanwhile
+                size = min(2 * len(data), limit)
+                data += file.read(size + 1 - len(data))
+        except MemoryError:
+            raise OSError(f"{path.name} has {size} bytes, for which there is not enough memory") from None
     if size > limit or len(data) > limit:
         raise OSError(f"{path.name} has {max(size, len(data))} bytes, at most {limit} are read")
     return data

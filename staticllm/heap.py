@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 
 MMAP_THRESHOLD_OPTION = -3
 """``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``; setting it also ends the raising."""
@@ -36,5 +37,10 @@ def return_free_memory() -> bool:
 def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
-    library = ctypes.CDLL(None)
+    library = _loaded()
     return library if hasattr(library, "gnu_get_libc_version") else None
+
+
+@cache  # each CDLL makes a class, which only the garbage collector frees
+def _loaded() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

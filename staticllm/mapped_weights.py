@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import openvino as ov
@@ -38,10 +39,8 @@ class MappedWeights:
         """Give up the pages that are in memory. Return whether that was possible. Linux only."""
         if self.addresses is None:
             return False
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         first, end = self.addresses
-        return bool(madvise(first, end - first, MADV_DONTNEED) == 0)
+        return bool(_madvise()(first, end - first, MADV_DONTNEED) == 0)
 
     @contextmanager
     def released(self) -> Iterator[None]:
@@ -86,3 +85,10 @@ def _mapping_at(address: int) -> tuple[int, int] | None:
             is_file = b"/" in rest and not rest.endswith(b" (deleted)")
             return (int(first, 16), int(end, 16)) if rest.startswith(b"r-") and is_file else None
     return None
+
+
+@cache  # each CDLL makes a class, which only the garbage collector frees
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from staticllm.errors import ModelError, last_line
+from staticllm.errors import ModelError, enough_memory, last_line
 from staticllm.files import open_regular, read_regular
 from staticllm.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, path_kind
@@ -81,6 +81,11 @@ def joins_tokens(directory: Path) -> bool:
 def weights_of(directory: Path, weights: str | None = None) -> Path:
     """Return the path of the weights file."""
     return Path(weights) if weights else (directory / MODEL_XML).with_suffix(".bin")
+
+
+def has_files(directory: Path) -> bool:
+    """Return whether the graph and the weights of a model are there."""
+    return (directory / MODEL_XML).is_file() and weights_of(directory).is_file()
 
 
 def weights_size(directory: Path, weights: str | None = None) -> int:
@@ -207,7 +212,8 @@ def _parsed(xml: Path, modified: int, size: int) -> IrFile:
         text = read_regular(xml, MAX_XML)
     except OSError as error:
         raise ModelError(f"{str(xml)!r} cannot be read: {error.strerror or error}") from None
-    return _read_ir(text, repr(str(xml)))
+    with enough_memory(ModelError, f"the graph in {str(xml)!r}"):
+        return _read_ir(text, repr(str(xml)))
 
 
 def _check_texts(xml: Path, ir: IrFile) -> None:

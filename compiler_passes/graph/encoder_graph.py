@@ -29,6 +29,7 @@ class EncoderGraph(StepGraph):
     pooling: Pooling | None = None
     head: Literal["none", "cut", "tokens"] = "none"  # what became of the head of a causal language model
     reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
+    counters: list[str] = field(default_factory=list)  # nodes that compute with the number of rows
     shares_prefixes: bool = False  # whether texts of a sequence can share the rows of a common beginning
     joins: list[ov.Node] = field(default_factory=list)  # for each state, what appends new rows to it; empty if unknown
     continued: ov.Model | None = None  # the graph whose calls continue a text, with ports for its earlier rows

@@ -2,8 +2,9 @@
 
 What remains at the boundaries (``control_values.py``) after masks and positions are inputs must be the same for all rows and
 numbers of rows, or depend only on the distance of two tokens, which is the same in a sequence of several texts, because the
-tokens of a text are consecutive. What depends on the place itself keeps texts apart: each has a sequence of its own then. What
-depends on the number of rows is refused, because a program has more rows than a text has tokens.
+tokens of a text are consecutive. What depends on the place itself keeps texts apart: each has a sequence of its own then. So
+does what depends on the number of rows. Most of that is wrong, because a program has more rows than a text has tokens, but some
+models count from the middle of a table that grows with the rows: ``prove_packing`` runs one text in many numbers of rows then.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from staticllm.compiler_passes.graph.control_values import (
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.step_graph import consumers
 from staticllm.compiler_passes.inputs.expose_encoder_positions import exposed_names
-from staticllm.errors import UnsupportedModelError
 from staticllm.ports import INPUT_IDS, POSITION_IDS
 
 STAGE = "check_places"
@@ -61,8 +61,7 @@ class Remains:
 def check_places(graph: EncoderGraph) -> None:
     """Keep texts apart if anything depends on the place of a token other than through an input or by distance.
 
-    Raises:
-        UnsupportedModelError: something depends on the number of rows; the message names the node.
+    What depends on the number of rows is noted in ``graph.counters``.
     """
     remains = _what_remains(graph)
     singles = [one for one in remains if one.axes is not None and len(one.axes) < 2]  # pairs would take rows² elements
@@ -71,11 +70,14 @@ def check_places(graph: EncoderGraph) -> None:
     for one in remains:
         largest = most.get(one, one.large)
         if one.axes is not None and not is_prefix(one.small, largest):
-            raise UnsupportedModelError(STAGE, f"{one.reader} computes with the number of rows, other than as a size")
+            graph.counters.append(f"{one.reader} computes with the number of rows, other than as a size")
+            continue
         reason = _reason(graph, one, largest)
         pairs += reason is None and one.axes is not None and len(one.axes) == 2
         if reason is not None:
             graph.keep_texts_apart(STAGE, f"{one.reader} reads {reason}")
+    if graph.counters:
+        graph.keep_texts_apart(STAGE, graph.counters[0])
     if pairs:
         graph.note(STAGE, f"{pairs} values depend on the distance of two tokens")
     reduced = _reduced_positions(graph)

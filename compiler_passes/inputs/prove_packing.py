@@ -85,6 +85,9 @@ def prove_packing(graph: EncoderGraph) -> None:
     Raises:
         UnsupportedModelError: even one text per sequence differs from the original.
     """
+    if graph.counters:
+        _prove_sizes(graph)
+        return
     known = Layouts.of(min(graph.num_rows, MOST_ROWS))
     layouts = [known.shared, known.apart] if graph.is_packable else [known.apart]
     texts = [_placed(graph, layout) for layout in layouts]
@@ -109,6 +112,46 @@ def prove_packing(graph: EncoderGraph) -> None:
         f"{node.get_type_name()} {node.get_friendly_name()!r} differs by {worst:.0e} of the largest value from the original even "
         f"for one text per sequence: the tokens of a text are mixed with others in another way than by attention",
     )
+
+
+def _prove_sizes(graph: EncoderGraph) -> None:
+    """Compare single texts in many numbers of rows with the original, because the graph computes with that number.
+
+    No program has more rows than were compared.
+
+    Raises:
+        UnsupportedModelError: a text gets other values in more rows.
+    """
+    graph.limit_rows(MOST_ROWS)
+    original, lowered = _distinct_parts(graph)
+    program = get_core().compile_model(lowered, "CPU", EXACT)
+    texts = {rows: _placed(graph, _single(rows)) for rows in _sizes(graph.num_rows)}
+    expected = run_alone(graph, original, [text for found in texts.values() for text in found])
+    worst = 0.0
+    for rows, found in texts.items():
+        wanted, expected = expected[: len(found)], expected[len(found) :]
+        worst = max(worst, _difference(wanted, _together(graph, program, found, rows)))
+    if worst > TOLERANCE:
+        raise UnsupportedModelError(
+            STAGE,
+            f"{graph.counters[0]}: a text in more rows differs by {worst:.0e} of the largest value from the original",
+        )
+    graph.note(
+        STAGE, f"one text in {len(texts)} numbers of rows up to {graph.num_rows}: within {worst:.0e} of the original"
+    )
+
+
+def _single(rows: int) -> list[tuple[int, ...]]:
+    """Return layouts of one text per sequence of ``rows`` rows: of one token, of some, of more than half, and of all."""
+    return [(length,) for length in sorted({1, max(rows // 5, 1), rows // 2 + 1, rows})]
+
+
+def _sizes(most: int) -> list[int]:
+    """Return numbers of rows up to ``most``, each about 1.4 times the one before, even and odd ones."""
+    sizes = {most}
+    for power in range(2, most.bit_length()):
+        sizes |= {size for size in (1 << power, (3 << power) // 2 + 1) if size < most}
+    return sorted(sizes)
 
 
 def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.CompiledModel, layouts: Layouts) -> None:

@@ -19,6 +19,7 @@ from staticllm.core import (
     EncoderVariant,
     KVType,
     Part,
+    Phase,
     ProgramLayout,
     Variant,
 )
@@ -243,8 +244,12 @@ def _check_decoder(content: Mapping[str, Any]) -> None:
     check_one_of(content["programs"], get_args(ProgramLayout), "programs")
     check_one_of(content["kv_type"], get_args(KVType), "type of KV slots")
     check_shape(object_of(content["shape"], 64))
-    for part in object_of(content["properties"], 8):
+    parts = object_of(content["properties"], 8)
+    for part in parts:
         check_one_of(part, get_args(Part), "part")
+    needed = (*get_args(Phase), *(("few_rows",) if content["programs"] == "few_rows" else ()))
+    if missing := [part for part in needed if part not in parts]:
+        raise ValueError(f"properties has no part {missing[0]!r}")
 
 
 def _check_encoder(content: Mapping[str, Any]) -> None:

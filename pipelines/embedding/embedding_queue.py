@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from staticllm.core import EncoderVariant
-from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMError, as_ours
+from staticllm.errors import BusyError, ClosedError, NumericalError, StaticLLMError, as_ours, pipeline_closed
 from staticllm.pipelines.embedding.batching_delay import BatchingDelay
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
@@ -68,7 +68,7 @@ class EmbeddingQueue:
         """
         with self._lock:
             if self._is_closed:
-                raise ClosedError("the pipeline is closed: load the model again")
+                raise pipeline_closed()
             self._check_room(len(request.texts))
             self._backlogs.setdefault(request.priority, Backlog()).add(request)
             self._num_waiting += len(request.texts)
@@ -135,7 +135,7 @@ class EmbeddingQueue:
             return len(planned.texts)
 
     def close(self) -> None:
-        """End all requests, and return after the call that runs now; later requests are refused."""
+        """End all requests, and drop the programs after the call that runs now; later requests are refused."""
         with self._lock:
             self._is_closed = True
             left = [text.request for plan in self._plans.values() for text in plan.texts]
@@ -146,7 +146,7 @@ class EmbeddingQueue:
         for request in {request.id: request for request in left}.values():
             request.fail(ClosedError("the pipeline was closed before these texts were embedded"))
         with self._is_running:
-            pass
+            self.runner.close()
 
     def _check_room(self, num_new: int) -> None:
         """Raise a ``BusyError`` if so many texts are too many. The lock is held."""

@@ -262,8 +262,8 @@ def _dense(folder: Path) -> Dense:
 
 def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of a file in the format of safetensors, as f32."""
-    data = read_regular(path, MAX_DENSE_BYTES)
     try:
+        data = read_regular(path, MAX_DENSE_BYTES)
         (length,) = struct.unpack_from("<Q", data)
         header = json.loads(data[8 : 8 + length])
         body = memoryview(data)[8 + length :]
@@ -272,6 +272,8 @@ def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 found[name] = _as_f32(path, name, entry["dtype"], body[begin:end]).reshape(entry["shape"])
+    except (OSError, MemoryError) as error:
+        raise ModelError(f"{path}: cannot be read: {last_line(error)}") from None
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: is not a file of safetensors ({error})") from None
     return found

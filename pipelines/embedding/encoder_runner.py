@@ -215,6 +215,10 @@ class EncoderRunner:
         finally:
             program.release_past()
 
+    def close(self) -> None:
+        """Drop the programs, their inference requests and what is kept of texts. Nothing can run afterwards."""
+        self._compiled, self._bound, self._present, self._beginnings = {}, {}, {}, KeptBeginnings()
+
     def _keep_beginning(self, chunk: ContinuedText) -> None:
         chunk.num_done = chunk.num_kept
         chunk.reserve(min(each.past for each in self.continuing if each.past >= chunk.num_kept))

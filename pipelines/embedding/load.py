@@ -10,7 +10,7 @@ import openvino_genai as genai
 
 from staticllm.compiler_passes.model_kind import EMBEDDINGS, SCORES
 from staticllm.core import EncoderShape, OnProgress, ProgressEvent
-from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
+from staticllm.errors import ConfigError, DeviceError, ModelError, enough_memory, last_line
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
@@ -50,8 +50,12 @@ def load_encoder(
         DeviceError: the device is missing, or cannot compile or run the model.
         BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
+    with enough_memory(DeviceError, f"the encoder on {device}"):
+        return _loaded(encoder_job(models_path, device, choices, on_progress))
+
+
+def _loaded(job: EncoderJob) -> LoadedEncoder:
     begin = time.perf_counter()
-    job = encoder_job(models_path, device, choices, on_progress)
     directory, config = job.load.directory, job.load.config
     check_model_dir(directory, True, config.weights_path, config.weights_decryption_callback is not None)
     found = programs_of(job)
@@ -59,7 +63,7 @@ def load_encoder(
     _check_pooling(job, found.programs.shape)
     tokenizer = read_tokenizer(directory)
     runner = make_encoder_runner(job, found, max(tokenizer.get_pad_token_id(), 0))
-    on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+    job.load.on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     programs = found.programs
     return LoadedEncoder(runner, tokenizer, job.files, programs.longest, programs.vocab_size, found.origin)
 

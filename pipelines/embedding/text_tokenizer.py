@@ -10,7 +10,7 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.devices import read_first_tensor
-from staticllm.errors import ModelError, PromptError, last_line
+from staticllm.errors import ModelError, PromptError, last_line, pipeline_closed
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 read_first_tensor()
@@ -28,8 +28,13 @@ class TextTokenizer:
         self, tokenizer: genai.Tokenizer, max_length: int, vocab_size: int | None, overflow: Overflow = "truncate"
     ) -> None:
         self.max_length, self.overflow = max_length, overflow
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer: genai.Tokenizer | None = tokenizer
+        self._vocab_size = vocab_size
         self._num_before, self._num_last = self._count_special()
+
+    def close(self) -> None:
+        """Let go of the tokenizer, whose compiled models have memory and threads. Later calls raise a ``ClosedError``."""
+        self._tokenizer = None
 
     def count_prompt(self, prompt: str) -> int:
         """Return the tokens of a prompt before a text, with the special ones before it, as sentence-transformers counts them.
@@ -120,13 +125,19 @@ class TextTokenizer:
             yield from self._call(list(texts[start : start + TEXTS_PER_CALL]))
 
     def _call(self, texts: list[str], query: str | None = None) -> Iterator[NDArray[np.int64]]:
-        encode = self._tokenizer.encode
+        encode = self._open.encode
         try:
             found = encode(texts) if query is None else encode([query], texts)
         except RuntimeError as error:
             raise ModelError(f"the tokenizer cannot encode {len(texts)} texts: {last_line(error)}") from error
         for ids, mask in zip(found.input_ids.data, found.attention_mask.data, strict=True):
             yield np.asarray(ids[mask.astype(bool)], np.int64)
+
+    @property
+    def _open(self) -> genai.Tokenizer:
+        if (tokenizer := self._tokenizer) is None:
+            raise pipeline_closed()
+        return tokenizer
 
     def _fitting(self, ids: NDArray[np.int64], index: int) -> NDArray[np.int64]:
         """Return at most ``max_length`` ids; the special tokens at the end are kept."""
@@ -155,7 +166,7 @@ class TextTokenizer:
         return 0, 0
 
     def _call_without_special(self, text: str) -> list[NDArray[np.int64]]:
-        found = self._tokenizer.encode([text], add_special_tokens=False)
+        found = self._open.encode([text], add_special_tokens=False)
         return [np.asarray(ids, np.int64) for ids in found.input_ids.data]
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from staticllm.core import FinishReason
-from staticllm.errors import BusyError, ClosedError, as_ours
+from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.callbacks import Callbacks
@@ -282,6 +282,7 @@ class Engine:
     def _close_parts(self) -> None:
         self.device_use.close()
         self._core.close()
+        self.decode = self.grammars = None  # they hold the tokenizer
 
     @property
     def is_idle(self) -> bool:
@@ -337,7 +338,7 @@ class Engine:
     def _start(self) -> None:
         """Start the thread if necessary, and wake it. The caller holds the lock."""
         if self._is_closing:
-            raise ClosedError("the pipeline is closed: load the model again")
+            raise pipeline_closed()
         if self._thread is None:
             self._thread = start_thread(self._loop, "staticllm-engine")
         self._has_news = True

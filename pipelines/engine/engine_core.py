@@ -163,9 +163,9 @@ class EngineCore:
         request.finish_from(0, reason)
 
     def close(self) -> None:
-        """Close the sources of jobs, and end the thread of a user's policy, if it has one."""
-        self.jobs.close()
-        self._planner.close()
+        """Close the sources of jobs, end the thread of a user's policy, and drop the programs. No request may be left."""
+        for part in (self.jobs, self._planner, self.draft_planner, self.runner):
+            part.close()
 
     def _end_expired(self) -> None:
         now = time.perf_counter()

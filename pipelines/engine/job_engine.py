@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from staticllm.errors import ClosedError
+from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.jobs import JobSource, JobSources
 from staticllm.pipelines.scheduling.job_turns import UrgentFirst
 from staticllm.threads import check_process, owned_device, start_thread
@@ -54,7 +54,7 @@ class JobEngine:
         check_process(self._pid)
         with self._wake:
             if self._is_closing:
-                raise ClosedError("the pipeline is closed: load the model again")
+                raise pipeline_closed()
             if self._thread is None:
                 self._thread = start_thread(self._loop, "staticllm-jobs")
             self._wake.notify()

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.random  # which numpy would import with the first request, when files may be scarce
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError

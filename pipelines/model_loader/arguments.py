@@ -13,7 +13,7 @@ import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, named_devices
-from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
+from staticllm.errors import ConfigError, DeviceError, ModelError, enough_memory, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
 from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 from staticllm.pipelines.programs.compile_plan import device_properties
@@ -170,7 +170,8 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
         ModelError: the tokenizer cannot be read.
     """
     try:
-        return genai.Tokenizer(directory)
+        with enough_memory(ModelError, f"the tokenizer in {str(directory)!r}"):
+            return genai.Tokenizer(directory)
     except RuntimeError as error:
         raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
 

@@ -72,11 +72,15 @@ class Launched:
         self.engine.grammars = GrammarCompiler(partial(read_vocabulary, tokenizer))
 
     def close(self, drain: bool = False) -> None:
-        """End the background work and the engine, and keep the costs that were measured. A second call does nothing."""
+        """End the background work and the engine, keep the costs that were measured, and drop the programs.
+
+        A second call does nothing.
+        """
         if self.background is not None:
             self.background.close()
         self.engine.close(drain)
         self.loaded.keep_costs()
+        self.loaded = self.loaded.without_programs()
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
 
 def _make_engine(loaded: Loaded, policy: Policy) -> Engine:
     """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
-    loaded.runner.probe.on_done = loaded.keep_costs
+    loaded.keep_costs_when_measured()
     return Engine(loaded.runner, policy, loaded.engine_options)
 
 
@@ -250,7 +254,7 @@ class DeviceSwitch:
         self._deferred = found.loaded.deferred
         if self._deferred is not None:
             found = replace(found, loaded=_completed(found.loaded, self._deferred))
-        found.loaded.runner.probe.on_done = found.loaded.keep_costs
+        found.loaded.keep_costs_when_measured()
         self._launched.engine.switch(
             found.loaded.runner, found.loaded.engine_options, partial(self._note_switch, found)
         )

@@ -37,8 +37,8 @@ def load(
         ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
         BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
-    job = job_of(models_path, device, config, on_progress, explicit)
     with _explained(device):
+        job = job_of(models_path, device, config, on_progress, explicit)
         if config.export_blob:
             return load_and_export(job)
         if config.blob_path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import openvino as ov
@@ -16,6 +17,7 @@ from staticllm.pipelines.blobs.measurements import KeptCosts
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_each
 from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 Origin = Literal["compiled", "blob", "cache"]
@@ -120,10 +122,22 @@ class Loaded:
 
     def keep_costs(self) -> None:
         """Write the costs that were measured at leisure, if there is a place for them and they are new."""
-        if self.kept_costs is not None:
-            self.kept_costs.write(self.runner.costs.stable)
+        _keep_costs(self.kept_costs, self.runner.costs)
+
+    def keep_costs_when_measured(self) -> None:
+        """Let the runner's probe write the costs when it has measured some."""
+        self.runner.probe.on_done = partial(_keep_costs, self.kept_costs, self.runner.costs)  # not self: a cycle
+
+    def without_programs(self) -> Loaded:
+        """Return what is known of a model that was closed, without its programs and graphs."""
+        return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
 
     @property
     def engine_options(self) -> EngineOptions:
         """The engine's limits for this model."""
         return options_of(self.config, self.programs.shape, self.programs.options.mode)
+
+
+def _keep_costs(kept_costs: KeptCosts[Variant] | None, costs: CostModel) -> None:
+    if kept_costs is not None:
+        kept_costs.write(costs.stable)

@@ -35,7 +35,8 @@ class TextReader:
     """
 
     def __init__(self, source: Path, given: Given, on_progress: OnProgress | None) -> None:
-        self._source, self._given = source, given
+        self._source = source
+        self._given: Given | None = given  # None after the block, which background work outlives with ``on_progress``
         self._on_progress = on_progress
         self._files: TextFiles | None = None
         self._error: BaseException | None = None
@@ -43,9 +44,14 @@ class TextReader:
 
     def on_progress(self, event: ProgressEvent) -> None:
         """Begin to read with the first program, or wait for the end of it; then report the event."""
-        if event.stage == "ready":
+        if event.stage == "ready" and self._given is not None:
             self.files()
-        elif self._thread is None and self._files is None and event.stage in ("compile", "import"):
+        elif (
+            self._thread is None
+            and self._files is None
+            and self._given is not None
+            and event.stage in ("compile", "import")
+        ):
             self._thread = start_thread(self._read, "staticllm-tokenizer")
         if self._on_progress is not None:
             self._on_progress(event)
@@ -67,9 +73,11 @@ class TextReader:
 
     def _read(self) -> None:
         try:
-            tokenizer = self._given.tokenizer or read_tokenizer(self._source)
-            config = self._given.generation_config or read_generation_config(self._source, tokenizer)
-            joins = self._given.tokenizer is None and joins_tokens(self._source)
+            given = self._given
+            assert given is not None, "read after the block"
+            tokenizer = given.tokenizer or read_tokenizer(self._source)
+            config = given.generation_config or read_generation_config(self._source, tokenizer)
+            joins = given.tokenizer is None and joins_tokens(self._source)
             self._files = TextFiles(tokenizer, config, joins)
         except BaseException as error:  # raised again by ``files``
             self._error = error
@@ -82,3 +90,4 @@ class TextReader:
     ) -> None:
         if self._thread is not None:
             self._thread.join()
+        self._files = self._given = self._error = None

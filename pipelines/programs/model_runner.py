@@ -224,6 +224,12 @@ class ModelRunner:
         self.cache.reset()
         return self.cache.open()
 
+    def close(self) -> None:
+        """Drop the programs with their inference requests, and give the KV slots back at once. Nothing can run afterwards."""
+        self.programs = {}
+        self.probe = CostProbe(self.programs, self.costs)
+        self.cache.release()
+
 
 def _most_likely(logits: Logits) -> int | None:
     """Return the most likely token after the last row of ``logits [n, vocab]``; None if a number is not finite.

@@ -10,7 +10,7 @@ from itertools import count
 from queue import SimpleQueue
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours
+from staticllm.errors import ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
 from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink, check
@@ -107,7 +107,7 @@ class EngineConnection:
             if self._is_lost:
                 raise ProcessLostError(GONE)
             if self._is_closed:
-                raise ClosedError("the pipeline is closed: load the model again")
+                raise pipeline_closed()
             number = message.number or QUESTION + next(self._numbers)
             self._answers[number] = future
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, GenerationConfigError, ProcessLostError, StaticLLMError
+from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.client import UserProcessors
@@ -204,13 +204,13 @@ class RemoteEngine:
         self.check_process()
         with self._connecting:
             if self._is_closed:
-                raise ClosedError("the pipeline is closed: load the model again")
+                raise pipeline_closed()
             if not self._connection.is_alive:
                 self._connection.close()
                 self._connection = self._connect(self._lose)
             if self._is_closed:  # meanwhile, by a thread that does not wait for long
                 self._connection.close()
-                raise ClosedError("the pipeline is closed: load the model again")
+                raise pipeline_closed()
             return self._connection
 
     def _lose(self) -> None:

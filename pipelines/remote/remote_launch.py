@@ -14,7 +14,7 @@ import openvino_genai as genai
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.errors import ClosedError, ConfigError, ModelError
+from staticllm.errors import ConfigError, ModelError, pipeline_closed
 from staticllm.heap import return_free_memory
 from staticllm.model_dir import model_in_memory
 from staticllm.pipelines.engine.fed.beam_requests import Decode
@@ -145,7 +145,7 @@ class _RemoteModel:
         link = self._link = DaemonLink(self._home)
         try:
             if self._is_given_up:
-                raise ClosedError("the pipeline is closed: load the model again")
+                raise pipeline_closed()
             answer = link.ask(Message(Kind.MODEL, body=self._body)).body
             self.described = self.described or answer
             for name in ("vocab_size", "kv_type", "max_prompt_len", "min_response_len"):

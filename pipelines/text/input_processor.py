@@ -12,7 +12,7 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import AdapterError, GenerationConfigError, ModelError, last_line, shown
+from staticllm.errors import AdapterError, GenerationConfigError, shown
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import EngineRequest
@@ -21,10 +21,8 @@ from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
-from staticllm.pipelines.text.joined_decoder import JoinedDecoder
 from staticllm.pipelines.text.parsing.formats import MessageFormat, format_beside
 from staticllm.pipelines.text.parsing.required_calls import answer_grammar
-from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.pipelines.text.tokenization import (
     Form,
     Inputs,
@@ -36,7 +34,7 @@ from staticllm.pipelines.text.tokenization import (
     encode_text,
     token_ids,
 )
-from staticllm.pipelines.text.word_tokens import WordTokens
+from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 
 
 @dataclass(frozen=True)
@@ -125,25 +123,16 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread.
-
-    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined.
-    """
+    """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
 
     def __init__(
-        self,
-        tokenizer: genai.Tokenizer,
-        generation_config: genai.GenerationConfig,
-        adapters: AdapterSet | None = None,
-        joins_tokens: bool = False,
+        self, tools: TokenizerTools, generation_config: genai.GenerationConfig, adapters: AdapterSet | None = None
     ) -> None:
-        self.tokenizer, self._adapters = tokenizer, adapters
+        self._tools, self._adapters = tools, adapters
         self._generation_config = copy_config(generation_config)
         if adapters is not None:
             self._generation_config.adapters = adapters.origin
         self._rng = random.Random(0)
-        self._word_tokens, self._special_tokens = WordTokens(tokenizer), SpecialTokens(tokenizer, joins_tokens)
-        self._joined = JoinedDecoder(self._decode, self._decode) if joins_tokens else None
 
     @property
     def generation_config(self) -> genai.GenerationConfig:
@@ -199,7 +188,7 @@ class InputProcessor:
             ModelError: the tokenizer cannot encode a prompt.
         """
         tools, applies = call.options.extra.tool_options, call.options.apply_chat_template
-        if call.form == "tokens" or (call.form != "history" and not (applies and self.tokenizer.chat_template)):
+        if call.form == "tokens" or (call.form != "history" and not (applies and self._tools.tokenizer.chat_template)):
             _check_no_tools(tools, "without a chat template")
         if call.form == "tokens":
             return [Prompt(ids) for ids in token_ids(cast(TokenInputs, inputs))]
@@ -208,8 +197,8 @@ class InputProcessor:
                 raise GenerationConfigError(
                     "apply_chat_template=False with a chat history: leave it True, or pass a str"
                 )
-            return [encode_messages(self.tokenizer, cast(Messages, inputs), tools)]
-        return [encode_text(self.tokenizer, text, applies, tools) for text in _texts_of(inputs, call.form)]
+            return [encode_messages(self._tools.tokenizer, cast(Messages, inputs), tools)]
+        return [encode_text(self._tools.tokenizer, text, applies, tools) for text in _texts_of(inputs, call.form)]
 
     def turns(self, inputs: Inputs, call: CallOptions) -> list[str | Prompt]:
         """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.
@@ -238,11 +227,12 @@ class InputProcessor:
         options.check_room(len(ids))
         call.check_overflow()
         _check_tokens(options, limits.vocab_size)
+        tools = self._tools
         processors = copies_for(options.extra.logits_processors, ids, options.num_sequences)
         format = self._format_of(prompt, options.extra.tool_options)
         request = EngineRequest(
             prompt=tuple(ids),
-            sampling=self._word_tokens.complete(options),
+            sampling=tools.word_tokens.complete(options),
             seed=self._seed_for(options),
             num_sequences=options.num_sequences,
             max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
@@ -259,7 +249,7 @@ class InputProcessor:
             adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
-        decode = self.decode if format is None else self._special_tokens.decoder(format.markers, self.decode)
+        decode = tools.decode if format is None else tools.special_tokens.decoder(format.markers, tools.decode)
         return PreparedRequest(
             request,
             call.form,
@@ -277,7 +267,7 @@ class InputProcessor:
         """Return the format of the answer; None if it is not parsed."""
         if not (bool(tools.tools) if tools.parse is None else tools.parse):
             return None
-        template = prompt.chat_template or str(self.tokenizer.chat_template)
+        template = prompt.chat_template or str(self._tools.tokenizer.chat_template)
         return format_beside(template, bool(prompt.tools)).after(prompt.ending)
 
     def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
@@ -308,20 +298,6 @@ class InputProcessor:
     def _seed_for(self, options: GenerationOptions) -> int:
         """Return the requested seed; for 0, which means unseeded as in GenAI, return a new one."""
         return options.sampling.rng_seed or self._rng.randrange(1, 2**63)
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of these token ids.
-
-        Raises:
-            ModelError: the tokenizer cannot decode them; its files may be damaged.
-        """
-        return self._decode(tokens) if self._joined is None else self._joined(tokens)
-
-    def _decode(self, tokens: list[Any]) -> Any:
-        try:
-            return self.tokenizer.decode(tokens)
-        except (RuntimeError, UnicodeError) as error:
-            raise ModelError(f"the tokenizer cannot decode {len(tokens)} tokens: {last_line(error)}") from error
 
     def _base_config(self, config: object, overrides: dict[str, Any]) -> tuple[genai.GenerationConfig, dict[str, Any]]:
         if isinstance(config, Mapping):

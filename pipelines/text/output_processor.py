@@ -103,6 +103,20 @@ class Ending:
     delta: TextDelta | None
 
 
+class _TimedDecode:
+    """Makes text of tokens like ``decode``. ``seconds``: the time that it took; None before the first call."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self.seconds: float | None = None
+
+    def __call__(self, tokens: list[int]) -> str:
+        start = time.perf_counter()
+        text = self._decode(tokens)
+        self.seconds = (self.seconds or 0.0) + time.perf_counter() - start
+        return text
+
+
 class OutputProcessor:
     """Collects the tokens of one answer until ``finish``. Runs on the reader's thread, so that decoding never delays the device.
 
@@ -113,8 +127,7 @@ class OutputProcessor:
         self, decode: Callable[[list[int]], str], prepared: PreparedRequest, load_ms: float = 0.0, index: int = 0
     ) -> None:
         options, prompt = prepared.options, list(prepared.request.prompt)
-        self._detokenization_seconds: float | None = None
-        self._decode = decode = self._timed(decode)
+        self._decode = decode = _TimedDecode(decode)
         self._parser = _parser_of(prepared)
         self._events: list[Event] = []
         self.wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
@@ -125,17 +138,6 @@ class OutputProcessor:
         self._tokens: list[int] = []  # of the answer: a stop string cuts off those after it
         self._unsent: list[int] = []
         self._undecoded: list[int] = []
-
-    def _timed(self, decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
-        """Wrap ``decode`` so that its time is counted."""
-
-        def timed(tokens: list[int]) -> str:
-            start = time.perf_counter()
-            text = decode(tokens)
-            self._detokenization_seconds = (self._detokenization_seconds or 0.0) + time.perf_counter() - start
-            return text
-
-        return timed
 
     @property
     def is_stopped(self) -> bool:
@@ -210,7 +212,7 @@ class OutputProcessor:
             sampling_seconds=[token.sampling_seconds for token in received],
             device_seconds=[token.device_seconds for token in received],
             num_cached=received[-1].num_cached if received else 0,
-            detokenization_seconds=self._detokenization_seconds,
+            detokenization_seconds=self._decode.seconds,
             metrics=self._metrics(compile_times),
             message=message,
             logprobs=[token.logprob for token in received[: len(self._tokens)]],
@@ -253,7 +255,7 @@ class OutputProcessor:
             metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
         raw, started = metrics.raw_metrics, prepared.started
         times, calls = [token.time for token in received], [token.device_seconds for token in received]
-        template, spent = prepared.template_seconds, self._detokenization_seconds
+        template, spent = prepared.template_seconds, self._decode.seconds
         raw.generate_durations.append((time.perf_counter() - started) * MICRO)
         raw.tokenization_durations.append((prepared.encoded - started - (template or 0.0)) * MICRO)
         raw.chat_template_durations.extend([] if template is None else [template * MICRO])

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError
+from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
@@ -24,7 +24,8 @@ class StopChecker:
     """
 
     def __init__(self, client: EngineClient, decode: Callable[[list[int]], str]) -> None:
-        self._client, self._decode = client, decode
+        self._client = client
+        self._decode: Callable[[list[int]], str] | None = decode  # holds the tokenizer until ``close``
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
         self._watched: dict[int, dict[int, IncrementalDetokenizer]] = {}  # by request and answer
         self._lock = threading.Lock()
@@ -40,11 +41,12 @@ class StopChecker:
             StaticLLMError: no thread can be started.
         """
         with self._lock:
-            if self._is_closed:
-                raise ClosedError("the pipeline is closed: load the model again")
+            if self._is_closed or self._decode is None:
+                raise pipeline_closed()
             if self._thread is None:
                 self._thread = start_thread(self._run, "staticllm-stop-checker")
-            detokenizers = [IncrementalDetokenizer(self._decode, stop_strings) for _ in range(request.num_sequences)]
+            decode = self._decode
+            detokenizers = [IncrementalDetokenizer(decode, stop_strings) for _ in range(request.num_sequences)]
             self._watched[request.id] = dict(enumerate(detokenizers))
         outputs.add_listener(lambda output: self._outputs.put((request.id, output)))
 
@@ -61,6 +63,8 @@ class StopChecker:
         self._outputs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._watched.clear()
+        self._decode = None
 
     def _run(self) -> None:
         while (item := self._outputs.get()) is not None and not self._is_closed:

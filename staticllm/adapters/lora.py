@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.adapters.safetensors_file import SafetensorsFile, open_safetensors, safetensors_in_memory
-from staticllm.errors import AdapterError
+from staticllm.errors import AdapterError, enough_memory
 from staticllm.files import read_regular
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.model_paths.path_kinds import ADAPTER
@@ -120,7 +120,10 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
     _check_kind(path_kind(found))
     config = _read_config(found / CONFIG) if is_directory else None
     try:
-        with open_safetensors(weights) as file:
+        with (
+            enough_memory(AdapterError, f"the adapter {str(path)[:200]!r}"),
+            open_safetensors(weights) as file,
+        ):
             return replace(_adapter(file, config), path=found.absolute())
     except OSError as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
@@ -166,7 +169,7 @@ def adapter_in_memory(data: bytes) -> LoraAdapter:
     Raises:
         AdapterError: they are damaged or impossible, or those of no LoRA adapter.
     """
-    with safetensors_in_memory(data) as file:
+    with enough_memory(AdapterError, "an adapter in memory"), safetensors_in_memory(data) as file:
         return _adapter(file, None)
 
 

@@ -132,6 +132,16 @@ def prompt_too_long(error: PromptTooLongError, field: str) -> ApiError:
     )
 
 
+def model_missing(name: str) -> ApiError:
+    """Return the answer to a request for a model that is not loaded and whose files are gone. Clients learn no paths."""
+    return ApiError(
+        503,
+        f"the files of the model {name!r} are not there any more: put them back, or serve without it",
+        kind=SERVER,
+        code="model_missing",
+    )
+
+
 def _of_ours(error: StaticLLMError) -> ApiError:
     if isinstance(error, (ProcessLostError, WorkerLostError)):
         return ApiError(503, last_line(error), kind=SERVER, code="process_lost", headers={"Retry-After": "1"})

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
+from staticllm.model_dir import has_files
 from staticllm.server.admission import Admission, AdmissionLimits
-from staticllm.server.api_error import SERVER, ApiError, busy
+from staticllm.server.api_error import SERVER, ApiError, busy, model_missing
 from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar.model_home import ModelHome, WorkerHome
@@ -181,6 +182,8 @@ class ModelHub:
             if model.pipeline is not None:
                 return
             model.progress = None
+            if not await self._in_thread(lambda: has_files(model.spec.path)):
+                raise model_missing(model.spec.name)
             if settings.memory_limit is not None:
                 await self._make_room(model, settings.memory_limit)
             _log.info("loading %r", model.spec.name)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from staticllm.errors import ClosedError, NumericalError, PromptError, as_ours
+from staticllm.errors import ClosedError, NumericalError, PromptError, as_ours, pipeline_closed
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
@@ -139,7 +139,7 @@ class EmbeddingPool:
 
     def _check_open(self) -> None:
         if self._is_closing:
-            raise ClosedError("the pipeline is closed: load the model again")
+            raise pipeline_closed()
 
     def _start_threads(self) -> None:
         if self._clock is None:

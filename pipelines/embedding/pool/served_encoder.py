@@ -21,26 +21,27 @@ from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServedEncoder:
     """An encoder that takes requests by its ``queue``. ``engine`` owns the only device; None for a pool of devices.
 
-    ``own_engine`` ends with the encoder; None if the engine was given.
+    ``tokenizer`` is None after ``close``. ``own_engine`` ends with the encoder; None if the engine was given.
     """
 
     info: EncoderInfo
-    tokenizer: genai.Tokenizer
+    tokenizer: genai.Tokenizer | None
     files: EncoderFiles
     queue: EmbeddingQueue | EmbeddingPool
     engine: JobHost | None
     own_engine: JobEngine | EmbeddingPool | None
 
     def close(self) -> None:
-        """Release the device; texts that wait get a ``ClosedError``. A second call does nothing."""
+        """Release the device and drop the programs; texts that wait get a ``ClosedError``. A second call does nothing."""
         if self.engine is not None and isinstance(self.queue, EmbeddingQueue):
             self.engine.remove_jobs(self.queue)
         if self.own_engine is not None:
             self.own_engine.close()
+        self.tokenizer = None
 
 
 def serve_encoder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -182,7 +183,8 @@ class BeamRequests:
     """The beam searches of a core that have not ended. Runs on the engine's thread."""
 
     def __init__(self, core: FedCore, feeds: Feeds) -> None:
-        self._core, self._feeds = core, feeds
+        self._core: FedCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+        self._feeds = feeds
         self._requests: dict[int, BeamRequest] = {}
 
     def begin(self, request: BeamRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 from staticllm.core import FinishReason
@@ -38,7 +39,7 @@ class Feeds:
     """
 
     def __init__(self, core: FedCore) -> None:
-        self._core = core
+        self._core: FedCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
         self.is_switching = False
         self._held: list[tuple[FedState, FeedOrder]] = []
 

@@ -114,6 +114,11 @@ class DraftModel:
                 program = self._runner.programs[variant]
                 costs.set(variant, min(timed_run(program) for _ in range(3)))
 
+    def close(self) -> None:
+        """Drop the programs. It must not be used any more."""
+        self._sequences.clear()
+        self._runner.close()
+
     def forget(self, answer: int) -> None:
         """Free the slots of an answer that has ended."""
         sequence = self._sequences.pop(answer, None)

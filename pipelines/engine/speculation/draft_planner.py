@@ -191,6 +191,11 @@ class DraftPlanner:
         """Let a model draft the tokens of requests that ask for it, from the next step on."""
         self.model = model
 
+    def close(self) -> None:
+        """Drop the programs of the draft model, if there is one."""
+        if self.model is not None:
+            self.model.close()
+
     def forget(self, answer: int) -> None:
         """Free what the draft model holds of an answer that has ended."""
         if self.model is not None:

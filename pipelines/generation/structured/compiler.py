@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
 from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
 from staticllm.pipelines.generation.structured.grammar import Grammar, lead_of
 from staticllm.pipelines.generation.structured.matcher import AnswerMatcher, LeadMatcher, Matcher
@@ -134,10 +134,15 @@ class GrammarCompiler:
     def _new_tokenizer(self, vocab_size: int) -> LLTokenizer:
         try:
             from llguidance import LLTokenizer
-        except ImportError:
+        except ModuleNotFoundError:
             raise GenerationConfigError(
                 "grammars need the package llguidance: pip install 'staticllm[structured]'"
             ) from None
+        except (OSError, ImportError) as error:
+            raise StaticLLMError(
+                f"the package llguidance, which grammars need, cannot be read now: {last_line(error)}: close files or raise the "
+                "limits of this process (ulimit), and try again"
+            ) from error
         vocabulary = self._known_vocabulary()
         tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
         wrapped = _WrappedTokenizer(vocabulary, tokens)

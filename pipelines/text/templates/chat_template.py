@@ -12,9 +12,9 @@ from typing import Any
 
 import jinja2
 
-from staticllm.errors import PromptError
+from staticllm.errors import PromptError, StaticLLMError
 from staticllm.pipelines.text.templates.bounds import copied, limited
-from staticllm.pipelines.text.templates.compiled import NAME, TemplateError, run
+from staticllm.pipelines.text.templates.compiled import NAME, TemplateError, outside_cause, run
 from staticllm.pipelines.text.templates.conversation import adapted
 from staticllm.pipelines.text.templates.template_shape import TemplateShape, probed_shape
 
@@ -41,6 +41,7 @@ def render(
 
     Raises:
         PromptError: the template has an error, refuses the conversation or exceeds a bound; the message names the line.
+        StaticLLMError: this process lacks memory or files, which is not the template's fault.
     """
     with _errors_of_prompts(), limited():
         conversation = adapted(probed_shape(template), messages, tools)
@@ -74,6 +75,12 @@ def _errors_of_prompts() -> Iterator[None]:
     except PromptError:
         raise
     except Exception as error:
+        if (cause := outside_cause(error)) is not None:
+            reason = getattr(cause, "strerror", None) or str(cause) or "there is not enough memory"
+            raise StaticLLMError(
+                f"the chat template cannot be rendered now: {reason}: close files or end other requests, or raise the limits of "
+                "this process (ulimit), and try again"
+            ) from error
         raise PromptError(_said(error)) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from datetime import datetime
@@ -9,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.debug  # which Jinja would import with the first exception of a template
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
@@ -20,6 +22,7 @@ from staticllm.pipelines.text.templates.sandbox import BoundedEnvironment
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_DATE_CHARS = 256
 NAME = "<chat template>"
+codecs.lookup("unicode-escape")  # read now, and not with the first template, when files may be scarce
 _FILTERED = type(iter([]))
 """What filters give: the sandbox has made lists of their generators."""
 
@@ -48,6 +51,20 @@ def run(template: str, context: Mapping[str, Any]) -> str:
     """
     compiled = _compiled(template)
     return compiled.environment.concat(compiled.generate(**context))
+
+
+def outside_cause(error: BaseException | None) -> BaseException | None:
+    """Return the exception behind this one that is not the template's fault, which Jinja may have wrapped; None without one.
+
+    No template raises it: it reads no file, and its texts are bounded. Nothing that fails so is remembered.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, (OSError, ImportError, MemoryError)):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def check_syntax(template: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from staticllm.errors import PromptError
 from staticllm.pipelines.text.templates.bounds import TemplateLimitError
-from staticllm.pipelines.text.templates.compiled import check_syntax, run
+from staticllm.pipelines.text.templates.compiled import check_syntax, outside_cause, run
 
 ToolPlace = Literal[
     "variable", "functions of the variable", "variable after a system message", "list of the system message",
@@ -138,9 +138,11 @@ class _Prober:
         tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
         try:
             return run(self._template, {**context, **tokens, "add_generation_prompt": has_prompt})
-        except (TemplateLimitError, RecursionError, MemoryError, PromptError):
+        except (TemplateLimitError, RecursionError, PromptError):
             raise
-        except Exception:  # the template refuses this shape
+        except Exception as error:  # the template refuses this shape
+            if outside_cause(error) is not None:
+                raise
             return ""
 
     @cached_property

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from staticllm.errors import ConfigError
+from staticllm.files import whole_file
 
 FILE = "staticllm-attach.pth"
 """The name of the file in the environment's site-packages. Python runs its line at each start, and reads it as the locale says:
@@ -15,9 +16,12 @@ it is ASCII."""
 _SECONDS = 60.0
 _LINE = (
     'import os, sys; os.environ.get("STATICLLM_ATTACH", "off") not in ("", "off") and not sys.flags.ignore_environment '
-    'and {hook!a} not in sys.path and (os.environ.setdefault("STATICLLM_DAEMON_COMMAND", {daemon!a}), '
-    "sys.path.insert(0, {hook!a}))\n"
+    'and {hook!a} not in sys.path and ((os.environ.setdefault("STATICLLM_DAEMON_COMMAND", {daemon!a}), '
+    "sys.path.insert(0, {hook!a})) if os.path.isfile({module!a}) else (hasattr(sys, '_staticllm_gone') or "
+    "sys.stderr and sys.stderr.write({gone!a}), setattr(sys, '_staticllm_gone', True), "  # some environments read it twice
+    'os.environ["STATICLLM_ATTACH"] == "require" and os._exit(1)))\n'
 )
+_GONE = "staticllm attach: {module!a} is not there any more: install staticllm again, or remove {file!a}\n"
 
 
 def install(python: str, hook: Path, daemon: list[str]) -> Path:
@@ -26,12 +30,17 @@ def install(python: str, hook: Path, daemon: list[str]) -> Path:
     ``hook`` is the folder with our ``sitecustomize``, which the interpreter then finds first; it runs the one that this hides.
     ``daemon`` is the command that starts the daemon.
 
+    If ``hook`` is gone when a program starts, the program says so in one line; with STATICLLM_ATTACH=require it ends.
+
     Raises:
         ConfigError: the interpreter cannot be run, or its folder cannot be written.
     """
-    path = _folder_of(python) / FILE
+    path, module = _folder_of(python) / FILE, str(hook / "sitecustomize.py")
+    gone = _GONE.format(module=module, file=str(path))
+    line = _LINE.format(hook=str(hook), module=module, daemon=json.dumps(daemon), gone=gone)
     try:
-        path.write_text(_LINE.format(hook=str(hook), daemon=json.dumps(daemon)), encoding="utf-8")
+        with whole_file(path, mode=0o644) as file:  # a link is replaced, not what it names
+            file.write(line.encode("ascii"))
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
     return path

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from staticllm.errors import StaticLLMError
+from staticllm.errors import ClosedError, ModelError, StaticLLMError
 from staticllm.files import read_regular
 from staticllm.ir_file import MAX_XML, Constant, read_ir
 from staticllm.model_dir import weights_of
@@ -20,12 +21,14 @@ from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import read_tokenizer, resolve_candidates
 from staticllm.pipelines.text.parsing.formats import find_format, shows_tools
+from staticllm.server.api_error import ApiError, model_missing
 from staticllm.server.served_model import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 
 MAX_CONFIG = 1 << 20
 ARCHITECTURE = "openvino"
 """What clients get as the architecture of every model: nothing here depends on what a model is called."""
+_log = logging.getLogger("staticllm.server")
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -71,14 +74,22 @@ class ModelFacts:
         return bool(found.reasoning[0]) or found.syntax == "harmony"
 
 
+UNKNOWN = ModelFacts(0, "unknown", 0, "", 0.0, None, "")
+"""The facts of a model whose files are gone or damaged."""
+
+
 def facts_of(spec: ModelSpec) -> ModelFacts:
     """Return what the files of a model say. The first call for a model takes up to seconds; any thread may call.
 
     Raises:
+        ApiError: its files are gone (503).
         ModelError: its files are not those that the server started with, and are damaged.
     """
-    stat, weights = (spec.path / MODEL_XML).stat(), weights_of(spec.path).stat()
-    return _read(spec, (stat.st_mtime_ns, stat.st_size, weights.st_mtime_ns, weights.st_size))
+    try:
+        stat, weights = (spec.path / MODEL_XML).stat(), weights_of(spec.path).stat()
+        return _read(spec, (stat.st_mtime_ns, stat.st_size, weights.st_mtime_ns, weights.st_size))
+    except OSError:
+        raise model_missing(spec.name) from None
 
 
 @lru_cache(64)
@@ -126,16 +137,35 @@ def _template_of(spec: ModelSpec) -> str:
 
 
 def current_facts(model: ServedModel) -> ModelFacts:
-    """Return the facts of a model; of a loaded chat model with the template that is in use.
+    """Return the facts of a model; of a loaded chat model with the template that is in use, even if its files are gone.
 
     Raises:
-        ModelError: its files are damaged.
+        ApiError: it is not loaded, and its files are gone (503).
+        ModelError: it is not loaded, and its files are damaged.
     """
-    found, pipeline = facts_of(model.spec), model.pipeline
+    pipeline = model.pipeline
+    try:
+        found = facts_of(model.spec)
+    except (ApiError, ModelError):
+        if pipeline is None:
+            raise
+        found = UNKNOWN
     if not isinstance(pipeline, StaticLLMPipeline):
         return found
-    template = str(pipeline.get_tokenizer().chat_template or "")
-    return found if template == found.template else ModelFacts(**{**vars(found), "template": template})
+    try:
+        template = str(pipeline.get_tokenizer().chat_template or "")
+    except ClosedError:  # it is being unloaded
+        return found
+    return found if template == found.template else replace(found, template=template)
+
+
+def listed_facts(model: ServedModel) -> ModelFacts:
+    """Return the facts of a model for a list of models, ``UNKNOWN`` if its files are gone or damaged: the others are listed."""
+    try:
+        return current_facts(model)
+    except (ApiError, ModelError) as error:
+        _log.warning("nothing is known about the model %r: %s", model.spec.name, error)
+        return UNKNOWN
 
 
 def context_length(model: ServedModel, settings: ServerSettings) -> int | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import openvino_genai as genai
+
 import staticllm
+from staticllm.errors import ClosedError
 from staticllm.pipelines.generation.options import UNLIMITED
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.catalog.facts import context_length, current_facts
@@ -30,8 +33,9 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "build_info": f"staticllm-{staticllm.__version__}",
         "is_sleeping": pipeline is None,
     }
-    if isinstance(pipeline, StaticLLMPipeline):
-        config, tokenizer = pipeline.get_generation_config(), pipeline.get_tokenizer()
+    tokenizer = _tokenizer_of(pipeline)
+    if isinstance(pipeline, StaticLLMPipeline) and tokenizer is not None:
+        config = pipeline.get_generation_config()
         params = {name: getattr(config, name) for name in _PARAMS}
         if params["top_k"] == UNLIMITED:
             params["top_k"] = 0  # llamacpp's value for all tokens
@@ -39,3 +43,11 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
         found["total_slots"] = model.num_seqs(state.settings.device)
         found["bos_token"], found["eos_token"] = tokenizer.get_bos_token(), tokenizer.get_eos_token()
     return found
+
+
+def _tokenizer_of(pipeline: object) -> genai.Tokenizer | None:
+    """Return the tokenizer of a chat model; None if it is not loaded, or is being unloaded."""
+    try:
+        return pipeline.get_tokenizer() if isinstance(pipeline, StaticLLMPipeline) else None
+    except ClosedError:
+        return None

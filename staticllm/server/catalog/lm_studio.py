@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from staticllm.server.catalog.facts import ARCHITECTURE, context_length, current_facts
+from staticllm.server.catalog.facts import ARCHITECTURE, context_length, listed_facts
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
 
@@ -23,7 +23,7 @@ def model_list(state: ServerState) -> dict[str, Any]:
 
 def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
     """Return one model. ``max_context_length`` is that of the server's settings; it is left out where nobody knows it yet."""
-    facts, length = current_facts(model), context_length(model, state.settings)
+    facts, length = listed_facts(model), context_length(model, state.settings)
     found: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",

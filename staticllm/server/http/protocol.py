@@ -19,7 +19,7 @@ MAX_HEAD = 64 << 10
 _END = re.compile(rb"\n\r?\n")
 _LONE = re.compile(rb"(?<!\r)\n|\r[^\n]")
 _FOLDED = re.compile(rb"\n[ \t]")
-_LENGTH = re.compile(rb"\ncontent-length[ \t]*:", re.IGNORECASE)
+_LENGTH = re.compile(rb"\ncontent-length[ \t]*:([^\r\n]*)", re.IGNORECASE)
 _CODING = re.compile(rb"\ntransfer-encoding[ \t]*:", re.IGNORECASE)
 _VERSION = re.compile(rb" HTTP/1\.([01])$")
 
@@ -62,6 +62,9 @@ def flaw_of(data: bytes) -> str:
         return "it is neither of HTTP/1.0 nor of HTTP/1.1"
     if _CODING.search(head) and (_LENGTH.search(head) or (version is not None and version[1] == b"0")):
         return "Transfer-Encoding excludes Content-Length and HTTP/1.0"
+    lengths = _LENGTH.findall(head)
+    if len(lengths) > 1 or any(b"," in length for length in lengths):
+        return "Content-Length has several values"
     return ""
 
 

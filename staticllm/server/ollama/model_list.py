@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.server.api_error import ApiError, json_response
-from staticllm.server.catalog.facts import ARCHITECTURE, ModelFacts, context_length, current_facts
+from staticllm.server.catalog.facts import ARCHITECTURE, ModelFacts, context_length, current_facts, listed_facts
 from staticllm.server.endpoint import Call
 from staticllm.server.ollama.fields import OllamaShowRequest
 from staticllm.server.ollama.names import FAR_FUTURE, served_name, tagged, timestamp
@@ -21,14 +21,14 @@ CAPABILITIES = {"chat": "completion", "embedding": "embedding", "rerank": "reran
 
 def tags(state: ServerState) -> dict[str, Any]:
     """Return all models. Reads their files; runs in a thread."""
-    return {"models": [_listed(model, current_facts(model)) for model in state.hub.models.values()]}
+    return {"models": [_listed(model, listed_facts(model)) for model in state.hub.models.values()]}
 
 
 def running(state: ServerState) -> dict[str, Any]:
     """Return the models that are loaded, and when each will be unloaded. Reads their files; runs in a thread."""
     found = []
     for model in state.hub.loaded:
-        facts, limit = current_facts(model), state.hub.idle_limit(model)
+        facts, limit = listed_facts(model), state.hub.idle_limit(model)
         left = limit if model.num_users else limit - (time.monotonic() - model.last_used)
         size = facts.num_bytes if model.size is None else model.size
         found.append(

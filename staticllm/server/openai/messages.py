@@ -12,7 +12,7 @@ from staticllm.server.openai.fields import MessageFields
 MAX_MESSAGES = 10_000
 _TEXTS = ("text", "input_text", "output_text")
 _REASONING = ("thinking", "reasoning", "redacted_thinking")
-"""Parts of an assistant's message with reasoning, as Mistral, Anthropic and Vercel's AI SDK call them."""
+"""Parts of an assistant's message with reasoning, as clients of other servers call them."""
 
 
 class ContentPart(MessageFields):

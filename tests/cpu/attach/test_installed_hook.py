@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from staticllm import ConfigError
 from staticllm.cli.attach import installed_hook
 from staticllm.cli.attach.launcher import HOOK, command
 from tests.attached_programs import daemon_environment
@@ -129,16 +130,53 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, said):
 def test_the_line_is_ascii_whatever_the_paths_are(tmp_path, monkeypatch):
     """Python reads it in the encoding of the locale, and does not start if it cannot."""
     monkeypatch.setattr(installed_hook, "_folder_of", lambda python: tmp_path)
-    line = installed_hook.install("python", Path("/tmp/cüd"), ["/tmp/ä ö/python"]).read_bytes()
+    hook = tmp_path / "cüd"
+    hook.mkdir()
+    (hook / "sitecustomize.py").touch()
+    line = installed_hook.install("python", hook, ["/tmp/ä ö/python"]).read_bytes()
     assert line.isascii()
     before = list(sys.path)
     monkeypatch.setattr(os, "environ", {"STATICLLM_ATTACH": "auto"})
     try:
         exec(line.decode())
-        assert sys.path[0] == str(Path("/tmp/cüd"))
+        assert sys.path[0] == str(hook)
         assert json.loads(os.environ["STATICLLM_DAEMON_COMMAND"]) == ["/tmp/ä ö/python"]
     finally:
         sys.path[:] = before
+
+
+def test_a_program_says_that_the_hook_is_gone_and_runs_natively_only_without_require(python, tmp_path):
+    gone = tmp_path / "removed" / "cüd"
+    path = installed_hook.install(python, gone, ["none"])
+    try:
+        for value, code, out in (("auto", 0, "1\n"), ("require", 1, ""), ("off", 0, "1\n")):
+            environment = {**os.environ, "STATICLLM_ATTACH": value}
+            done = subprocess.run(
+                [python, "-c", "print(1)"], env=environment, capture_output=True, text=True, check=False
+            )
+            assert (done.returncode, done.stdout) == (code, out), value
+            assert len(done.stderr.splitlines()) == (value != "off"), done.stderr
+            assert ("install staticllm again" in done.stderr) == (value != "off")
+    finally:
+        path.unlink()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="makes a link")
+def test_a_link_in_place_of_the_file_is_replaced_and_its_target_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(installed_hook, "_folder_of", lambda python: tmp_path)
+    target, path = tmp_path / "others", tmp_path / installed_hook.FILE
+    target.write_text("mine")
+    path.symlink_to(target)
+    assert installed_hook.install("python", HOOK, ["none"]) == path
+    assert target.read_text() == "mine"
+    assert path.read_text().startswith("import os")
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o444 == 0o444, "every user of the environment reads it"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        installed_hook.install("python", HOOK, ["none"])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["others", installed_hook.FILE]
 
 
 @pytest.mark.parametrize("option", [["--require"], ["--exact"], ["--priority", "5"], ["--devices", "NPU"]])

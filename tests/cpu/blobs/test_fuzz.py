@@ -113,8 +113,8 @@ def _used(what, folder):
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, read_model
     from staticllm.pipelines.model_loader.arguments import read_generation_config, read_tokenizer
-    from staticllm.pipelines.text.input_processor import InputProcessor
     from staticllm.pipelines.text.tokenization import encode_text
+    from staticllm.pipelines.text.tokenizer_tools import decoder_of
 
     try:
         check_model_dir(folder)
@@ -123,7 +123,8 @@ def _used(what, folder):
         else:
             tokenizer = read_tokenizer(folder)
             prompt = encode_text(tokenizer, "Tell me a story, hé!", False)
-            InputProcessor(tokenizer, read_generation_config(folder, tokenizer)).decode(prompt.ids[:8])
+            read_generation_config(folder, tokenizer)
+            decoder_of(tokenizer, joins_tokens=False)(prompt.ids[:8])
     except StaticLLMError as error:
         return "refused" if "\n" not in str(error) else f"two lines: {error!r}"
     except Exception as error:

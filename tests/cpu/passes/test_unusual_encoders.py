@@ -7,6 +7,7 @@ import re
 import numpy as np
 import openvino as ov
 import pytest
+from disentangled import Disentangled
 from encoder_models import (
     VOCABULARY,
     WIDTH,
@@ -134,12 +135,15 @@ def test_a_mask_that_depends_on_places_keeps_texts_apart():
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        (TinyEncoder(scaled_by_length), "check_places: Multiply '.*' computes with the number of rows"),
-        (TinyEncoder(scaled_if_long), "check_places: Multiply '.*' computes with the number of rows"),
+        (TinyEncoder(scaled_by_length), "prove_packing: Multiply '.*' computes with the number of rows"),
+        (TinyEncoder(scaled_if_long), "prove_packing: Multiply '.*' computes with the number of rows"),
         (
             TinyEncoder(on_hidden=with_place_of_long_texts),
             "positions that differ between 7 and 512 rows: only programs of fewer",
         ),
+        (Disentangled(True, is_shifted=True), "prove_packing: .* computes with the number of rows"),
+        (Disentangled(True, scale=scaled_by_length), "prove_packing: .* computes with the number of rows"),
+        (Disentangled(True, scale=scaled_if_long), "prove_packing: .* computes with the number of rows"),
         (TinyEncoder(on_hidden=with_mean_of_all), "prove_packing: .* are mixed with others"),
         (TinyEncoder(on_hidden=with_weights_over_rows), "(check_places|prove_packing): "),
     ],
@@ -155,6 +159,29 @@ def test_what_depends_on_the_length_of_long_texts_only_runs_in_short_programs(en
     lowered = lower_encoder(encoder.model(), EncoderOptions(max_rows=300))
     assert lowered.shape.is_packable
     check_equal(encoder, lowered)
+
+
+@pytest.mark.parametrize("terms", [("c2p",), ("p2c",), ("c2p", "p2c")])
+def test_places_in_a_table_that_grows_with_the_rows_are_right_for_one_text_per_sequence(terms):
+    """The first version of DeBERTa counts places from the middle of a table whose part in use has as many rows as the text."""
+    encoder = Disentangled(True, terms)
+    lowered = lower_encoder(encoder.model())
+    assert not lowered.shape.is_packable
+    assert any("computes with the number of rows" in reason for reason in lowered.reasons)
+    for rows in (3, 8, 15, 16, 17, 24, 100):
+        check_equal(encoder, lowered, rows=rows)
+
+
+def test_places_in_a_table_of_one_size_can_be_packed():
+    encoder = Disentangled(False)
+    lowered = lower_encoder(encoder.model())
+    assert lowered.shape.is_packable
+    check_equal(encoder, lowered)
+
+
+def test_no_program_has_more_rows_than_were_compared():
+    lowered = lower_encoder(Disentangled(True).model(), EncoderOptions(max_rows=4096))
+    assert lowered.shape.max_rows == 512
 
 
 def test_texts_that_mix_with_those_before_them_are_kept_apart():

@@ -76,13 +76,13 @@ def test_samplers_change_what_is_drawn_and_a_seed_repeats_it(pipe):
 
 def test_dry_reads_its_breakers_as_text(pipe):
     """After a breaker a repetition begins anew; the tokens of breakers are those whose text contains one."""
-    words = pipe._input_processor._word_tokens
+    words = pipe._tools.word_tokens
     texts = words._token_texts()
     for breaker in ("\n", ".", "the"):
         sequences = words.of_breaker(breaker)
         single = {sequence[0] for sequence in sequences if len(sequence) == 1}
         assert single == {token for token, text in enumerate(texts) if breaker in text}
-        assert all(breaker in pipe._input_processor.decode(list(sequence)) for sequence in sequences)
+        assert all(breaker in pipe._tools.decode(list(sequence)) for sequence in sequences)
     repeated = " ".join(["one two three four five six"] * 6)
     plain = tokens_of(pipe, repeated, apply_chat_template=False)
     assert tokens_of(pipe, repeated, apply_chat_template=False, dry_multiplier=5.0) != plain

@@ -10,9 +10,8 @@ from quick import examples
 
 from staticllm import ModelError, demo_model_path
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.model_loader.arguments import read_generation_config
-from staticllm.pipelines.text.input_processor import InputProcessor
 from staticllm.pipelines.text.special_tokens import SpecialTokens
+from staticllm.pipelines.text.tokenizer_tools import decoder_of
 
 MARKERS = ["<|user|>", "<|system|>"]
 
@@ -33,9 +32,8 @@ def rows(tokenizer):
 @pytest.fixture(scope="module")
 def decoders(tokenizer):
     """Pairs of a function that joins texts, and one that decodes all tokens together."""
-    config = read_generation_config(demo_model_path(), tokenizer)
     return [
-        (InputProcessor(tokenizer, config, joins_tokens=True).decode, tokenizer.decode),
+        (decoder_of(tokenizer, joins_tokens=True), tokenizer.decode),
         (
             SpecialTokens(tokenizer, joins_tokens=True).decoder(MARKERS, tokenizer.decode),
             SpecialTokens(tokenizer).decoder(MARKERS, tokenizer.decode),

@@ -125,8 +125,7 @@ def test_a_decode_that_fails_in_the_stop_checker_only_spoils_no_answer(pipe, mon
             raise RuntimeError("no memory")
         return tokenizer.decode(tokens)
 
-    monkeypatch.setattr(pipe._input_processor, "tokenizer", Tokenizer(tokenizer, decode))
-    monkeypatch.setattr(pipe._input_processor, "_joined", None)  # every text is decoded from its tokens
+    monkeypatch.setattr(pipe._stop_checker, "_decode", decode)
     handle = pipe.submit("hello", max_new_tokens=200, ignore_eos=True, stop_strings={"zzzz"})
     assert failed.wait(30)
     monkeypatch.undo()
