@@ -21,7 +21,7 @@ class KVSequence:
     """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
-    ``adapters`` are the factors that all of its tokens are computed with.
+    ``adapters`` are the factors that all of its tokens are computed with. ``is_idle``: whether its slots may be taken for others.
     """
 
     def __init__(self, num_slots: int, adapters: AdapterScales = ()) -> None:
@@ -29,6 +29,7 @@ class KVSequence:
         self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
+        self.is_idle = False
         self.states: StateSet | None = None  # recurrent states, unless the StateBank holds them as the live ones
 
     def __len__(self) -> int:

@@ -248,6 +248,7 @@ class EngineCore:
 
     def _view(self) -> View:
         runner, manager = self.runner, self.kv_manager
+        manager.count_own_slots()
         high_slot, leaving_slots = runner.cache.slots.high_slot, manager.prefix.leaving_slots
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)

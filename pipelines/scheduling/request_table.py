@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ class RequestInfo:
             id, WAITING, arrival, num_tokens, priority=priority, deadline=deadline
         )
         self.id, self.arrival, self.priority, self.deadline = id, arrival, priority, deadline
-        self.status = WAITING
+        self._status = WAITING
+        self._counts: Counter[RequestStatus] | None = None  # of the table that it is in
         self.num_tokens = num_tokens
         self.num_computed = self.own_slots = self.num_generated = 0
         self.last_token_time: float | None = None
@@ -50,6 +52,29 @@ class RequestInfo:
                 self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena,
             )  # fmt: skip
         return self._view
+
+    @property
+    def status(self) -> RequestStatus:
+        """What the request does now."""
+        return self._status
+
+    @status.setter
+    def status(self, status: RequestStatus) -> None:
+        if self._counts is not None:
+            self._counts[self._status] -= 1
+            self._counts[status] += 1
+        self._status = status
+
+    def enter(self, counts: Counter[RequestStatus]) -> None:
+        """Record that the request is in a table, whose ``counts`` of each status it keeps."""
+        self._counts = counts
+        counts[self._status] += 1
+
+    def leave(self) -> None:
+        """Record that the request is in no table."""
+        if self._counts is not None:
+            self._counts[self._status] -= 1
+        self._counts = None
 
     def set_priority(self, priority: int) -> None:
         """Change the priority."""
@@ -123,7 +148,8 @@ class RequestInfo:
 
     def set_own_slots(self, own_slots: int) -> None:
         """Set the number of arena slots that would be free without the request."""
-        self.own_slots, self._view = own_slots, None
+        if own_slots != self.own_slots:
+            self.own_slots, self._view = own_slots, None
 
     def _move_to(self, status: RequestStatus) -> None:
         assert status is self.status or status in TRANSITIONS[self.status], f"{self.status} -> {status}"
@@ -146,6 +172,7 @@ class RequestTable:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._infos: dict[int, RequestInfo] = {}
+        self._counts: Counter[RequestStatus] = Counter()
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -159,18 +186,21 @@ class RequestTable:
     def add(self, info: RequestInfo) -> None:
         """Add a request."""
         self._infos[info.id] = info
+        info.enter(self._counts)
 
     def remove(self, request: int) -> None:
         """Remove a request by its id."""
-        del self._infos[request]
+        self._infos.pop(request).leave()
 
     def clear(self) -> None:
         """Remove all requests."""
+        for info in self._infos.values():
+            info.leave()
         self._infos.clear()
 
     def count(self, status: RequestStatus) -> int:
         """Return the number of requests with this status."""
-        return sum(info.status is status for info in self._infos.values())
+        return self._counts[status]
 
     def are_running(self, requests: tuple[int, ...]) -> bool:
         """Return whether all of these requests are in the table and running."""

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from output_queues import outputs_of
@@ -109,6 +109,7 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
             if step in schedule["switches"]:
                 engine.switch(fake_runner(variants, MASKS), engine._core.options)
             engine.step()
+            assert_slots_counted(engine)
             if step > 60 and engine.is_idle:
                 break
     for index, (_, request) in enumerate(found):

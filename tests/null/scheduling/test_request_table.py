@@ -88,3 +88,29 @@ def test_a_view_lists_requests_by_status_in_the_order_of_their_arrival():
     assert [r.id for r in view.running] == [1]
     assert view.free_seqs == 1
     assert table.has_free_seq
+
+
+def test_a_table_counts_its_requests_by_status():
+    """The counts are kept with every change, also of requests that leave the table and come back."""
+    table, infos = RequestTable(Limits(2)), [RequestInfo(number, float(number), 3) for number in range(4)]
+
+    def counts():
+        found = {status: table.count(status) for status in RequestStatus}
+        assert found == {status: len(table.ids(status)) for status in RequestStatus}
+        return [found[status] for status in RequestStatus]
+
+    for info in infos:
+        table.add(info)
+    assert counts() == [4, 0, 0, 0]
+    for info in infos[:3]:
+        info.add_computed(3)
+        table.add_token(info.id, 1.0)
+    assert counts() == [1, 0, 2, 1]
+    table.remove(0)
+    infos[0].preempt()
+    assert counts() == [1, 0, 1, 1]
+    table.add(infos[0])
+    assert counts() == [2, 0, 1, 1]
+    table.clear()
+    infos[1].preempt()
+    assert counts() == [0, 0, 0, 0]
