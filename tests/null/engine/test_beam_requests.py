@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from beam_steps import advanced
 from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ def expected(request, masks=MASKS):
     limits = Limits(request.max_new_tokens, request.stop_token_ids)
     search, beams = BeamSearch(request.beams, request.prompt, limits), [list(request.prompt)]
     while beams:
-        steps = search.advance([logits_after(beam, masks) for beam in beams])
+        steps = advanced(search, [logits_after(beam, masks) for beam in beams])
         beams = [[*beams[step.parent], step.token] for step in steps]
     return [list(hypothesis.tokens) for hypothesis in search.hypotheses()][: request.num_sequences]
 
