@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import AdapterScales, KVSequence, common_prefix
+from staticllm.kvcache.sequence import AdapterScales, KVSequence, common_prefix, may_share
 from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 
 MIN_PREFIX = 16
@@ -159,7 +159,7 @@ class PrefixCache:
     ) -> tuple[KVSequence | None, int]:
         best, length = None, 0
         for sequence in (*self.idle_sequences(), *running):
-            if sequence.adapters != adapters:
+            if sequence.adapters != adapters or not may_share(sequence.tokens, tokens, length + 1):
                 continue
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):

@@ -59,6 +59,11 @@ class KVSequence:
         self.epoch += 1
 
 
+def may_share(mine: Tokens, other: Tokens, count: int) -> bool:
+    """Return whether the first ``count`` tokens, at least one, may be equal: by the ends, where most that are compared differ."""
+    return min(len(mine), len(other)) >= count and bool(mine[0] == other[0] and mine[count - 1] == other[count - 1])
+
+
 def common_prefix(mine: Tokens, other: Tokens) -> int:
     """Return the number of leading tokens that are equal."""
     limit = min(len(mine), len(other))

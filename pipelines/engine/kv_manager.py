@@ -63,7 +63,7 @@ class KVCacheManager:
         """Add an away request to the table: its client sent tokens."""
         self.away.remove(state)
         num_computed = len(state.sequence or ())
-        state.info.come_back(num_computed, time.perf_counter(), self.table.has_free_seq)
+        state.info.come_back(num_computed, time.perf_counter(), self.table.num_free_for_fed > 0)
         self.add(state)
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:

@@ -11,6 +11,9 @@ from staticllm.pipelines.scheduling.interface import Device, RequestStatus, Requ
 WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
 
+_Counts = Counter[tuple[RequestStatus, bool]]
+"""The numbers of requests by status and ``is_fed``."""
+
 TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     WAITING: (WAITING, PREFILLING),
     PREFILLING: (WAITING, PREFILLING, RUNNING, SWAPPED),
@@ -26,18 +29,23 @@ class RequestInfo:
 
     ``num_tokens`` must run before the next token can be chosen, and ``num_computed`` of them have keys and values. ``own_slots``
     counts the arena slots that would be free without the request; ``in_arena`` is False if its slots are in the host pool. The
-    KV cache manager, or the simulator, updates both.
+    KV cache manager, or the simulator, updates both. ``is_fed`` is as in ``RequestView``.
     """
 
     def __init__(
-        self, id: int, arrival: float, num_tokens: int, priority: int = 0, deadline: float | None = None
+        self,
+        id: int,
+        arrival: float,
+        num_tokens: int,
+        priority: int = 0,
+        deadline: float | None = None,
+        is_fed: bool = False,
     ) -> None:
-        self._view: RequestView | None = RequestView(
-            id, WAITING, arrival, num_tokens, priority=priority, deadline=deadline
-        )
+        self._view: RequestView | None = None
+        self.is_fed = is_fed
         self.id, self.arrival, self.priority, self.deadline = id, arrival, priority, deadline
         self._status = WAITING
-        self._counts: Counter[RequestStatus] | None = None  # of the table that it is in
+        self._counts: _Counts | None = None  # of the table that it is in
         self.num_tokens = num_tokens
         self.num_computed = self.own_slots = self.num_generated = 0
         self.last_token_time: float | None = None
@@ -49,7 +57,7 @@ class RequestInfo:
         if self._view is None:
             self._view = RequestView(
                 self.id, self.status, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
-                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena,
+                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena, self.is_fed,
             )  # fmt: skip
         return self._view
 
@@ -61,19 +69,19 @@ class RequestInfo:
     @status.setter
     def status(self, status: RequestStatus) -> None:
         if self._counts is not None:
-            self._counts[self._status] -= 1
-            self._counts[status] += 1
+            self._counts[self._status, self.is_fed] -= 1
+            self._counts[status, self.is_fed] += 1
         self._status = status
 
-    def enter(self, counts: Counter[RequestStatus]) -> None:
-        """Record that the request is in a table, whose ``counts`` of each status it keeps."""
+    def enter(self, counts: _Counts) -> None:
+        """Record that the request is in a table, whose ``counts`` it keeps."""
         self._counts = counts
-        counts[self._status] += 1
+        counts[self._status, self.is_fed] += 1
 
     def leave(self) -> None:
         """Record that the request is in no table."""
         if self._counts is not None:
-            self._counts[self._status] -= 1
+            self._counts[self._status, self.is_fed] -= 1
         self._counts = None
 
     def set_priority(self, priority: int) -> None:
@@ -172,7 +180,7 @@ class RequestTable:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._infos: dict[int, RequestInfo] = {}
-        self._counts: Counter[RequestStatus] = Counter()
+        self._counts: _Counts = Counter()
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -200,7 +208,7 @@ class RequestTable:
 
     def count(self, status: RequestStatus) -> int:
         """Return the number of requests with this status."""
-        return self._counts[status]
+        return self._counts[status, False] + self._counts[status, True]
 
     def are_running(self, requests: tuple[int, ...]) -> bool:
         """Return whether all of these requests are in the table and running."""
@@ -233,8 +241,25 @@ class RequestTable:
 
     @property
     def has_free_seq(self) -> bool:
-        """Whether a request whose prompt ends now may be running: there is a free place, and no request is swapped."""
-        return self.count(RUNNING) < self.limits.max_num_seqs and not self.count(SWAPPED)
+        """Whether a request whose prompt ends now may be running: there is a free place, and no request that is not fed is swapped.
+
+        The last place is left to fed requests, if there are any.
+        """
+        own, counts = self._counts[RUNNING, False], self._counts
+        is_last_shared = own + 1 >= self.limits.max_num_seqs and (counts[RUNNING, True] or counts[SWAPPED, True])
+        return not is_last_shared and self.count(RUNNING) < self.limits.max_num_seqs and not counts[SWAPPED, False]
+
+    @property
+    def num_free_for_fed(self) -> int:
+        """The number of fed requests that may be running when they come back with one token.
+
+        The others are swapped until a plan gives them places, without a copy of their slots. So a place is free for each prompt
+        that ends in the same call.
+        """
+        if self.count(SWAPPED):
+            return 0
+        prompts = self._counts[WAITING, False] + self._counts[PREFILLING, False]
+        return max(0, self.limits.max_num_seqs - self.count(RUNNING) - prompts)
 
     def add_token(self, request: int, now: float) -> None:
         """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped."""

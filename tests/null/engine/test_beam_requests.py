@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from beam_steps import advanced
+from beam_steps import advanced, beam_request
 from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -48,14 +48,6 @@ def answers_of(request):
             found.setdefault(output.index, []).append(output.id)
     assert sorted(ends) == list(range(request.request.num_sequences))
     return [found.get(index, []) for index in range(len(ends))], ends
-
-
-def beam_request(prompt, num_new, num_beams=3, num_sequences=2, **options):
-    params = BeamParams(
-        num_beams, **{name: options.pop(name) for name in ("num_beam_groups", "diversity_penalty") if name in options}
-    )
-    asked = EngineRequest(tuple(prompt), max_new_tokens=num_new, num_sequences=num_sequences, beams=params, **options)
-    return BeamRequest(asked, VOCAB_SIZE)
 
 
 searches = st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(2, 6), st.integers(0, 20))

@@ -114,3 +114,34 @@ def test_a_table_counts_its_requests_by_status():
     table.clear()
     infos[1].preempt()
     assert counts() == [0, 0, 0, 0]
+
+
+def test_a_place_is_left_for_prompts_beside_fed_requests_and_the_last_one_for_these():
+    table = RequestTable(Limits(3))
+    fed = [RequestInfo(number, 0.0, 9, is_fed=True) for number in range(4)]
+
+    def come_back(info):
+        info.come_back(8, 1.0, table.num_free_for_fed > 0)
+        table.add(info)
+        return info.status
+
+    assert [come_back(info) for info in fed[:2]] == ["running", "running"]
+    prompt = RequestInfo(9, 0.0, 3)
+    table.add(prompt)
+    assert table.num_free_for_fed == 0, "the prompt may end in the next call"
+    assert come_back(fed[2]) == "swapped"
+    prompt.add_computed(3)
+    assert table.has_free_seq, "the swapped one is fed"
+    table.add_token(9, 1.0)
+    assert prompt.status == "running"
+    table.remove(0)
+    table.add(other := RequestInfo(10, 0.0, 3))
+    other.add_computed(3)
+    assert table.has_free_seq
+    table.add_token(10, 1.0)
+    assert not table.has_free_seq
+    table.remove(1)
+    assert table.count(RequestStatus.RUNNING) == 2
+    assert not table.has_free_seq, "the last place is left for the fed one"
+    table.remove(2)
+    assert table.has_free_seq
