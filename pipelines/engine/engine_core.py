@@ -75,8 +75,10 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """The number of admitted requests that hold no slots."""
-        return self._table.count(RequestStatus.WAITING)
+        """The number of admitted requests that wait, however many answers or beams each has; feeds do not count."""
+        if not self._table.count(RequestStatus.WAITING):
+            return 0
+        return sum(request.is_waiting for request in self.requests.values())
 
     @property
     def has_calls(self) -> bool:

@@ -17,6 +17,7 @@ from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypot
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.generation.structured.mask import GrammarMask
+from staticllm.pipelines.scheduling.interface import RequestStatus
 
 Decode = Callable[[list[int]], str]
 OnEnd = Callable[["BeamRequest", FinishReason], None]
@@ -72,6 +73,11 @@ class BeamRequest(RequestState):
             error = _too_few(len(found), self.request)
         self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
         self._on_end(self, reason)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the prompt has not begun. Beams that have lost their slots take turns with the others of the search."""
+        return self.sequences[0].started is None and self._beams[0].info.status is RequestStatus.WAITING
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the search and of its beams."""

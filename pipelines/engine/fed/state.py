@@ -221,6 +221,11 @@ class FedRequest(RequestState):
         self.request, self.queue = state.request, OutputQueue()
         self.sequences = [state]
 
+    @property
+    def is_waiting(self) -> bool:
+        """Never: its client waits for it, and no other request is refused for that."""
+        return False
+
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the feed before the next device call."""
         self.sequences[0].cancel_reason = reason
