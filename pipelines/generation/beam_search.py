@@ -147,7 +147,9 @@ class BeamSearch:
         self._groups = [_Group([_Beam()]) for _ in range(params.num_beam_groups)]
         self._parents = [[0] for _ in self._groups]  # by group: the index of each beam in progress
         self._beams = [_Beam()]  # in progress, by index
-        self._tables: dict[int, Logits] = {}  # with groups: log-probabilities after the beams taken in this step, by index
+        self._tables: dict[
+            int, Logits
+        ] = {}  # with groups: log-probabilities after the beams taken in this step, by index
         self._tokens: dict[int, _Tokens] = {}  # without: the best tokens
         self._length = 0
         self._num_finished = 0
@@ -237,7 +239,7 @@ class BeamSearch:
             yield _Candidate(parents[owner], beams[owner].followed_by(int(ids[place]), float(logprobs[place])))
 
     def _following(self, index: int, penalized: NDArray[np.intp]) -> _Tokens:
-        """Return the best tokens after a beam, if ``penalized [n]`` were chosen by groups before, each as often as it is there."""
+        """Return the best tokens after a beam, if groups before have chosen ``penalized [n]``, where a token may be repeated."""
         if index in self._tokens:
             return self._tokens[index]
         table = self._tables[index]

@@ -241,7 +241,7 @@ class RequestTable:
 
     @property
     def has_free_seq(self) -> bool:
-        """Whether a request whose prompt ends now may be running: there is a free place, and no request that is not fed is swapped.
+        """Whether a request whose prompt ends now may be running: there is a free place, and all that are swapped are fed.
 
         The last place is left to fed requests, if there are any.
         """

@@ -142,7 +142,7 @@ def _of_ours(error: StaticLLMError) -> ApiError:
 
 def _of_engine(error: BusyError) -> ApiError:
     """Return the answer of a full engine or device; the remedy is the server's option, not that of a program."""
-    message = str(error).replace("load with a larger MAX_WAITING", "serve with -p MAX_WAITING and a larger number")
+    message = str(error).replace("load with a larger MAX_WAITING", "serve with a larger -p MAX_WAITING")
     knob = "-p MAX_WAITING" if message != str(error) else ""
     return busy(message, error.retry_after, knob)
 

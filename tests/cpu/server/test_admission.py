@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
     pytest.importorskip(package)
 
+import httpx  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from quick import examples  # noqa: E402
+from served import serving  # noqa: E402
 
+from staticllm.errors import BusyError  # noqa: E402
 from staticllm.server import admission as admission_module  # noqa: E402
 from staticllm.server.admission import Admission, AdmissionLimits  # noqa: E402
-from staticllm.server.api_error import ApiError  # noqa: E402
+from staticllm.server.api_error import ApiError, api_error_of  # noqa: E402
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["enter", "search", "leave", "cancel", "cancel at once"]), st.integers(0, 3)), max_size=60
@@ -283,3 +287,32 @@ def test_a_priority_orders_the_requests_of_one_client_and_no_others():
         assert admitted.index("b0") == 1, "the client with the fewest answers is next, whatever another says"
 
     asyncio.run(test())
+
+
+def test_a_search_takes_as_many_places_of_its_client_as_it_has_beams():
+    with serving(properties={"MAX_NUM_SEQS": 8}) as served, ThreadPoolExecutor(2) as pool:
+        admission = served.state.hub.models["demo"].admission
+        messages = [{"role": "user", "content": "Tell me a story."}]
+        ask = {"model": "demo", "messages": messages, "max_tokens": 30, "ignore_eos": True, "num_beams": 5}
+        seen = set()
+        asked = [pool.submit(httpx.post, served.url + "/v1/chat/completions", json=ask, timeout=60) for _ in "ab"]
+        while not all(answer.done() for answer in asked):
+            seen.add((admission.num_running, admission.num_waiting))
+            time.sleep(0.001)
+        assert {answer.result().status_code for answer in asked} == {200}
+        assert (5, 1) in seen, "the second search waits, since its client may have 8 places"
+        assert max(seen)[0] == 5
+        served.wait_until_idle()
+
+
+def test_an_engine_of_the_server_refuses_nothing_that_was_admitted():
+    with serving(properties={"MAX_NUM_SEQS": 2}) as served:
+        model = served.state.hub.models["demo"]
+        assert model.pipeline.config.max_waiting > 1000 * model.admission.limits.max_running
+    with serving(properties={"MAX_NUM_SEQS": 2, "MAX_WAITING": 5}) as served:
+        assert served.state.hub.models["demo"].pipeline.config.max_waiting == 5
+    refused = api_error_of(
+        BusyError("5 requests wait, MAX_WAITING is 5: try again later, or load with a larger MAX_WAITING")
+    )
+    assert (refused.status, refused.knob) == (429, "-p MAX_WAITING")
+    assert refused.message.endswith("try again later, or serve with a larger -p MAX_WAITING")

@@ -18,9 +18,7 @@ openai = pytest.importorskip("openai")
 import httpx  # noqa: E402
 from served import serving  # noqa: E402
 
-from staticllm.errors import BusyError  # noqa: E402
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.api_error import api_error_of  # noqa: E402
 from staticllm.server.served_model import ModelSpec, ServedModel, demo_spec  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -197,31 +195,6 @@ def test_a_request_may_have_more_answers_than_the_queue_has_places():
         assert found.status_code == 200, found.text
         assert len(found.json()["choices"]) == 16
         served.wait_until_idle()
-
-
-def test_a_search_takes_as_many_places_of_its_client_as_it_has_beams():
-    with serving(properties={**LONG, "MAX_NUM_SEQS": 8}) as served, ThreadPoolExecutor(2) as pool:
-        admission = served.state.hub.models["demo"].admission
-        seen = set()
-        asked = [pool.submit(httpx.post, served.url + CHAT, json=body(count=30, num_beams=5), timeout=60) for _ in "ab"]
-        while not all(answer.done() for answer in asked):
-            seen.add((admission.num_running, admission.num_waiting))
-            time.sleep(0.001)
-        assert {answer.result().status_code for answer in asked} == {200}
-        assert (5, 1) in seen, "the second search waits, since its client may have 8 places"
-        assert max(seen)[0] == 5
-        served.wait_until_idle()
-
-
-def test_an_engine_of_the_server_refuses_nothing_that_was_admitted():
-    with serving(properties={"MAX_NUM_SEQS": 2}) as served:
-        model = served.state.hub.models["demo"]
-        assert model.pipeline.config.max_waiting > 1000 * model.admission.limits.max_running
-    with serving(properties={"MAX_NUM_SEQS": 2, "MAX_WAITING": 5}) as served:
-        assert served.state.hub.models["demo"].pipeline.config.max_waiting == 5
-    refused = api_error_of(BusyError("5 requests wait, MAX_WAITING is 5: try again later, or load with a larger MAX_WAITING"))
-    assert (refused.status, refused.knob) == (429, "-p MAX_WAITING")
-    assert refused.message.endswith("try again later, or serve with -p MAX_WAITING and a larger number")
 
 
 def test_a_client_that_floods_does_not_starve_another():

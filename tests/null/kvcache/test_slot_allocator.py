@@ -58,7 +58,9 @@ def test_count_only_counts_slots_without_other_holders():
     assert allocator.count_only([running]) == 2
 
 
-changes = st.lists(st.tuples(st.sampled_from(["allocate", "share", "free", "idle", "active", "move"]), st.integers(0, 9)))
+changes = st.lists(
+    st.tuples(st.sampled_from(["allocate", "share", "free", "idle", "active", "move"]), st.integers(0, 9))
+)
 
 
 @given(changes)

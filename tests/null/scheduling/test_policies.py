@@ -152,9 +152,7 @@ def test_shipped_policies_break_no_rule_with_fed_requests(name, fed, free_slots,
 
 def test_requests_that_keep_their_places_get_them_before_fed_ones():
     """The last place is that of the first request in order."""
-    swapped = tuple(
-        RequestView(id, "swapped", float(id), 9, 8, 8, 1, 99.5, is_fed=id < 5) for id in range(1, 8)
-    )
+    swapped = tuple(RequestView(id, "swapped", float(id), 9, 8, 8, 1, 99.5, is_fed=id < 5) for id in range(1, 8))
     view = a_view(waiting=(), prefilling=(), running=(), swapped=swapped, free_slots=1000)
 
     def placed(num_seqs, **changes):
@@ -178,7 +176,9 @@ def test_a_prompt_may_run_while_beams_take_turns_in_all_places():
     assert [request.id for request in admissible_prompts(view)] == [1]
     assert admissible_prompts(replace(view, max_num_seqs=1)) == []
     fed = replace(view.waiting[0], id=2, arrival=999.0, is_fed=True)
-    assert [request.id for request in admissible_prompts(replace(view, max_num_seqs=1, waiting=(*view.waiting, fed)))] == [2]
+    assert [
+        request.id for request in admissible_prompts(replace(view, max_num_seqs=1, waiting=(*view.waiting, fed)))
+    ] == [2]
 
 
 def test_a_policy_cannot_change_the_view():
