@@ -66,7 +66,8 @@ class KVCache:
         return forked
 
     def cut(self, sequence: KVSequence, length: int) -> None:
-        """Keep the first ``length`` tokens of a sequence; with recurrent states, which cannot be cut, keep none."""
+        """Keep the first ``length`` tokens of an active sequence; with recurrent states, which cannot be cut, keep none."""
+        assert not sequence.is_idle, "an idle sequence is changed"
         if length < len(sequence):
             self.slots.free(sequence.cut(0 if self.states else length))
             self.states.forget(sequence)
@@ -89,8 +90,21 @@ class KVCache:
             sequence.append(tokens, fresh)
 
     def close(self, sequence: KVSequence) -> None:
-        """Free all slots of a sequence."""
+        """Free all slots of a sequence, active or idle."""
+        self.mark_active(sequence)
         self.cut(sequence, 0)
+
+    def mark_idle(self, sequence: KVSequence) -> None:
+        """Let the slots of a sequence be taken for others when they are needed. Until ``mark_active`` it must not change."""
+        if not sequence.is_idle:
+            self.slots.mark_idle(sequence.slots)
+            sequence.is_idle = True
+
+    def mark_active(self, sequence: KVSequence) -> None:
+        """Let a sequence go on; nothing happens unless it is idle."""
+        if sequence.is_idle:
+            self.slots.mark_active(sequence.slots)
+            sequence.is_idle = False
 
     def copy_out(self, sequence: KVSequence) -> StoredSequence:
         """Return a copy of a sequence in host memory; the sequence stays in the arena."""

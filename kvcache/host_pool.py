@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.kvcache.sequence import AdapterScales, common_prefix
+from staticllm.kvcache.sequence import AdapterScales, common_prefix, may_share
 from staticllm.kvcache.stored import StoredSequence
 
 _Key = tuple[AdapterScales, tuple[int, ...]]
@@ -87,7 +87,10 @@ class HostPool:
             return False
         same = [old for old in self._kept.values() if old.adapters == stored.adapters]
         for old in same:
-            if common_prefix(old.ids, stored.ids) < len(old.tokens):
+            length = len(old.tokens)
+            if length and not may_share(old.tokens, stored.tokens, length):
+                continue
+            if common_prefix(old.ids, stored.ids) < length:
                 continue
             if not self._state_slots or old.tokens == stored.tokens:
                 self._drop(_key(old))
@@ -109,7 +112,7 @@ class HostPool:
         """
         best, length, ids = None, 0, np.array(tokens, np.int64)
         for stored in self._kept.values():
-            if stored.adapters != adapters:
+            if stored.adapters != adapters or not may_share(stored.tokens, tokens, length + 1):
                 continue
             common = common_prefix(stored.ids, ids)
             if common > length and (common == len(stored.tokens) or not is_whole):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import AdapterScales, KVSequence, common_prefix
+from staticllm.kvcache.sequence import AdapterScales, KVSequence, common_prefix, may_share
 from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 
 MIN_PREFIX = 16
@@ -39,14 +39,6 @@ class PrefixCache:
         """The number of slots that only the cached sequence and the sequences being offloaded hold."""
         return self._cache.slots.count_only([sequence.slots for sequence in self.idle_sequences()])
 
-    def count_freed(self, sequence: KVSequence, away: Iterable[KVSequence] = ()) -> int:
-        """Return by how many slots those that are free or can be evicted would grow without ``sequence``.
-
-        Slots that it shares only with cached sequences, or with those in ``away``, count: they are evicted when slots are needed.
-        """
-        idle = [cached.slots for cached in (*self.idle_sequences(), *away)]
-        return self._cache.slots.count_only([sequence.slots, *idle]) - self._cache.slots.count_only(idle)
-
     @property
     def leaving_slots(self) -> int:
         """The slots in ``idle_slots`` that are free after the first chunk of a prompt, if more chunks follow."""
@@ -67,6 +59,7 @@ class PrefixCache:
         if not self._is_enabled or not len(sequence):
             self._cache.close(sequence)
             return
+        self._cache.mark_idle(sequence)
         previous, self._cached = self._cached, sequence
         is_part = previous is not None and _begins(sequence, previous)
         if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
@@ -94,6 +87,7 @@ class PrefixCache:
             return self._cache.open(adapters)
         if source is self._cached and len(source) - length <= MAX_LOST and not self._is_whole:
             self._cached = None
+            self._cache.mark_active(source)
             self._cache.cut(source, length)
             return source
         return self._cache.fork(source, length)
@@ -165,7 +159,7 @@ class PrefixCache:
     ) -> tuple[KVSequence | None, int]:
         best, length = None, 0
         for sequence in (*self.idle_sequences(), *running):
-            if sequence.adapters != adapters:
+            if sequence.adapters != adapters or not may_share(sequence.tokens, tokens, length + 1):
                 continue
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):

@@ -21,7 +21,7 @@ class KVSequence:
     """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
-    ``adapters`` are the factors that all of its tokens are computed with.
+    ``adapters`` are the factors that all of its tokens are computed with. ``is_idle``: whether its slots may be taken for others.
     """
 
     def __init__(self, num_slots: int, adapters: AdapterScales = ()) -> None:
@@ -29,6 +29,7 @@ class KVSequence:
         self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
+        self.is_idle = False
         self.states: StateSet | None = None  # recurrent states, unless the StateBank holds them as the live ones
 
     def __len__(self) -> int:
@@ -56,6 +57,11 @@ class KVSequence:
         """Replace each slot s by ``places[s]``; ``places [num_slots]``."""
         self._slots[: len(self.tokens)] = places[self.slots]
         self.epoch += 1
+
+
+def may_share(mine: Tokens, other: Tokens, count: int) -> bool:
+    """Return whether the first ``count`` tokens, at least one, may be equal: by the ends, where most that are compared differ."""
+    return min(len(mine), len(other)) >= count and bool(mine[0] == other[0] and mine[count - 1] == other[count - 1])
 
 
 def common_prefix(mine: Tokens, other: Tokens) -> int:

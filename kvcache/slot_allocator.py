@@ -13,6 +13,9 @@ Slots = NDArray[np.intp]
 class SlotAllocator:
     """Allocates slot indices ``0 .. num_slots - 1``, the lowest first. A slot of a shared prefix has several holders.
 
+    A holder is *active*, or *idle* while its slots may be taken for others at any time. Both are counted per slot when a holder
+    changes, so that no count looks at the slots of all holders.
+
     Several slots are consecutive where that does not need a higher slot: consecutive slots are copied several times faster.
     """
 
@@ -22,6 +25,8 @@ class SlotAllocator:
         self._is_free = np.ones(num_slots, np.bool_)
         self._lowest = 0  # no slot below it is free
         self._holders = np.zeros(num_slots, np.int32)
+        self._active = np.zeros(num_slots, np.int32)  # the active ones among the holders
+        self.num_active = 0  # slots with an active holder
         self.num_shared = 0  # slots with several holders
         self._high: int | None = 0  # None if it must be computed
 
@@ -39,12 +44,13 @@ class SlotAllocator:
         return self._high
 
     def allocate(self, count: int) -> Slots:
-        """Return slots ``[count]``, ascending, each with one holder. The caller has checked ``num_free``."""
+        """Return slots ``[count]``, ascending, each with one active holder. The caller has checked ``num_free``."""
         assert count <= self.num_free, f"{count} slots asked, {self.num_free} free"
         if not count:
             return np.zeros(0, np.intp)
         slots = self._find(count)
-        self._holders[slots] = 1
+        self._holders[slots] = self._active[slots] = 1
+        self.num_active += count
         self._is_free[slots] = False
         self.num_free -= count
         if self._high is not None:
@@ -65,34 +71,57 @@ class SlotAllocator:
         return free[:count]
 
     def share(self, slots: Slots) -> None:
-        """Add a holder to ``slots [n]``, which are in use."""
-        assert (self._holders[slots] > 0).all(), "a free slot is shared"
-        self._holders[slots] += 1
-        self.num_shared += int(np.count_nonzero(self._holders[slots] == 2))
+        """Add an active holder to ``slots [n]``, which are in use."""
+        counts = self._holders[slots] + 1
+        assert (counts > 1).all(), "a free slot is shared"
+        self._holders[slots] = counts
+        self.num_shared += int(np.count_nonzero(counts == 2))
+        self.mark_active(slots)
 
     def free(self, slots: Slots) -> None:
-        """Remove a holder of ``slots [n]``; slots without a holder are free again. Freeing a free slot is a bug."""
-        assert (self._holders[slots] > 0).all(), "a slot is freed twice"
-        self._holders[slots] -= 1
+        """Remove an active holder of ``slots [n]``; slots without a holder are free again. Freeing a free slot is a bug."""
+        counts = self._holders[slots] - 1
+        assert (counts >= 0).all(), "a slot is freed twice"
+        self.mark_idle(slots)
+        self._holders[slots] = counts
         self._high = None
         if self.num_shared:
-            self.num_shared -= int(np.count_nonzero(self._holders[slots] == 1))
-        freed = slots[self._holders[slots] == 0]
+            self.num_shared -= int(np.count_nonzero(counts == 1))
+        freed = slots[counts == 0]
         if freed.size:
             self._is_free[freed] = True
             self.num_free += freed.size
             self._lowest = min(self._lowest, int(freed.min()))
 
+    def mark_idle(self, slots: Slots) -> None:
+        """Let an active holder of ``slots [n]`` be idle."""
+        counts = self._active[slots] - 1
+        assert (counts >= 0).all(), "a slot has no active holder"
+        self._active[slots] = counts
+        self.num_active -= int(np.count_nonzero(counts == 0))
+
+    def mark_active(self, slots: Slots) -> None:
+        """Let an idle holder of ``slots [n]`` be active."""
+        counts = self._active[slots] + 1
+        self._active[slots] = counts
+        self.num_active += int(np.count_nonzero(counts == 1))
+
     def count_own(self, slots: Slots) -> int:
         """Return how many of ``slots [n]`` have exactly one holder."""
         return int(np.count_nonzero(self._holders[slots] == 1))
+
+    def count_freed(self, slots: Slots) -> int:
+        """Return how many of the ``slots [n]`` of an active holder would have no active one without it."""
+        return int(np.count_nonzero(self._active[slots] == 1)) if self.num_shared else len(slots)
 
     def count_only(self, holders: Sequence[Slots]) -> int:
         """Return how many slots would be free without these holders, each given by its slots ``[n]``."""
         if len(holders) < 2:  # the usual case, and this runs before every call
             return self.count_own(holders[0]) if holders else 0
-        slots, counts = np.unique(np.concatenate(holders), return_counts=True)
-        return int(np.count_nonzero(self._holders[slots] == counts))
+        counts = np.zeros(self.num_slots, np.int32)
+        for slots in holders:
+            counts[slots] += 1
+        return int(np.count_nonzero((counts == self._holders) & (counts > 0)))
 
     def move_down(self) -> tuple[Slots, Slots]:
         """Exchange the highest used slots for the lowest free ones, so that no gap remains.
@@ -102,8 +131,9 @@ class SlotAllocator:
         used = np.flatnonzero(self._holders)
         sources = used[used >= used.size]
         targets = np.flatnonzero(self._holders[: used.size] == 0)
-        self._holders[targets] = self._holders[sources]
-        self._holders[sources] = 0
+        for counts in (self._holders, self._active):
+            counts[targets] = counts[sources]
+            counts[sources] = 0
         self._is_free[: used.size], self._is_free[used.size :] = False, True
         self._lowest = int(used.size)
         self._high = int(used.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from engine_drafters import drafting_request
 from output_queues import outputs_of
@@ -31,6 +32,20 @@ HOSTILE = {
     "change": change,
 }
 """What a broken policy might do: raise, return no valid plan, or change its view."""
+
+
+def assert_slots_counted(engine):
+    """Assert that what a policy is told about slots is what counting the slots of all sequences gives."""
+    manager, slots = engine.kv_manager, engine.runner.cache.slots
+    idle = [*manager.prefix.idle_sequences(), *manager.away.sequences]
+    active = {state.id: state.sequence for state in manager.states.values() if state.sequence is not None}
+    assert all(sequence.is_idle for sequence in idle)
+    assert not any(sequence.is_idle for sequence in active.values())
+    holders = Counter(slot for sequence in active.values() for slot in sequence.slots.tolist())
+    assert manager.free_slots == slots.num_slots - len(holders)
+    manager.count_own_slots()
+    for id, sequence in active.items():
+        assert manager.states[id].info.own_slots == sum(holders[slot] == 1 for slot in sequence.slots.tolist())
 
 
 class Disturbed:

@@ -75,8 +75,9 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """The number of admitted requests that hold no slots."""
-        return self._table.count(RequestStatus.WAITING)
+        """The number of admitted requests that wait, however many answers or beams each has; feeds do not count."""
+        is_any = self._table.count(RequestStatus.WAITING) > 0
+        return sum(request.is_waiting for request in self.requests.values()) if is_any else 0
 
     @property
     def has_calls(self) -> bool:
@@ -248,6 +249,7 @@ class EngineCore:
 
     def _view(self) -> View:
         runner, manager = self.runner, self.kv_manager
+        manager.count_own_slots()
         high_slot, leaving_slots = runner.cache.slots.high_slot, manager.prefix.leaving_slots
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
         view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
@@ -327,13 +329,7 @@ class EngineCore:
         state.take(result.logits, state.info.num_computed + count)
         self.quarantine.discard(state.id)
         if state.info.add_computed(result.num_accepted) or not is_finite:
-            state.complete(is_finite)
-            self.kv_manager.leave(state)
-            del self.requests[state.id]
-            if state.is_internal:
-                state.post()
-            if state.is_closed and state in self.kv_manager.away:  # the search ended while this call ran
-                self.kv_manager.away.close(state, is_reusable=False)
+            self.feeds.complete(state, is_finite)
 
     def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""

@@ -38,15 +38,11 @@ class KVCacheManager:
         self.away = AwaySequences(cache, prefix)
         self.swap_seconds = 0.0
         self.rotations: Callable[[], KeyRotations | None] = lambda: None  # how keys are moved to other positions
-        self._was_sharing = False
 
     @property
     def free_slots(self) -> int:
         """The number of slots that a plan may use: free ones, and those of cached and away sequences, which it evicts."""
-        if not self.away.sequences:
-            return self.cache.slots.num_free + self.prefix.idle_slots
-        evictable = [*self.prefix.idle_sequences(), *self.away.sequences]
-        return self.cache.slots.num_free + self.cache.slots.count_only([sequence.slots for sequence in evictable])
+        return self.cache.num_slots - self.cache.slots.num_active
 
     def sequences(self) -> list[KVSequence]:
         """Return the requests' sequences in the arena whose keys are the model's own, and those of away requests."""
@@ -67,9 +63,8 @@ class KVCacheManager:
         """Add an away request to the table: its client sent tokens."""
         self.away.remove(state)
         num_computed = len(state.sequence or ())
-        state.info.come_back(num_computed, time.perf_counter(), self.table.has_free_seq)
+        state.info.come_back(num_computed, time.perf_counter(), self.table.num_free_for_fed > 0)
         self.add(state)
-        self.count_own_slots()
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
         """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
@@ -78,18 +73,16 @@ class KVCacheManager:
         self.add(sibling)
         sibling.sequence = forked
         sibling.info.begin(len(forked))
-        self.count_own_slots()
 
     def allocate(self, state: SequenceState) -> None:
         """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
         if state.sequence is None:
-            if self.away.sequences:  # their slots are free for a prefix of the host pool, too
+            if self.away.has_slots:  # their slots are free for a prefix of the host pool, too
                 self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
             state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.request.adapters)
             if not state.num_generated:
                 state.num_cached = len(state.sequence)
             state.info.begin(len(state.sequence))
-        self.count_own_slots()
 
     def swap_out(self, state: SequenceState) -> None:
         """Stop a running request and move its slots to the host pool."""
@@ -185,7 +178,6 @@ class KVCacheManager:
         state.is_shifted = True
         state.replace_tokens(kept)
         state.info.restart(len(kept), len(sequence))
-        self.count_own_slots()
         return True
 
     def make_room(self, num_slots: int, num_followed: int = 0) -> bool:
@@ -222,6 +214,8 @@ class KVCacheManager:
     def clear(self) -> list[SequenceState]:
         """Remove every request and free every slot, in any state. Return the requests."""
         states = list(self.states.values())
+        for state in states:  # those of fed requests go on without their slots
+            state.sequence = None
         self.states.clear()
         self.table.clear()
         self.cache.reset()
@@ -231,13 +225,13 @@ class KVCacheManager:
         return states
 
     def count_own_slots(self) -> None:
-        """Update the number of slots that each request would free. Without shared slots the table's numbers are right."""
-        if not self._is_sharing():
-            return
-        away = self.away.sequences
+        """Update the number of slots that each request would free; called before a policy sees them.
+
+        Slots that it shares only with cached or away sequences count: those are evicted when slots are needed.
+        """
         for state in self.states.values():
             if state.sequence is not None:
-                state.info.set_own_slots(self.prefix.count_freed(state.sequence, away))
+                state.info.set_own_slots(self.cache.slots.count_freed(state.sequence.slots))
 
     def _count_swap(self, num_slots: int, seconds: float) -> None:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""
@@ -249,14 +243,9 @@ class KVCacheManager:
         else:
             self.swap_seconds += SWAP_WEIGHT * (min(newest, MAX_SLOWER * known) - known)
 
-    def _is_sharing(self) -> bool:
-        was, self._was_sharing = self._was_sharing, self.cache.slots.num_shared > 0
-        return was or self._was_sharing
-
     def _remove(self, state: SequenceState) -> None:
         self.table.remove(state.id)
         del self.states[state.id]
-        self.count_own_slots()
 
     def _drop(self, state: SequenceState) -> None:
         if not state.info.in_arena:

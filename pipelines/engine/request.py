@@ -26,6 +26,7 @@ from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.mask import ForcedTokens, GrammarMask
+from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 _numbers = count(1)
@@ -290,6 +291,11 @@ class RequestState:
     def unfinished(self) -> list[SequenceState]:
         """The answers that are known and have not ended. Any thread may read it."""
         return [state for state in tuple(self.sequences) if state.index not in self._finished]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer holds no slots: it has not begun, or lost them. Runs on the engine's thread."""
+        return any(state.info.status is RequestStatus.WAITING for state in self.unfinished)
 
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""

@@ -7,7 +7,7 @@ the groups before it chose in the same step.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -120,10 +120,19 @@ class _Group:
     is_done: bool = False
 
 
-class BeamSearch:
-    """One search. ``advance`` gets the logits after each beam in progress, and says which beams go on with which tokens.
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens that may follow a beam, the most likely first: ``ids [n]`` and their log-probabilities f32 ``[n]``."""
 
-    The beams in progress have indexes from 0 to ``num_beams - 1``; at first there is one, the prompt.
+    ids: NDArray[np.intp]
+    logprobs: Logits
+
+
+class BeamSearch:
+    """One search. ``take`` gets the logits after each beam in progress, and ``advance`` says which go on with which tokens.
+
+    The beams in progress have indexes from 0 to ``num_beams - 1``; at first there is one, the prompt. What takes time for each
+    beam is done in ``take``, so that it is divided among the calls that compute the logits of one step.
 
     Args:
         params: Beams, groups and penalties.
@@ -137,6 +146,11 @@ class BeamSearch:
         self._stop_tokens = np.array(sorted(limits.stop_token_ids), np.intp)
         self._groups = [_Group([_Beam()]) for _ in range(params.num_beam_groups)]
         self._parents = [[0] for _ in self._groups]  # by group: the index of each beam in progress
+        self._beams = [_Beam()]  # in progress, by index
+        self._tables: dict[
+            int, Logits
+        ] = {}  # with groups: log-probabilities after the beams taken in this step, by index
+        self._tokens: dict[int, _Tokens] = {}  # without: the best tokens
         self._length = 0
         self._num_finished = 0
 
@@ -145,34 +159,53 @@ class BeamSearch:
         """Whether no beam is in progress."""
         return all(group.is_done for group in self._groups)
 
-    def advance(self, logits: Sequence[Logits], masks: Sequence[Mask | None] = ()) -> list[Successor]:
-        """Choose the beams of the next step.
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``take`` got the logits after every beam in progress."""
+        return len(self._tables) + len(self._tokens) == len(self._beams)
+
+    def take(self, index: int, logits: Logits, mask: Mask | None = None) -> None:
+        """Keep what may follow beam ``index`` in progress.
 
         Args:
-            logits: f32 ``[vocab]``, finite, after each beam in progress, by its index; they are not changed.
-            masks: What forbids tokens after each beam; empty if nothing does. The allowed tokens keep their probabilities.
-
-        Returns:
-            The beams of the next step by their indexes; nothing if the search is done.
+            index: The beam.
+            logits: f32 ``[vocab]``, finite, after the beam; they are not changed and not kept.
+            mask: What forbids tokens after it; None if nothing does. The allowed tokens keep their probabilities.
         """
-        tables = [_log_probabilities(line) for line in logits]
-        for table, mask in zip(tables, masks, strict=False):
-            if mask is not None:
-                mask.process(table)
-        tables = list(map(self._allowed, tables))
+        table = _log_probabilities(logits)
+        if mask is not None:
+            mask.process(table)
+        if self._length < self._limits.min_new_tokens:
+            table[self._stop_tokens[self._stop_tokens < len(table)]] = -np.inf
+        if (size := self._params.no_repeat_ngram_size) is not None:
+            table[list(repeating_tokens((*self._prompt, *self._beams[index].tokens), size))] = -np.inf
+        if self._params.num_beam_groups > 1:  # the groups before it will change what is best
+            self._tables[index] = table
+        else:
+            self._tokens[index] = self._best(table)
+
+    def advance(self) -> list[Successor]:
+        """Choose the beams of the next step, when all in progress were taken.
+
+        Return the beams of the next step by their indexes; nothing if the search is done.
+        """
+        assert self.is_complete, "beams without logits"
         chosen: list[_Candidate] = []  # by the groups before, in this step
         successors: list[Successor] = []
         self._length += 1
         for number, group in enumerate(self._groups):
             if group.is_done:
                 continue
-            kept = self._next_beams(group, self._candidates(number, tables, chosen))
+            kept = self._next_beams(group, self._candidates(number, chosen))
             self._end_if_done(group, kept)
             chosen += kept
             if not group.is_done:
                 group.beams = [candidate.beam for candidate in kept]
                 self._parents[number] = list(range(len(successors), len(successors) + len(kept)))
                 successors += [Successor(candidate.parent, candidate.token) for candidate in kept]
+        self._beams = [beam for group in self._groups if not group.is_done for beam in group.beams]
+        self._tables.clear()
+        self._tokens.clear()
         if self._length == self._limits.max_new_tokens:
             self.end(FinishReason.LENGTH)
         return [] if self.is_done else successors
@@ -189,27 +222,39 @@ class BeamSearch:
         found = [entry for group in self._groups for entry in group.finished]
         return [hypothesis for _, _, hypothesis in sorted(found, key=lambda entry: (-entry[0], -entry[1]))]
 
-    def _allowed(self, table: Logits) -> Logits:
-        """Forbid stop tokens in log-probabilities ``[vocab]`` where the answer must go on; the others stay as they are."""
-        if self._length < self._limits.min_new_tokens:
-            table[self._stop_tokens[self._stop_tokens < len(table)]] = -np.inf
-        return table
+    def _candidates(self, number: int, chosen: Iterable[_Candidate]) -> Iterator[_Candidate]:
+        """Yield the best candidates of a group, best first: at most twice as many per beam as the group has beams.
 
-    def _candidates(self, number: int, tables: Sequence[Logits], chosen: Iterable[_Candidate]) -> list[_Candidate]:
-        """Return the best candidates of a group, best first: twice as many per beam as the group has beams.
-
-        So at least one per beam does not end in a stop token.
+        So at least one per beam does not end in a stop token. Each is made when it is asked for: few of them go on.
         """
-        params, found = self._params, list[_Candidate]()
-        for beam, parent in zip(self._groups[number].beams, self._parents[number], strict=True):
-            table = tables[parent].copy()
-            for candidate in chosen:
-                table[candidate.token] -= params.diversity_penalty
-            for token in repeating_tokens((*self._prompt, *beam.tokens), params.no_repeat_ngram_size):
-                table[token] = -np.inf
-            for token in _best(table, 2 * params.group_size):
-                found.append(_Candidate(parent, beam.followed_by(int(token), float(table[token]))))
-        return sorted(found, key=lambda candidate: -candidate.beam.total)
+        beams, parents = self._groups[number].beams, self._parents[number]
+        penalized = np.array([candidate.token for candidate in chosen], np.intp)
+        following = [self._following(parent, penalized) for parent in parents]
+        owners = np.repeat(np.arange(len(beams)), [len(tokens.ids) for tokens in following])
+        ids = np.concatenate([tokens.ids for tokens in following])
+        logprobs = np.concatenate([tokens.logprobs for tokens in following])
+        totals = np.array([beam.total for beam in beams])[owners] + logprobs
+        for place in np.argsort(-totals, kind="stable").tolist():
+            owner = int(owners[place])
+            yield _Candidate(parents[owner], beams[owner].followed_by(int(ids[place]), float(logprobs[place])))
+
+    def _following(self, index: int, penalized: NDArray[np.intp]) -> _Tokens:
+        """Return the best tokens after a beam, if groups before have chosen ``penalized [n]``, where a token may be repeated."""
+        if index in self._tokens:
+            return self._tokens[index]
+        table = self._tables[index]
+        if len(penalized):
+            table = table.copy()
+            np.subtract.at(table, penalized, np.float32(self._params.diversity_penalty))
+        return self._best(table)
+
+    def _best(self, table: Logits) -> _Tokens:
+        """Return the best tokens of log-probabilities ``[vocab]``, as many as a beam needs; -inf ones are left out."""
+        count = 2 * self._params.group_size
+        top = largest(table, count) if count < len(table) else np.arange(len(table))
+        top = top[np.argsort(-table[top], kind="stable")]
+        top = top[np.isfinite(table[top])]
+        return _Tokens(top, table[top])
 
     def _next_beams(self, group: _Group, candidates: Iterable[_Candidate]) -> list[_Candidate]:
         """Return the candidates that go on. Those that end become hypotheses, if they are among the best ``group_size``."""
@@ -280,11 +325,3 @@ def _log_probabilities(logits: Logits) -> Logits:
     """Return the log-probabilities f32 ``[vocab]`` of logits ``[vocab]``."""
     top = logits.max()
     return logits - np.float32(top + np.log(np.exp(logits - top).sum(dtype=np.float64)))
-
-
-def _best(table: Logits, count: int) -> NDArray[np.intp]:
-    """Return the ``count`` tokens with the largest values in ``table [vocab]``, largest first; -inf ones are left out."""
-    top = largest(table, count) if count < len(table) else np.arange(len(table))
-    top = top[np.argsort(-table[top], kind="stable")]
-    found: NDArray[np.intp] = top[np.isfinite(table[top])]
-    return found

@@ -15,7 +15,8 @@ whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one w
 
 The tokens of *fed* requests are chosen by a client outside the engine. Such a request is in the view while tokens that the client
 sent have to run: as running if it is one token and a place is free. Then it is *away*, until the client sends more. An away
-request keeps its KV slots, which count as free: they are taken from the one that has been away longest.
+request keeps its KV slots, which count as free: they are taken from the one that has been away longest. Away requests do not
+count as running, so that their places go round; ``View.free_places`` says how many are left for requests that keep theirs.
 
 When its last prompt token has run, a prefilling request gets its first token. From then on it is running if fewer than
 ``max_num_seqs`` requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
@@ -64,6 +65,8 @@ class RequestView:
         priority: Requests with a higher priority go first.
         deadline: The moment at which the request is ended, finished or not; None without one.
         in_arena: False if its KV slots are in the host pool, which is possible only for a swapped request.
+        is_fed: Whether its next token is chosen outside, by a client or a beam search. It leaves its place among the running
+            requests after each token.
     """
 
     id: int
@@ -77,6 +80,7 @@ class RequestView:
     priority: int = 0
     deadline: float | None = None
     in_arena: bool = True
+    is_fed: bool = False
 
     @property
     def num_left(self) -> int:
@@ -200,6 +204,16 @@ class View:
     def free_seqs(self) -> int:
         """The number of further requests that may be running."""
         return max(0, self.max_num_seqs - len(self.running))
+
+    @property
+    def free_places(self) -> int:
+        """The number of further requests that may be running until they end, when those that have begun are.
+
+        Fed requests leave their places after each token, so they count as one: the last place is theirs.
+        """
+        num_placed = sum(not request.is_fed for request in (*self.running, *self.swapped, *self.prefilling))
+        has_fed = any(request.is_fed for request in (*self.running, *self.swapped))
+        return max(0, self.max_num_seqs - num_placed - has_fed)
 
 
 @dataclass(frozen=True)

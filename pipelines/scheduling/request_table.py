@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from staticllm.pipelines.scheduling.interface import Device, RequestStatus, Requ
 
 WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
+
+_Counts = Counter[tuple[RequestStatus, bool]]
+"""The numbers of requests by status and ``is_fed``."""
 
 TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     WAITING: (WAITING, PREFILLING),
@@ -25,17 +29,23 @@ class RequestInfo:
 
     ``num_tokens`` must run before the next token can be chosen, and ``num_computed`` of them have keys and values. ``own_slots``
     counts the arena slots that would be free without the request; ``in_arena`` is False if its slots are in the host pool. The
-    KV cache manager, or the simulator, updates both.
+    KV cache manager, or the simulator, updates both. ``is_fed`` is as in ``RequestView``.
     """
 
     def __init__(
-        self, id: int, arrival: float, num_tokens: int, priority: int = 0, deadline: float | None = None
+        self,
+        id: int,
+        arrival: float,
+        num_tokens: int,
+        priority: int = 0,
+        deadline: float | None = None,
+        is_fed: bool = False,
     ) -> None:
-        self._view: RequestView | None = RequestView(
-            id, WAITING, arrival, num_tokens, priority=priority, deadline=deadline
-        )
+        self._view: RequestView | None = None
+        self.is_fed = is_fed
         self.id, self.arrival, self.priority, self.deadline = id, arrival, priority, deadline
-        self.status = WAITING
+        self._status = WAITING
+        self._counts: _Counts | None = None  # of the table that it is in
         self.num_tokens = num_tokens
         self.num_computed = self.own_slots = self.num_generated = 0
         self.last_token_time: float | None = None
@@ -47,9 +57,32 @@ class RequestInfo:
         if self._view is None:
             self._view = RequestView(
                 self.id, self.status, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
-                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena,
+                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena, self.is_fed,
             )  # fmt: skip
         return self._view
+
+    @property
+    def status(self) -> RequestStatus:
+        """What the request does now."""
+        return self._status
+
+    @status.setter
+    def status(self, status: RequestStatus) -> None:
+        if self._counts is not None:
+            self._counts[self._status, self.is_fed] -= 1
+            self._counts[status, self.is_fed] += 1
+        self._status = status
+
+    def enter(self, counts: _Counts) -> None:
+        """Record that the request is in a table, whose ``counts`` it keeps."""
+        self._counts = counts
+        counts[self._status, self.is_fed] += 1
+
+    def leave(self) -> None:
+        """Record that the request is in no table."""
+        if self._counts is not None:
+            self._counts[self._status, self.is_fed] -= 1
+        self._counts = None
 
     def set_priority(self, priority: int) -> None:
         """Change the priority."""
@@ -123,7 +156,8 @@ class RequestInfo:
 
     def set_own_slots(self, own_slots: int) -> None:
         """Set the number of arena slots that would be free without the request."""
-        self.own_slots, self._view = own_slots, None
+        if own_slots != self.own_slots:
+            self.own_slots, self._view = own_slots, None
 
     def _move_to(self, status: RequestStatus) -> None:
         assert status is self.status or status in TRANSITIONS[self.status], f"{self.status} -> {status}"
@@ -146,6 +180,7 @@ class RequestTable:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._infos: dict[int, RequestInfo] = {}
+        self._counts: _Counts = Counter()
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -159,18 +194,21 @@ class RequestTable:
     def add(self, info: RequestInfo) -> None:
         """Add a request."""
         self._infos[info.id] = info
+        info.enter(self._counts)
 
     def remove(self, request: int) -> None:
         """Remove a request by its id."""
-        del self._infos[request]
+        self._infos.pop(request).leave()
 
     def clear(self) -> None:
         """Remove all requests."""
+        for info in self._infos.values():
+            info.leave()
         self._infos.clear()
 
     def count(self, status: RequestStatus) -> int:
         """Return the number of requests with this status."""
-        return sum(info.status is status for info in self._infos.values())
+        return self._counts[status, False] + self._counts[status, True]
 
     def are_running(self, requests: tuple[int, ...]) -> bool:
         """Return whether all of these requests are in the table and running."""
@@ -203,8 +241,25 @@ class RequestTable:
 
     @property
     def has_free_seq(self) -> bool:
-        """Whether a request whose prompt ends now may be running: there is a free place, and no request is swapped."""
-        return self.count(RUNNING) < self.limits.max_num_seqs and not self.count(SWAPPED)
+        """Whether a request whose prompt ends now may be running: there is a free place, and all that are swapped are fed.
+
+        The last place is left to fed requests, if there are any.
+        """
+        own, counts = self._counts[RUNNING, False], self._counts
+        is_last_shared = own + 1 >= self.limits.max_num_seqs and (counts[RUNNING, True] or counts[SWAPPED, True])
+        return not is_last_shared and self.count(RUNNING) < self.limits.max_num_seqs and not counts[SWAPPED, False]
+
+    @property
+    def num_free_for_fed(self) -> int:
+        """The number of fed requests that may be running when they come back with one token.
+
+        The others are swapped until a plan gives them places, without a copy of their slots. So a place is free for each prompt
+        that ends in the same call.
+        """
+        if self.count(SWAPPED):
+            return 0
+        prompts = self._counts[WAITING, False] + self._counts[PREFILLING, False]
+        return max(0, self.limits.max_num_seqs - self.count(RUNNING) - prompts)
 
     def add_token(self, request: int, now: float) -> None:
         """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped."""

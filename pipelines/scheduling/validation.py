@@ -85,11 +85,9 @@ def _check_requests(plan: Plan, known: dict[int, RequestView]) -> None:
         if len(set(ids)) != len(ids):
             raise IllegalPlanError("named-once", f"{name} names a request twice")
     _check_swaps(plan, known)
+    gone = {*plan.swap_out, *plan.preempt}
     for request, count in plan.prefill:
-        if known[request].status not in (RequestStatus.WAITING, RequestStatus.PREFILLING) or request in (
-            *plan.swap_out,
-            *plan.preempt,
-        ):
+        if known[request].status not in (RequestStatus.WAITING, RequestStatus.PREFILLING) or request in gone:
             raise IllegalPlanError("prefill-unfinished", f"request {request} has no prompt left to run")
         if not isinstance(count, int) or not 1 <= count <= known[request].num_left:
             left = known[request].num_left

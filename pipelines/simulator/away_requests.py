@@ -23,7 +23,7 @@ class AwayRequest:
         """Return the entry of the request in the table when it is back."""
         self.think.add(self.back - self.since)
         known = self.info
-        info = RequestInfo(known.id, known.arrival, known.num_tokens + 1, known.priority)
+        info = RequestInfo(known.id, known.arrival, known.num_tokens + 1, known.priority, is_fed=True)
         info.come_back(self.num_slots, now, can_run)
         return info
 

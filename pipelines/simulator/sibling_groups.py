@@ -57,7 +57,7 @@ class SiblingGroup:
         """Return the beams, which have all run, each with one more token; the first ``num_places`` may run at once."""
         back: list[RequestInfo] = []
         for known in self.waiting.values():
-            info = RequestInfo(known.id, known.arrival, known.num_tokens + 1, known.priority)
+            info = RequestInfo(known.id, known.arrival, known.num_tokens + 1, known.priority, is_fed=True)
             info.come_back(known.num_computed, now, len(back) < num_places)
             if known.id in self._waiting_sharing:
                 self.sharing[known.id] = info

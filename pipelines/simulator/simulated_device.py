@@ -116,7 +116,7 @@ class SimulatedDevice:
         self._admit()
         self._wait_until = None
         for away in self._away.back_at(now):
-            self.table.add(away.came_back(now, self.table.has_free_seq))
+            self.table.add(away.came_back(now, self.table.num_free_for_fed > 0))
         self._release_beams(now)
         model = self.model
         bulk = model.jobs if model.jobs is not None and now < model.jobs.end else None
@@ -210,7 +210,7 @@ class SimulatedDevice:
             self._num_siblings += 1
             id = -self._num_siblings  # no arrival has it
             sibling = replace(request, arrival=replace(arrival, id=id), token_times=list(request.token_times))
-            other = RequestInfo(id, arrival.time, info.num_tokens, arrival.priority)
+            other = RequestInfo(id, arrival.time, info.num_tokens, arrival.priority, is_fed=arrival.are_beams)
             other.begin(info.num_computed)
             group.share(other)
             self._requests[id] = sibling
@@ -222,9 +222,7 @@ class SimulatedDevice:
         """Let the beams of each search that have all run go on together."""
         for group in self._groups:
             if group.is_complete:
-                running = self.table.count(RequestStatus.RUNNING)
-                free = 0 if self.table.count(RequestStatus.SWAPPED) else self.model.limits.max_num_seqs - running
-                for info in group.release(now, free):
+                for info in group.release(now, self.table.num_free_for_fed):
                     self.table.add(info)
 
     def _with_drafts(self, parts: list[ScheduledRows]) -> list[ScheduledRows]:
@@ -269,7 +267,8 @@ class SimulatedDevice:
                 return
             self._inbox.popleft()
             arrival = request.arrival
-            info = RequestInfo(arrival.id, arrival.time, request.num_tokens, arrival.priority)
+            is_fed = arrival.are_beams or arrival.think is not None
+            info = RequestInfo(arrival.id, arrival.time, request.num_tokens, arrival.priority, is_fed=is_fed)
             if request.has_slots:
                 info.arrive_swapped(num_slots, len(request.token_times), request.token_times[-1])
                 self.host_slots_used += num_slots

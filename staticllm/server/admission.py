@@ -61,11 +61,15 @@ class _Client:
 
 @dataclass(eq=False, frozen=True)
 class _Place:
-    """What waits: a request with its first answer, or a further answer of a request that runs."""
+    """What waits: a request with its first answer, or a further answer of a request that runs.
 
-    admitted: asyncio.Future[None]
+    ``admitted`` becomes the number of places that it takes; it asks for ``weight``.
+    """
+
+    admitted: asyncio.Future[int]
     is_request: bool
     priority: int
+    weight: int
     since: float = field(default_factory=time.perf_counter)
 
 
@@ -73,7 +77,10 @@ class Admission:
     """The requests of one model: those that run, and a queue per client. Belongs to one event loop.
 
     A client is known while it has something here, and for ``KNOWN_SECONDS`` afterwards. Of the clients below their limit, the one
-    with the fewest running answers is next; among equals, the one that waited longest.
+    with the fewest running answers is next; among equals, the one that waited longest. If it needs more places than are free,
+    they are kept for it.
+
+    An answer takes one place, and a beam search as many as it has beams, but no more than its client may have.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:
@@ -85,35 +92,39 @@ class Admission:
         self._last_seen: dict[str, float] = {}  # the last two clients: one of them is not the one that asks
         self.num_running = 0
 
-    async def enter(self, client: str, is_request: bool = True, priority: int = 0) -> None:
-        """Wait for a place; ``leave`` returns it. Without ``is_request`` it is for a further answer of a request that runs.
+    async def enter(self, client: str, is_request: bool = True, priority: int = 0, weight: int = 1) -> int:
+        """Wait for ``weight`` places, or as many as the client may have, and return their number; ``leave`` returns them.
 
-        ``priority`` orders what this client has here: no client goes before another by saying so. If the queue is full, the
-        client with the most waiting requests loses its last one, if this client would have fewer.
+        Without ``is_request`` they are for a further answer of a request that runs. ``priority`` orders those of this client:
+        no client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
+        one, if this client would have fewer.
 
         Raises:
             ApiError: ``max_waiting`` requests wait (status 429).
         """
         entry = self._clients.setdefault(client, _Client())
         self._see(client)
-        if not entry.waiting and self._has_room(client):
-            self._take(client)
-            return
+        count = self._num_places(client, weight)
+        if not entry.waiting and self._next() is None and self._has_room(client, count):
+            self._take(client, count)
+            return count
         if is_request and self._num_queued >= self.limits.max_waiting and not self._make_room(entry.num_queued + 1):
             self._forget(client)
             raise self._full()
-        place = _Place(asyncio.get_running_loop().create_future(), is_request, priority)
+        self._clients[client] = entry  # the room may have been that of its cancelled request
+        place = _Place(asyncio.get_running_loop().create_future(), is_request, priority, weight)
         entry.add(place)
         self._places[place] = None
         try:
-            await place.admitted
+            return await place.admitted
         except asyncio.CancelledError:
             if not place.admitted.cancelled():
                 if place.admitted.exception() is None:  # it was admitted in the same moment
-                    self.leave(client)
+                    self.leave(client, place.admitted.result())
             elif place in entry.waiting:
                 entry.waiting.remove(place)
                 self._drop(entry, place)
+                self._admit()  # places may have been kept for it
                 self._forget(client)
             raise
 
@@ -142,6 +153,7 @@ class Admission:
         self._drop(entry, place)
         if not place.admitted.done():
             place.admitted.set_exception(self._full())
+        self._admit()
         self._forget(name)
         return True
 
@@ -155,10 +167,10 @@ class Admission:
         """The moments (``time.perf_counter``) since which requests wait, in the order of their arrival."""
         return [place.since for place in self._places]
 
-    def leave(self, client: str) -> None:
-        """Return a place, and admit the next request."""
-        self._running[client] -= 1
-        self.num_running -= 1
+    def leave(self, client: str, count: int = 1) -> None:
+        """Return ``count`` places, and admit the next requests."""
+        self._running[client] -= count
+        self.num_running -= count
         if not self._running[client]:
             del self._running[client]
         self._see(client)
@@ -166,26 +178,44 @@ class Admission:
         self._forget(client)
 
     def _admit(self) -> None:
-        while True:
-            ready = [name for name, entry in self._clients.items() if entry.waiting and self._has_room(name)]
-            if not ready:
-                return
-            name = min(ready, key=lambda client: (self._running[client], self._clients[client].turn))
+        while (name := self._next()) is not None:
             entry = self._clients[name]
+            count = self._num_places(name, entry.waiting[0].weight)
+            if not self._has_room(name, count):
+                return
             place = entry.waiting.popleft()
             self._drop(entry, place)
             if place.admitted.cancelled():  # its task has not run yet
                 self._forget(name)
                 continue
-            self._take(name)
-            place.admitted.set_result(None)
+            self._take(name, count)
+            place.admitted.set_result(count)
 
-    def _has_room(self, client: str) -> bool:
+    def _next(self) -> str | None:
+        """Return the client that is next: one below its own limit, for which places may have to become free; None without one."""
+        ready = [
+            name
+            for name, entry in self._clients.items()
+            if entry.waiting and self._is_below_limit(name, self._num_places(name, entry.waiting[0].weight))
+        ]
+        return min(ready, key=lambda client: (self._running[client], self._clients[client].turn), default=None)
+
+    def _num_places(self, client: str, weight: int) -> int:
+        """Return how many places something of this weight takes: no more than the client may have while it has nothing else."""
+        return max(1, min(weight, self._limit(client), self.limits.max_running))
+
+    def _limit(self, client: str) -> int:
+        """Return how many places a client may have now."""
         limits = self.limits
-        is_free = self._running[client] < limits.max_per_client
-        if not is_free and limits.max_alone is not None and self._running[client] < limits.max_alone:
-            is_free = self._is_alone(client)
-        return is_free and self.num_running < limits.max_running
+        if limits.max_alone is None or limits.max_alone <= limits.max_per_client or not self._is_alone(client):
+            return limits.max_per_client
+        return limits.max_alone
+
+    def _is_below_limit(self, client: str, count: int) -> bool:
+        return self._running[client] + count <= self._limit(client)
+
+    def _has_room(self, client: str, count: int) -> bool:
+        return self._is_below_limit(client, count) and self.num_running + count <= self.limits.max_running
 
     def _is_alone(self, client: str) -> bool:
         now = time.monotonic()
@@ -198,9 +228,9 @@ class Admission:
             del self._last_seen[next(iter(self._last_seen))]
         self._last_seen[client] = time.monotonic()
 
-    def _take(self, client: str) -> None:
-        self._running[client] += 1
-        self.num_running += 1
+    def _take(self, client: str, count: int) -> None:
+        self._running[client] += count
+        self.num_running += count
         self._clients[client].turn = next(self._turns)
 
     def _forget(self, client: str) -> None:

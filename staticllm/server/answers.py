@@ -49,7 +49,7 @@ class Answers:
 
     ``submits`` has one function per answer. They run in threads, and return handles. ``is_search``: the only answer is a beam
     search, whose tokens come at its end. ``priority`` orders the requests of this client. ``is_by_token``: each token is an
-    increment of its own, also if several are ready.
+    increment of its own, also if several are ready. ``num_beams``: the sequences of each answer, for which it needs places.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class Answers:
         is_search: bool = False,
         priority: int = 0,
         is_by_token: bool = False,
+        num_beams: int = 1,
     ) -> None:
         assert model.admission is not None, "the model is not loaded"
         self._state, self._model, self._client, self._submits = state, model, client, submits
         self._admission, self._is_search, self._priority = model.admission, is_search, priority
-        self._is_by_token = is_by_token
+        self._is_by_token, self._num_beams = is_by_token, num_beams
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[_Answer] = set()
@@ -83,14 +84,14 @@ class Answers:
     async def _enter(self, index: int) -> _Answer:
         name, metrics = self._model.spec.name, self._state.metrics
         start, timer = time.perf_counter(), metrics.timer(name)
-        await self._admission.enter(self._client, is_request=index == 0, priority=self._priority)
+        num_places = await self._admission.enter(self._client, index == 0, self._priority, self._num_beams)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
         try:
             handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel, owner=name)
         except BaseException:
-            self._admission.leave(self._client)
+            self._admission.leave(self._client, num_places)
             raise
-        answer = _Answer(index, handle, timer)
+        answer = _Answer(index, handle, timer, num_places)
         self._running.add(answer)
         self._state.lifecycle.add(handle)
         metrics.running.labels(name).inc()
@@ -103,7 +104,7 @@ class Answers:
         answer.handle.cancel()  # does nothing after the end
         self._state.lifecycle.remove(answer.handle)
         self._state.metrics.running.labels(self._model.spec.name).dec()
-        self._admission.leave(self._client)
+        self._admission.leave(self._client, answer.num_places)
 
     def batches(self) -> AsyncGenerator[list[Part], None]:
         """Yield the increments and ends of all answers as they come, in lists of those that are ready at once.
@@ -214,6 +215,7 @@ class _Answer:
     index: int
     handle: GenerationHandle
     timer: AnswerTimer
+    num_places: int
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def api_error_of(error: BaseException) -> ApiError:
     if isinstance(error, PromptTooLongError):
         return prompt_too_long(error, "prompt")
     if isinstance(error, BusyError):
-        return busy(str(error), error.retry_after)
+        return _of_engine(error)
     if isinstance(error, StaticLLMError):
         return _of_ours(error)
     frames = "".join(traceback.format_tb(error.__traceback__))
@@ -152,6 +152,13 @@ def _of_ours(error: StaticLLMError) -> ApiError:
     if isinstance(error, (ConfigError, PromptError, AdapterError)):
         return ApiError(400, last_line(error))
     return ApiError(500, last_line(error), kind=SERVER, code="server_error")
+
+
+def _of_engine(error: BusyError) -> ApiError:
+    """Return the answer of a full engine or device; the remedy is the server's option, not that of a program."""
+    message = str(error).replace("load with a larger MAX_WAITING", "serve with a larger -p MAX_WAITING")
+    knob = "-p MAX_WAITING" if message != str(error) else ""
+    return busy(message, error.retry_after, knob)
 
 
 def busy(message: str, retry_after: float | None = None, knob: str = "--max-waiting") -> ApiError:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ MIN_IDLE_CHECK, MAX_IDLE_CHECK = 0.05, 0.5
 """Seconds between two looks for idle models."""
 REVIVE_SECONDS = 5.0
 """A process that ends again within this time after a start is started by the next request, not at once."""
+UNLIMITED = 1 << 20
+"""``MAX_WAITING`` of an engine that only the server uses: ``Admission`` limits what is in it."""
 _log = logging.getLogger("staticllm.server")
 KINDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
 
@@ -191,7 +193,8 @@ class ModelHub:
             model.keep_alive = None
             model.home = self._home_of(model)
             try:
-                pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, settings.properties))
+                properties = _admitting(settings)
+                pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, properties))
             except BaseException:
                 await self._leave_home(model)
                 raise
@@ -333,3 +336,13 @@ class ModelHub:
         future: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(self._thread, function)
         result: Result = await future
         return result
+
+
+def _admitting(settings: ServerSettings) -> Mapping[str, object]:
+    """Return the properties of chat models with an engine that refuses none of the requests that ``Admission`` has let in.
+
+    A daemon shares its engines with other programs, so that they keep its limit.
+    """
+    if settings.runs_in == "daemon":
+        return settings.properties
+    return {"MAX_WAITING": UNLIMITED, **settings.properties}

@@ -21,6 +21,7 @@ class AwaySequences:
     def __init__(self, cache: KVCache, prefix: PrefixCache) -> None:
         self._cache, self._prefix = cache, prefix
         self._states: dict[int, FedState] = {}
+        self._holding: dict[int, FedState] = {}  # those with slots
 
     def __len__(self) -> int:
         return len(self._states)
@@ -28,7 +29,12 @@ class AwaySequences:
     @property
     def sequences(self) -> list[KVSequence]:
         """The sequences that have slots in the arena."""
-        return [state.sequence for state in self._states.values() if state.sequence is not None]
+        return [state.sequence for state in self._holding.values() if state.sequence is not None]
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a sequence has slots in the arena."""
+        return bool(self._holding)
 
     @property
     def views(self) -> tuple[AwayView, ...]:
@@ -42,10 +48,15 @@ class AwaySequences:
     def add(self, state: FedState) -> None:
         """Add a sequence that is away from now on."""
         self._states[state.id] = state
+        if state.sequence is not None:
+            self._cache.mark_idle(state.sequence)
+            self._holding[state.id] = state
 
     def remove(self, state: FedState) -> None:
-        """Remove a sequence; it keeps its slots."""
-        del self._states[state.id]
+        """Remove a sequence; it keeps its slots, which others cannot take any more."""
+        self._forget(state)
+        if state.sequence is not None:
+            self._cache.mark_active(state.sequence)
 
     def __contains__(self, state: FedState) -> bool:
         return state.id in self._states
@@ -60,26 +71,31 @@ class AwaySequences:
 
     def close(self, state: FedState, is_reusable: bool) -> None:
         """Remove a sequence. Its slots stay cached for their prefix if that ``is_reusable``; otherwise they are freed."""
-        self.remove(state)
+        self._forget(state)
         self._release(state, is_reusable)
 
     def evict_oldest(self) -> bool:
         """Take the slots of the sequence that has been away longest. Return False if none has slots."""
-        for state in self._states.values():
-            if state.sequence is not None:
-                self._release(state, is_reusable=True)
-                return True
-        return False
+        if not self._holding:
+            return False
+        state = self._holding.pop(next(iter(self._holding)))
+        self._release(state, is_reusable=True)
+        return True
 
     def forget_slots(self) -> None:
         """Forget all slots; called after the KV cache was reset or replaced. The sequences are recomputed."""
-        for state in self._states.values():
+        for state in self._holding.values():
             state.sequence = None
+        self._holding.clear()
 
     def take_over(self, other: AwaySequences) -> None:
         """Add all sequences of another KV cache, without their slots."""
         other.forget_slots()
         self._states, other._states = other._states, {}
+
+    def _forget(self, state: FedState) -> None:
+        del self._states[state.id]
+        self._holding.pop(state.id, None)
 
     def _release(self, state: FedState, is_reusable: bool) -> None:
         sequence, state.sequence = state.sequence, None

@@ -18,6 +18,7 @@ from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypot
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.generation.structured.mask import GrammarMask
+from staticllm.pipelines.scheduling.interface import RequestStatus
 
 Decode = Callable[[list[int]], str]
 OnEnd = Callable[["BeamRequest", FinishReason], None]
@@ -44,9 +45,8 @@ class BeamRequest(RequestState):
         limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
         self._beams: list[FedState] = []
-        self._logits: dict[int, Logits] = {}  # after the last token of each beam whose feed is done, by its index
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
-        self._device_seconds = 0.0  # since the last token
+        self._choosing_seconds = self._device_seconds = 0.0  # since the last token
         self._feeds: Feeds | None = None
         self._on_end: OnEnd = lambda request, reason: None
 
@@ -75,6 +75,11 @@ class BeamRequest(RequestState):
         self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
         self._on_end(self, reason)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the prompt has not begun. Beams that have lost their slots take turns with the others of the search."""
+        return self.sequences[0].started is None and self._beams[0].info.status is RequestStatus.WAITING
+
     def set_priority(self, priority: int) -> None:
         """Change the priority of the search and of its beams."""
         super().set_priority(priority)
@@ -93,7 +98,7 @@ class BeamRequest(RequestState):
         self._feeds.feed(self._beams[index], FeedOrder(tuple(tokens), "last", partial(self._take, index)))
 
     def _take(self, index: int, result: FeedResult) -> None:
-        """Keep the logits after a beam; after those of the last one choose the next beams."""
+        """Choose the next beams, when the feeds of all have ended; this is one of them."""
         lead = self.sequences[0]
         if self._feeds is None:
             return
@@ -104,29 +109,30 @@ class BeamRequest(RequestState):
         lead.started = lead.started or self._beams[index].started
         if not lead.token_times:
             lead.num_cached = self._beams[index].num_cached
-        self._logits[index] = result.logits[-1]
-        if len(self._logits) == len(self._beams):
-            try:
-                self._advance(self._feeds)
-            except Exception as error:  # a bug in the search of this request; the others continue
-                self.end(FinishReason.ERROR, as_ours(error))
+        try:
+            self._choose(self._feeds, index, result.logits[-1])
+        except Exception as error:  # a bug in the search of this request; the others continue
+            self.end(FinishReason.ERROR, as_ours(error))
 
-    def _advance(self, feeds: Feeds) -> None:
-        logits = [self._logits[index] for index in range(len(self._beams))]
-        self._logits.clear()
+    def _choose(self, feeds: Feeds, index: int, logits: Logits) -> None:
+        """Let the search know the logits ``[vocab]`` after a beam, and go on if they were the last ones of the step."""
         start = time.perf_counter()
-        successors = self._search.advance(logits, [state.mask for state in self._beams])
+        self._search.take(index, logits, self._beams[index].mask)
+        successors = self._search.advance() if self._search.is_complete else None
         now = time.perf_counter()
+        self._choosing_seconds += now - start
+        if successors is None:
+            return
         self.sequences[0].token_times.append(now)
-        self._steps.append((now - start, self._device_seconds))
-        self._device_seconds = 0.0
+        self._steps.append((self._choosing_seconds, self._device_seconds))
+        self._choosing_seconds = self._device_seconds = 0.0
         if not successors:
             self.end(FinishReason.STOP)
             return
         self._continue(feeds, successors)
-        for index, successor in enumerate(successors):
+        for number, successor in enumerate(successors):
             if self._feeds is not None:  # else a feed before it failed at once
-                self._feed(index, [successor.token])
+                self._feed(number, [successor.token])
 
     def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:
         """Give each new beam a sequence: its parent's for the first child, a fork for the others. Close what has no child."""

@@ -77,6 +77,16 @@ class Feeds:
         if state.is_suspect:
             self._core.quarantine.add(state.id)
 
+    def complete(self, state: FedState, is_finite: bool) -> None:
+        """Let a sequence be away whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
+        state.complete(is_finite)
+        self._core.kv_manager.leave(state)
+        del self._core.requests[state.id]
+        if state.is_internal:
+            state.post()
+        if state.is_closed and state in self._core.kv_manager.away:  # the search ended while the call ran
+            self._core.kv_manager.away.close(state, is_reusable=False)
+
     def begin_held(self) -> None:
         """Begin the feeds that waited for another runner."""
         held, self._held = self._held, []

@@ -97,6 +97,7 @@ class FedState(SequenceState):
     ) -> None:
         request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner)
         super().__init__(request, OutputQueue(), vocab_size)
+        self.info.is_fed = True
         self.think = think or ThinkTime()
         self.is_internal = is_internal
         self.away_since = time.perf_counter()
@@ -157,7 +158,7 @@ class FedState(SequenceState):
         self.started, self._device_seconds = None, 0.0
         num_new = len(self.tokens) - len(self.sequence or ())
         arrival = now if num_new > 1 or not self.token_times else self.info.arrival
-        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority)
+        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority, is_fed=True)
         self._fed_at = now
 
     @property
@@ -219,6 +220,11 @@ class FedRequest(RequestState):
     def __init__(self, state: FedState) -> None:
         self.request, self.queue = state.request, OutputQueue()
         self.sequences = [state]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Never: its client waits for it, and no other request is refused for that."""
+        return False
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the feed before the next device call."""

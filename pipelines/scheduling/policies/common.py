@@ -21,17 +21,20 @@ def admissible_prompts(view: View) -> list[RequestView]:
 
     A waiting request is admitted only if it can be running after its prompt, or if the host pool has room for it. A swapped
     request that stays in the arena would hold slots that running requests need next, and would be preempted and recomputed.
+    Fed requests are always admitted: after their prompts they are away, and their slots count as free.
     """
-    num_seqs = view.free_seqs - len(view.swapped) - len(view.prefilling)
-    host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling)
-    host_room -= sum(request.num_computed for request in view.swapped if request.in_arena)
-    admitted = []
+    num_seqs = view.free_places
+    host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling if not request.is_fed)
+    host_room -= sum(request.num_computed for request in view.swapped if request.in_arena and not request.is_fed)
+    admitted, is_full = list[RequestView](), False
     for request in in_order(view.waiting):
-        if num_seqs <= 0 and request.num_tokens > host_room:
-            break
-        host_room -= 0 if num_seqs > 0 else request.num_tokens
-        num_seqs -= 1
-        admitted.append(request)
+        is_full = is_full or (not request.is_fed and num_seqs <= 0 and request.num_tokens > host_room)
+        if request.is_fed:
+            admitted.append(request)
+        elif not is_full:
+            host_room -= 0 if num_seqs > 0 else request.num_tokens
+            num_seqs -= 1
+            admitted.append(request)
     return sorted(
         (*view.prefilling, *admitted),
         key=lambda request: (-request.priority, not request.num_computed, request.arrival, request.id),
@@ -44,12 +47,24 @@ def to_swap_in(view: View, order: Order = in_order) -> list[RequestView]:
     if not view.free_seqs:
         return chosen
     slots = view.free_slots - len(view.running)
-    for request in order(view.swapped)[: view.free_seqs]:
+    for request in _next_placed(view, order):
         slots -= 1 + (0 if request.in_arena else request.num_computed)
         if slots < 0:
             break
         chosen.append(request)
     return chosen
+
+
+def _next_placed(view: View, order: Order) -> list[RequestView]:
+    """Return the swapped requests for which there are places, in ``order``, but of equal priority those that keep theirs first.
+
+    So they do not wait for one fed request after another. The last place goes to the first in ``order``: a fed request takes it
+    for one token.
+    """
+    requests = order(view.swapped)
+    first = sorted(requests, key=lambda request: (-request.priority, request.is_fed))[: max(0, view.free_seqs - 1)]
+    taken = {request.id for request in first}
+    return [*first, *(request for request in requests if request.id not in taken)][: view.free_seqs]
 
 
 def decode_plan(
@@ -70,17 +85,23 @@ def decode_plan(
     brought = sum(request.num_computed for request in swap_in if not request.in_arena)
     swap_out = list(exchanged)
     preempt: list[RequestView] = []
-    needs_room = len(running) + brought > view.free_slots + sum(request.own_slots for request in exchanged)
+    freed = sum(request.own_slots for request in exchanged)
+    host_room = view.free_host_slots - sum(request.num_computed for request in exchanged)
+    kept = {request.id for request in running}
+    needs_room = len(kept) + brought > view.free_slots + freed
     for victim in _victims(view, keep=running[0]) if needs_room else ():
-        freed = sum(request.own_slots for request in (*swap_out, *preempt))
-        if len(running) + brought <= view.free_slots + freed:
+        if len(kept) + brought <= view.free_slots + freed:
             break
         if victim.id in given:
             continue
-        fits = sum(request.num_computed for request in (*swap_out, victim)) <= view.free_host_slots
-        (swap_out if victim.status == RequestStatus.RUNNING and fits else preempt).append(victim)
-        running = [request for request in running if request.id != victim.id]
-    kept = {request.id for request in running}
+        if victim.status == RequestStatus.RUNNING and victim.num_computed <= host_room:
+            host_room -= victim.num_computed
+            swap_out.append(victim)
+        else:
+            preempt.append(victim)
+        freed += victim.own_slots
+        kept.discard(victim.id)
+    running = [request for request in running if request.id in kept]
     return Plan(
         decode=_ids(take_turns(view, running)),
         swap_in=tuple(request.id for request in swap_in if request.id in kept),
@@ -113,10 +134,11 @@ def fits(view: View, request: RequestView) -> bool:
 def prefill_with_preemption(view: View, request: RequestView) -> Plan:
     """Return a plan with a chunk of one prompt alone, which preempts as many other requests as its KV slots require."""
     count = chunk_of(view, request)
-    preempt: list[RequestView] = []
+    free, preempt = view.free_slots, list[RequestView]()
     for victim in _victims(view, keep=request):
-        if count <= view.free_slots + sum(other.own_slots for other in preempt):
+        if count <= free:
             break
+        free += victim.own_slots
         preempt.append(victim)
     return Plan(prefill=((request.id, count),), preempt=_ids(preempt))
 
@@ -131,12 +153,13 @@ def _swap_in_with_preemption(view: View) -> Plan | None:
         return None
     first = in_order(view.swapped)[0]
     needed = 1 + (0 if first.in_arena else first.num_computed)
-    preempt: list[RequestView] = []
+    free, preempt = view.free_slots, list[RequestView]()
     for victim in _victims(view, keep=first):
-        if needed <= view.free_slots + sum(request.own_slots for request in preempt):
+        if needed <= free:
             break
+        free += victim.own_slots
         preempt.append(victim)
-    if view.prefilling and needed > view.free_slots + sum(request.own_slots for request in preempt):
+    if view.prefilling and needed > free:
         return None  # shared slots: each of several holders alone would free none
     return Plan(decode=(first.id,), swap_in=(first.id,), preempt=_ids(preempt))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from staticllm.pipelines.scheduling.interface import RequestView, View
+from staticllm.pipelines.scheduling.interface import RequestStatus, RequestView, View
 from staticllm.pipelines.scheduling.policies.common import in_order, to_swap_in
 
 WAIT_SHARE = 0.6
@@ -63,12 +63,13 @@ class TimeSlices:
         if view.gap_ms is None or not view.waiting:
             return float("inf")
         free, swap_seconds = _free_places(view), _swap_seconds(view) / SWAP_SHARE
-        room = free + _swappable(view) - len(view.swapped) - len(view.prefilling)
+        begun = [request for request in (*view.swapped, *view.prefilling) if not request.is_fed]
+        room = free + _swappable(view) - len(begun)
         count, longest = 0, 0.0
         for prompt in in_order(view.waiting):
             longest = max(longest, _prompt_seconds(view, prompt))
             seconds = max(swap_seconds, SLICE_PROMPTS * longest / view.max_num_seqs, MIN_SECONDS)
-            others = sum(r.priority >= prompt.priority for r in view.swapped) + len(view.prefilling)
+            others = sum(r.status == RequestStatus.PREFILLING or r.priority >= prompt.priority for r in begun)
             if count >= min(free + int(WAIT_SHARE * view.gap_ms / 1e3 / seconds) - others, room):
                 break
             count += 1

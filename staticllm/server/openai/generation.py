@@ -70,7 +70,10 @@ async def respond(
         in_engine = min(0, priority)  # all clients are there: a request may only go behind others
         submits = [partial(pipeline.submit, prompt, **{**options, "priority": in_engine}) for prompt, options in inputs]
         is_by_token = "logprobs" in inputs[0][1]  # the texts of tokens have their places in the answer
-        answers = Answers(call.state, model, call.client, submits, body.is_search, priority, is_by_token)
+        num_beams = inputs[0][1].get("num_beams", pipeline.get_generation_config().num_beams)
+        answers = Answers(
+            call.state, model, call.client, submits, body.is_search, priority, is_by_token, num_beams
+        )  # fmt: skip
         await call.connected(answers.begin())
         if body.stream:
             response = stream(answers, close)

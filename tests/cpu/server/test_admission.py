@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
     pytest.importorskip(package)
 
+import httpx  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from quick import examples  # noqa: E402
+from served import serving  # noqa: E402
 
+from staticllm.errors import BusyError  # noqa: E402
 from staticllm.server import admission as admission_module  # noqa: E402
 from staticllm.server.admission import Admission, AdmissionLimits  # noqa: E402
-from staticllm.server.api_error import ApiError  # noqa: E402
+from staticllm.server.api_error import ApiError, api_error_of  # noqa: E402
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["enter", "leave", "cancel", "cancel at once"]), st.integers(0, 3)), max_size=60
+    st.tuples(st.sampled_from(["enter", "search", "leave", "cancel", "cancel at once"]), st.integers(0, 3)), max_size=60
 )
 
 
@@ -39,7 +43,7 @@ def test_limits_hold_and_nobody_is_forgotten(steps, limits):
 async def follow(steps, limits):
     admission = Admission(limits)
     waiting: list[tuple[str, asyncio.Task[None]]] = []
-    running: list[str] = []
+    running: list[tuple[str, int]] = []  # the client of each, and its places
 
     async def follow_tasks():
         for _ in range(4):
@@ -49,34 +53,39 @@ async def follow(steps, limits):
             if task.done():
                 waiting.remove(entry)
                 if not task.cancelled() and task.exception() is None:
-                    running.append(client)
+                    running.append((client, task.result()))
 
     for action, number in steps:
         client = f"client {number}"
-        if action == "enter":
-            task = asyncio.create_task(admission.enter(client))
+        if action in ("enter", "search"):
+            task = asyncio.create_task(admission.enter(client, weight=1 if action == "enter" else 3))
             waiting.append((client, task))
             await follow_tasks()
             if task.done() and not task.cancelled() and isinstance(task.exception(), ApiError):
                 assert task.exception().status == 429 and len(waiting) >= limits.max_waiting
         elif action == "leave" and running:
-            admission.leave(running.pop(number % len(running)))
+            admission.leave(*running.pop(number % len(running)))
         elif action.startswith("cancel") and waiting:
             if action == "cancel at once" and running:  # it is admitted in the moment in which it is cancelled
-                admission.leave(running.pop())
+                admission.leave(*running.pop())
             waiting[number % len(waiting)][1].cancel()
         await follow_tasks()
-        counts = Counter(running)
-        assert admission.num_running == len(running) <= limits.max_running
+        counts = Counter()
+        for client, num_places in running:
+            counts[client] += num_places
+        assert admission.num_running == sum(counts.values()) <= limits.max_running
         assert all(count <= max(limits.max_per_client, limits.max_alone or 0) for count in counts.values())
         assert admission.num_waiting == len(waiting) <= limits.max_waiting
-        for waits, _ in waiting:  # nobody waits without a reason
-            assert len(running) == limits.max_running or counts[waits] >= limits.max_per_client
+        for waits, _ in waiting:  # nobody waits without a reason; a search needs up to 3 places
+            num_used = sum(counts.values())
+            assert num_used > limits.max_running - 3 or counts[waits] > limits.max_per_client - 3
+            if action != "search" and not any(name == "search" for name, _ in steps):
+                assert num_used == limits.max_running or counts[waits] >= limits.max_per_client
     while running or waiting:
         for _, task in waiting:
             task.cancel()
-        for client in running:
-            admission.leave(client)
+        for entry in running:
+            admission.leave(*entry)
         running.clear()
         await follow_tasks()
     assert not admission._clients and not admission._running and not admission.num_running
@@ -149,11 +158,59 @@ def test_a_limit_that_was_given_holds_for_a_client_that_is_alone():
     asyncio.run(run())
 
 
-async def _waiting(admission, *clients, is_request=True):
-    tasks = [asyncio.create_task(admission.enter(client, is_request)) for client in clients]
+async def _waiting(admission, *clients, is_request=True, weight=1):
+    tasks = [asyncio.create_task(admission.enter(client, is_request, weight=weight)) for client in clients]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return tasks
+
+
+def test_a_search_takes_as_many_places_as_it_has_beams():
+    """It counted as one answer: a client with a few searches had all of the engine."""
+
+    async def run():
+        admission = Admission(AdmissionLimits(max_running=10, max_per_client=6, max_waiting=4))
+        assert await admission.enter("searching", weight=4) == 4
+        (second,) = await _waiting(admission, "searching", weight=4)
+        assert admission._running == {"searching": 4} and not second.done()
+        other = await _waiting(admission, *["other"] * 6)
+        assert all(task.done() for task in other) and admission.num_running == 10
+        large, small = await _waiting(admission, "large", weight=64), await _waiting(admission, "other")
+        admission.leave("searching", 4)
+        await _settled()
+        assert not second.done() and not large[0].done(), "6 places are kept for it, 4 are free"
+        late = await _waiting(admission, "late")
+        assert not late[0].done(), "nobody takes them"
+        for _ in range(2):
+            admission.leave("other")
+        await _settled()
+        assert large[0].result() == 6, "no more than its client may have"
+        admission.leave("large", 6)
+        await _settled()
+        assert second.result() == 4 and late[0].result() == 1
+        small[0].cancel()
+        await asyncio.gather(*small, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_places_that_are_kept_for_a_search_are_free_when_it_gives_up():
+    async def run():
+        admission = Admission(AdmissionLimits(max_running=4, max_per_client=4, max_waiting=4))
+        await admission.enter("one")
+        search = await _waiting(admission, "two", weight=4)
+        late = await _waiting(admission, "three", "three")
+        assert not any(task.done() for task in (*search, *late))
+        search[0].cancel()
+        await _settled()
+        assert [task.result() for task in late] == [1, 1]
+
+    asyncio.run(run())
+
+
+async def _settled():
+    for _ in range(4):
+        await asyncio.sleep(0)
 
 
 def test_a_flood_of_one_client_does_not_fill_the_queue_of_others():
@@ -230,3 +287,32 @@ def test_a_priority_orders_the_requests_of_one_client_and_no_others():
         assert admitted.index("b0") == 1, "the client with the fewest answers is next, whatever another says"
 
     asyncio.run(test())
+
+
+def test_a_search_takes_as_many_places_of_its_client_as_it_has_beams():
+    with serving(properties={"MAX_NUM_SEQS": 8}) as served, ThreadPoolExecutor(2) as pool:
+        admission = served.state.hub.models["demo"].admission
+        messages = [{"role": "user", "content": "Tell me a story."}]
+        ask = {"model": "demo", "messages": messages, "max_tokens": 30, "ignore_eos": True, "num_beams": 5}
+        seen = set()
+        asked = [pool.submit(httpx.post, served.url + "/v1/chat/completions", json=ask, timeout=60) for _ in "ab"]
+        while not all(answer.done() for answer in asked):
+            seen.add((admission.num_running, admission.num_waiting))
+            time.sleep(0.001)
+        assert {answer.result().status_code for answer in asked} == {200}
+        assert (5, 1) in seen, "the second search waits, since its client may have 8 places"
+        assert max(seen)[0] == 5
+        served.wait_until_idle()
+
+
+def test_an_engine_of_the_server_refuses_nothing_that_was_admitted():
+    with serving(properties={"MAX_NUM_SEQS": 2}) as served:
+        model = served.state.hub.models["demo"]
+        assert model.pipeline.config.max_waiting > 1000 * model.admission.limits.max_running
+    with serving(properties={"MAX_NUM_SEQS": 2, "MAX_WAITING": 5}) as served:
+        assert served.state.hub.models["demo"].pipeline.config.max_waiting == 5
+    refused = api_error_of(
+        BusyError("5 requests wait, MAX_WAITING is 5: try again later, or load with a larger MAX_WAITING")
+    )
+    assert (refused.status, refused.knob) == (429, "-p MAX_WAITING")
+    assert refused.message.endswith("try again later, or serve with a larger -p MAX_WAITING")

@@ -4,7 +4,8 @@ import warnings
 
 import numpy as np
 import pytest
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from beam_steps import advanced, beam_request
+from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from output_queues import outputs_of
@@ -32,7 +33,7 @@ def expected(request, masks=MASKS):
     limits = Limits(request.max_new_tokens, request.stop_token_ids)
     search, beams = BeamSearch(request.beams, request.prompt, limits), [list(request.prompt)]
     while beams:
-        steps = search.advance([logits_after(beam, masks) for beam in beams])
+        steps = advanced(search, [logits_after(beam, masks) for beam in beams])
         beams = [[*beams[step.parent], step.token] for step in steps]
     return [list(hypothesis.tokens) for hypothesis in search.hypotheses()][: request.num_sequences]
 
@@ -47,14 +48,6 @@ def answers_of(request):
             found.setdefault(output.index, []).append(output.id)
     assert sorted(ends) == list(range(request.request.num_sequences))
     return [found.get(index, []) for index in range(len(ends))], ends
-
-
-def beam_request(prompt, num_new, num_beams=3, num_sequences=2, **options):
-    params = BeamParams(
-        num_beams, **{name: options.pop(name) for name in ("num_beam_groups", "diversity_penalty") if name in options}
-    )
-    asked = EngineRequest(tuple(prompt), max_new_tokens=num_new, num_sequences=num_sequences, beams=params, **options)
-    return BeamRequest(asked, VOCAB_SIZE)
 
 
 searches = st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(2, 6), st.integers(0, 20))
@@ -109,6 +102,7 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
             if step in schedule["switches"]:
                 engine.switch(fake_runner(variants, MASKS), engine._core.options)
             engine.step()
+            assert_slots_counted(engine)
             if step > 60 and engine.is_idle:
                 break
     for index, (_, request) in enumerate(found):

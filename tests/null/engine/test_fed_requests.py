@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quick import examples
@@ -165,6 +165,7 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
             for client in clients:
                 client.act()
             engine.step()
+            assert_slots_counted(engine)
             if step > 60 and engine.is_idle and all(client.is_done for client in clients):
                 break
         assert all(client.is_done for client in clients)
@@ -282,6 +283,24 @@ def test_a_failed_call_ends_the_feed_and_leaves_the_sequence_as_it_was(is_void):
     assert sequence.length == 3
     results = fed.run((sequence, [5]), (other, [10]))
     assert [argmaxes(result) for result in results] == [expected([1, 2, 3, 5]), expected([8, 9, 10])]
+
+
+def test_sequences_survive_an_exception_of_the_engine(monkeypatch):
+    """Their slots are gone, those of a feed in progress too; it went on with slots that others had."""
+    fed = Fed()
+    sequence, away, other = (fed.engine.open_fed() for _ in range(3))
+    fed.run((sequence, [1, 2, 3]), (away, [5, 6]))
+
+    def fail(*_):
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(fed.engine._core, "_plan", fail)
+    (failed,) = fed.run((sequence, [4]))
+    assert "a bug of ours" in str(failed.error)
+    monkeypatch.undo()
+    fed.run((other, [8, 9, 10, 11]))
+    results = fed.run((sequence, [7]), (away, [7]))
+    assert [argmaxes(result) for result in results] == [expected([1, 2, 3, 7]), expected([5, 6, 7])]
 
 
 def test_a_feed_that_cannot_run_ends_with_one_line():

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from beam_steps import advanced
 from grammars import END, OTHER_SPECIAL, compiler_of, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def search(request, seed):
     found, beams = BeamSearch(request.beams, request.prompt, limits), [((), mask_of(request, VOCAB_SIZE, COMPILER))]
     while beams:
         logits = [logprobs_after(tokens, seed)[0].astype(np.float32) for tokens, _ in beams]
-        successors, before, beams = found.advance(logits, [mask for _, mask in beams]), beams, []
+        successors, before, beams = advanced(found, logits, [mask for _, mask in beams]), beams, []
         for successor in successors:
             tokens, mask = before[successor.parent]
             beams.append(((*tokens, successor.token), mask.clone()))

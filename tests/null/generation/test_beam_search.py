@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from beam_steps import advanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import examples
@@ -30,7 +31,7 @@ def search(params, seed, limits, prompt=(), ending=None):
     found, beams, sizes = BeamSearch(params, prompt, limits, ending), [()], []
     while beams:
         sizes.append(len(beams))
-        steps = found.advance([logits_after(beam, seed) for beam in beams])
+        steps = advanced(found, [logits_after(beam, seed) for beam in beams])
         beams = [(*beams[step.parent], step.token) for step in steps]
     assert found.is_done
     return found, sizes
@@ -125,8 +126,8 @@ def test_a_text_that_ends_an_answer():
 
 def test_an_end_from_outside_gives_the_beams_so_far():
     beams = BeamSearch(BeamParams(3), (), Limits(None))
-    steps = beams.advance([logits_after((), 2)])
-    beams.advance([logits_after((step.token,), 2) for step in steps])
+    steps = advanced(beams, [logits_after((), 2)])
+    advanced(beams, [logits_after((step.token,), 2) for step in steps])
     beams.end("cancelled")
     assert beams.is_done
     assert [len(hypothesis.tokens) for hypothesis in beams.hypotheses()] == [2, 2, 2]

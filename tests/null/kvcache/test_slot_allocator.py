@@ -56,3 +56,38 @@ def test_count_only_counts_slots_without_other_holders():
     assert allocator.count_only([mine, other]) == 2 + 2
     assert allocator.count_only([]) == 0
     assert allocator.count_only([running]) == 2
+
+
+changes = st.lists(
+    st.tuples(st.sampled_from(["allocate", "share", "free", "idle", "active", "move"]), st.integers(0, 9))
+)
+
+
+@given(changes)
+def test_slots_are_counted_by_their_active_and_idle_holders(moves):
+    """The counts are kept from change to change; here they are compared with those of all holders' slots."""
+    allocator, held = SlotAllocator(32), []  # the slots of each holder, and whether it is idle
+    for kind, number in moves:
+        slots, is_idle = held[number % len(held)] if held else (None, None)
+        if kind == "allocate" and number <= allocator.num_free:
+            held.append((allocator.allocate(number), False))
+        elif kind == "move":
+            sources, targets = allocator.move_down()
+            places = np.arange(32)
+            places[sources] = targets
+            held = [(places[slots], is_idle) for slots, is_idle in held]
+        elif slots is not None and kind == "share":
+            allocator.share(slots)
+            held.append((slots.copy(), False))
+        elif slots is not None and kind in ("idle", "active") and is_idle != (kind == "idle"):
+            (allocator.mark_idle if kind == "idle" else allocator.mark_active)(slots)
+            held[number % len(held)] = (slots, kind == "idle")
+        elif slots is not None and kind == "free" and not is_idle:
+            allocator.free(slots)
+            del held[number % len(held)]
+        active = [slot for slots, is_idle in held if not is_idle for slot in slots.tolist()]
+        assert allocator.num_active == len(set(active))
+        assert allocator.num_used == len({slot for slots, _ in held for slot in slots.tolist()})
+        for slots, is_idle in held:
+            if not is_idle:
+                assert allocator.count_freed(slots) == sum(active.count(slot) == 1 for slot in slots.tolist())

@@ -153,7 +153,7 @@ def test_a_wait_ends_when_a_request_arrives(clients):
     one, request = results_of(engine, (first, [2])), fake_request([1, 2, 3], 2)
     engine.step()
     assert not one
-    run_to_end(engine, [request])
+    run_to_end(engine, [request], max_steps=1_000_000)  # it waits for the second client, in steps without a call
     assert one
 
 

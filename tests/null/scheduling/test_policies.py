@@ -11,6 +11,7 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy, make_shared_policy
+from staticllm.pipelines.scheduling.policies.common import admissible_prompts, to_swap_in
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.testing import (
@@ -126,6 +127,58 @@ SHORT_OF_SLOTS = [
 def test_shipped_policies_break_no_rule_when_kv_slots_run_short(name, free_slots, free_host_slots, num_seqs, without):
     view = short_of_slots(free_slots, free_host_slots, num_seqs, without)
     check(make_policy(name).plan(view), view)
+
+
+def with_fed(view, fed):
+    """Return the view with these requests as fed ones; a swapped one has its slots in the arena."""
+
+    def changed(request):
+        if request.id not in fed:
+            return request
+        return replace(request, is_fed=True, in_arena=True, own_slots=request.num_computed)
+
+    names = ("waiting", "prefilling", "running", "swapped")
+    return replace(view, **{name: tuple(map(changed, getattr(view, name))) for name in names})
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("fed", [(1,), (3,), (5,), (1, 2), (3, 4, 5), (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize(("free_slots", "free_host_slots", "num_seqs", "without"), SHORT_OF_SLOTS)
+def test_shipped_policies_break_no_rule_with_fed_requests(name, fed, free_slots, free_host_slots, num_seqs, without):
+    view = with_fed(short_of_slots(free_slots, free_host_slots, num_seqs, without), fed)
+    if all(can_run_alone(request, view) for request in view.requests):
+        check(make_policy(name).plan(view), view)
+
+
+def test_requests_that_keep_their_places_get_them_before_fed_ones():
+    """The last place is that of the first request in order."""
+    swapped = tuple(RequestView(id, "swapped", float(id), 9, 8, 8, 1, 99.5, is_fed=id < 5) for id in range(1, 8))
+    view = a_view(waiting=(), prefilling=(), running=(), swapped=swapped, free_slots=1000)
+
+    def placed(num_seqs, **changes):
+        return [request.id for request in to_swap_in(replace(view, max_num_seqs=num_seqs, **changes))]
+
+    assert placed(1) == [1]
+    assert placed(2) == [5, 1]
+    assert placed(3) == [5, 6, 1]
+    assert placed(5) == [5, 6, 7, 1, 2]
+    urgent = tuple(replace(request, priority=int(request.id == 2)) for request in swapped)
+    assert placed(3, swapped=urgent) == [2, 5, 1]
+    assert placed(2, swapped=swapped[:3]) == [1, 2]
+    assert [replace(view, max_num_seqs=number).free_places for number in (1, 4, 6)] == [0, 0, 2]
+    assert replace(view, max_num_seqs=6, swapped=swapped[4:]).free_places == 3
+
+
+def test_a_prompt_may_run_while_beams_take_turns_in_all_places():
+    """It waited until the host pool had room for all beams, which never go there."""
+    beams = tuple(RequestView(id, "swapped", 1.0, 21, 20, 1, 1, 99.5, is_fed=True) for id in range(10, 18))
+    view = a_view(prefilling=(), running=(), swapped=beams, max_num_seqs=2, free_host_slots=0)
+    assert [request.id for request in admissible_prompts(view)] == [1]
+    assert admissible_prompts(replace(view, max_num_seqs=1)) == []
+    fed = replace(view.waiting[0], id=2, arrival=999.0, is_fed=True)
+    assert [
+        request.id for request in admissible_prompts(replace(view, max_num_seqs=1, waiting=(*view.waiting, fed)))
+    ] == [2]
 
 
 def test_a_policy_cannot_change_the_view():

@@ -88,3 +88,60 @@ def test_a_view_lists_requests_by_status_in_the_order_of_their_arrival():
     assert [r.id for r in view.running] == [1]
     assert view.free_seqs == 1
     assert table.has_free_seq
+
+
+def test_a_table_counts_its_requests_by_status():
+    """The counts are kept with every change, also of requests that leave the table and come back."""
+    table, infos = RequestTable(Limits(2)), [RequestInfo(number, float(number), 3) for number in range(4)]
+
+    def counts():
+        found = {status: table.count(status) for status in RequestStatus}
+        assert found == {status: len(table.ids(status)) for status in RequestStatus}
+        return [found[status] for status in RequestStatus]
+
+    for info in infos:
+        table.add(info)
+    assert counts() == [4, 0, 0, 0]
+    for info in infos[:3]:
+        info.add_computed(3)
+        table.add_token(info.id, 1.0)
+    assert counts() == [1, 0, 2, 1]
+    table.remove(0)
+    infos[0].preempt()
+    assert counts() == [1, 0, 1, 1]
+    table.add(infos[0])
+    assert counts() == [2, 0, 1, 1]
+    table.clear()
+    infos[1].preempt()
+    assert counts() == [0, 0, 0, 0]
+
+
+def test_a_place_is_left_for_prompts_beside_fed_requests_and_the_last_one_for_these():
+    table = RequestTable(Limits(3))
+    fed = [RequestInfo(number, 0.0, 9, is_fed=True) for number in range(4)]
+
+    def come_back(info):
+        info.come_back(8, 1.0, table.num_free_for_fed > 0)
+        table.add(info)
+        return info.status
+
+    assert [come_back(info) for info in fed[:2]] == ["running", "running"]
+    prompt = RequestInfo(9, 0.0, 3)
+    table.add(prompt)
+    assert table.num_free_for_fed == 0, "the prompt may end in the next call"
+    assert come_back(fed[2]) == "swapped"
+    prompt.add_computed(3)
+    assert table.has_free_seq, "the swapped one is fed"
+    table.add_token(9, 1.0)
+    assert prompt.status == "running"
+    table.remove(0)
+    table.add(other := RequestInfo(10, 0.0, 3))
+    other.add_computed(3)
+    assert table.has_free_seq
+    table.add_token(10, 1.0)
+    assert not table.has_free_seq
+    table.remove(1)
+    assert table.count(RequestStatus.RUNNING) == 2
+    assert not table.has_free_seq, "the last place is left for the fed one"
+    table.remove(2)
+    assert table.has_free_seq

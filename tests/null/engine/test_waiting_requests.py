@@ -1,0 +1,69 @@
+"""Tests what counts as a waiting request: a request counts once, however many answers or beams it has."""
+
+import pytest
+from beam_steps import beam_request
+
+from staticllm.core import Variant
+from staticllm.errors import BusyError
+from staticllm.pipelines.engine.fed.sequence import Feed
+from staticllm.pipelines.scheduling.interface import RequestStatus
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end
+
+SCARCE = [
+    *(Variant(rows, 128, rows) for rows in (1, 4, 16)),
+    *(Variant(32, kv_len, count) for kv_len in (0, 128) for count in (1, 16)),
+]
+
+
+def engine_of(max_waiting):
+    return fake_engine(
+        make_policy("dynamic"), 16, SCARCE, 100, host_kv_slots=0, max_waiting=max_waiting, starts_thread=False
+    )
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda: beam_request(range(60), 30, 64, 1),
+        lambda: fake_request(range(20), 30, num_sequences=16),
+    ],
+)
+def test_a_request_whose_sequences_lose_their_slots_counts_once(request_of):
+    """Each of them counted, so that other requests were refused."""
+    engine, most = engine_of(2), 0
+    engine.enqueue([request_of()])
+    while not engine.is_idle:
+        engine.step()
+        most = max(most, engine._core._table.count(RequestStatus.WAITING))
+        assert engine._num_waiting <= 1
+    assert most > 2, "slots were too many for this test"
+    assert_empty(engine)
+
+
+def test_feeds_that_wait_do_not_count():
+    engine = engine_of(2)
+    sequences = [engine.open_fed() for _ in range(5)]
+    results = []
+    engine.feed([Feed(sequence, range(30), results.append, "last") for sequence in sequences])
+    engine._admit()
+    engine._callbacks.run()
+    assert engine._core._table.count(RequestStatus.WAITING) == 5
+    engine._admit()
+    assert engine._num_waiting == 0
+    engine.submit_state(fake_request(range(5), 3))
+    run_to_end(engine)
+    assert all(result.error is None for result in results)
+
+
+def test_searches_that_have_not_begun_count():
+    engine = engine_of(2)
+    for _ in range(2):
+        engine.submit_state(beam_request(range(20), 4, 8, 1))
+    for _ in range(2):
+        with pytest.raises(BusyError, match="2 requests wait, MAX_WAITING is 2"):
+            engine.submit_state(fake_request(range(5), 3))
+        engine._admit()  # they wait in the core now
+        engine._admit()
+    run_to_end(engine)
+    assert_empty(engine)
