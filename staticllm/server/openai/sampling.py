@@ -75,7 +75,7 @@ def _drawing(body: SamplingFields, index: int) -> dict[str, Any]:
 
 
 def _seed(seed: int, index: int) -> int:
-    """Return the seed of answer ``index``. A negative one is random, as in llama.cpp; 0 is for the engine."""
+    """Return the seed of answer ``index``. A negative one is random, as in llamacpp; 0 is for the engine."""
     return 0 if seed < 0 else (seed or 2**63) + index
 
 

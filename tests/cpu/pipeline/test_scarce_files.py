@@ -60,10 +60,10 @@ def child():
     for name, call in calls.items():
         if name != "embedded":
             call(pipe)
-    from staticllm.pipelines.text.templates.chat_template import _takes_system, _wants_parts
+    from staticllm.pipelines.text.templates.chat_template import shape_of
 
-    assert _takes_system(TEMPLATE), "what failed is not remembered"
-    assert not _wants_parts(TEMPLATE)
+    assert shape_of(TEMPLATE).has_system, "what failed is not remembered"
+    assert not shape_of(TEMPLATE).wants_parts
     print("works again")
 
 

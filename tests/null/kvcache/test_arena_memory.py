@@ -10,7 +10,7 @@ from staticllm.core import KVState
 from staticllm.kvcache.arena import Arena
 
 
-def resident_megabytes():
+def megabytes_in_memory():
     with Path("/proc/self/statm").open(encoding="ascii") as file:
         return int(file.read().split()[1]) * 4 / 1024
 
@@ -21,11 +21,11 @@ def test_clearing_an_arena_takes_no_memory():
     arena = Arena(states, 1 << 15)
     assert arena.num_bytes >= 128 << 20
     arena.blocks[0][:, 5] = 1
-    before = resident_megabytes()
+    before = megabytes_in_memory()
     arena.clear()
-    assert resident_megabytes() - before < 16
+    assert megabytes_in_memory() - before < 16
     assert not np.any(arena.blocks[0][:, :4096])
     arena.blocks[0][:] = 1
-    assert resident_megabytes() - before > 64
+    assert megabytes_in_memory() - before > 64
     arena.release()
-    assert resident_megabytes() - before < 16
+    assert megabytes_in_memory() - before < 16
