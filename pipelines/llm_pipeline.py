@@ -106,7 +106,7 @@ class StaticLLMPipeline:
             self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
-        tools = self._tools = TokenizerTools(text.tokenizer, text.joins_tokens)
+        tools = self._tools = TokenizerTools(text.tokenizer, text.joins_tokens, text.tool_template)
         self._engine: EngineClient = self._launched.engine
         self._stop_checker = StopChecker(self._engine, tools.decode)
         close_when_collected(self, _close, self._launched, self._stop_checker, tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import openvino_genai as genai
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, named_devices
 from staticllm.errors import ConfigError, DeviceError, ModelError, enough_memory, last_line
+from staticllm.files import read_regular
 from staticllm.model_dir import check_model_dir, keep_in_memory
 from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 from staticllm.pipelines.programs.compile_plan import device_properties
@@ -21,6 +23,9 @@ from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, wit
 
 Config: TypeAlias = Mapping[str, object] | StaticLLMConfig | None
 """The ``config`` of a constructor: properties by name, or the resolved config."""
+
+TOOL_USE = "tool_use"
+MAX_TOKENIZER_CONFIG = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,29 @@ def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
             return genai.Tokenizer(directory)
     except RuntimeError as error:
         raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
+
+
+def read_tool_template(directory: Path) -> str:
+    """Return the chat template that a model directory has for conversations with tools, beside the default; "" without one.
+
+    It is the one that is named ``tool_use``, as in transformers: in the list of ``tokenizer_config.json``, or a file of its own
+    in ``additional_chat_templates``.
+    """
+    try:
+        return read_regular(
+            directory / "additional_chat_templates" / f"{TOOL_USE}.jinja", MAX_TOKENIZER_CONFIG
+        ).decode()
+    except (OSError, UnicodeDecodeError):
+        pass
+    try:
+        config = json.loads(read_regular(directory / "tokenizer_config.json", MAX_TOKENIZER_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    templates = config.get("chat_template") if isinstance(config, dict) else None
+    for each in templates if isinstance(templates, list) else ():
+        if isinstance(each, dict) and each.get("name") == TOOL_USE and isinstance(each.get("template"), str):
+            return str(each["template"])
+    return ""
 
 
 def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:

@@ -11,7 +11,7 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.model_loader.arguments import Given, read_generation_config, read_tokenizer
+from staticllm.pipelines.model_loader.arguments import Given, read_generation_config, read_tokenizer, read_tool_template
 from staticllm.threads import start_thread
 
 
@@ -19,12 +19,14 @@ from staticllm.threads import start_thread
 class TextFiles:
     """A model's tokenizer, and the generation options that its calls start from.
 
-    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined.
+    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined. ``tool_template`` is the
+    chat template for conversations with tools, "" if there is none beside the tokenizer's own.
     """
 
     tokenizer: genai.Tokenizer
     generation_config: genai.GenerationConfig
     joins_tokens: bool
+    tool_template: str = ""
 
 
 class TextReader:
@@ -78,7 +80,8 @@ class TextReader:
             tokenizer = given.tokenizer or read_tokenizer(self._source)
             config = given.generation_config or read_generation_config(self._source, tokenizer)
             joins = given.tokenizer is None and joins_tokens(self._source)
-            self._files = TextFiles(tokenizer, config, joins)
+            tool_template = read_tool_template(self._source) if given.tokenizer is None else ""
+            self._files = TextFiles(tokenizer, config, joins, tool_template)
         except BaseException as error:  # raised again by ``files``
             self._error = error
 

@@ -197,8 +197,9 @@ class InputProcessor:
                 raise GenerationConfigError(
                     "apply_chat_template=False with a chat history: leave it True, or pass a str"
                 )
-            return [encode_messages(self._tools.tokenizer, cast(Messages, inputs), tools)]
-        return [encode_text(self._tools.tokenizer, text, applies, tools) for text in _texts_of(inputs, call.form)]
+            return [encode_messages(self._tools.tokenizer, cast(Messages, inputs), tools, self._tools.tool_template)]
+        tokenizer, tool_template = self._tools.tokenizer, self._tools.tool_template
+        return [encode_text(tokenizer, text, applies, tools, tool_template) for text in _texts_of(inputs, call.form)]
 
     def turns(self, inputs: Inputs, call: CallOptions) -> list[str | Prompt]:
         """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.

@@ -72,11 +72,16 @@ def form_of(inputs: object) -> Form:
 
 
 def encode_text(
-    tokenizer: genai.Tokenizer, text: str, apply_chat_template: bool, options: ToolOptions | None = None
+    tokenizer: genai.Tokenizer,
+    text: str,
+    apply_chat_template: bool,
+    options: ToolOptions | None = None,
+    tool_template: str = "",
 ) -> Prompt:
     """Return the ids of one prompt, with the chat template if ``apply_chat_template`` is set and the model has one.
 
-    ``options`` are for the template. As in GenAI, an empty text is a prompt if a template makes tokens of it.
+    ``options`` and ``tool_template`` are as for ``encode_messages``. As in GenAI, an empty text is a prompt if a template makes
+    tokens of it.
 
     Raises:
         PromptError: the prompt is empty or not valid text, or the chat template refuses it.
@@ -84,16 +89,19 @@ def encode_text(
     """
     _check_text(text)
     if apply_chat_template and tokenizer.chat_template:
-        return _templated(tokenizer, [{"role": "user", "content": text}], options)
+        return _templated(tokenizer, [{"role": "user", "content": text}], options, tool_template)
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
     return Prompt(_encoded(tokenizer, text)[0])
 
 
-def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None = None) -> Prompt:
+def encode_messages(
+    tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None = None, tool_template: str = ""
+) -> Prompt:
     """Return the ids of a conversation (a list of messages or a ChatHistory) up to the header of the assistant's answer.
 
-    The tools and the extra context in ``options`` replace those of a ChatHistory, if there are any.
+    The tools and the extra context in ``options`` replace those of a ChatHistory, if there are any. ``tool_template`` takes the
+    place of the tokenizer's chat template where there are tools; "" if there is none of its own.
 
     Raises:
         PromptError: the conversation is empty or malformed, or the model has no chat template, or it refuses the conversation.
@@ -101,10 +109,12 @@ def encode_messages(tokenizer: genai.Tokenizer, messages: Messages, options: Too
     """
     for turn in _parts_of(messages)[0]:
         _check_message(turn)
-    return _templated(tokenizer, messages, options)
+    return _templated(tokenizer, messages, options, tool_template)
 
 
-def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None) -> Prompt:
+def _templated(
+    tokenizer: genai.Tokenizer, messages: Messages, options: ToolOptions | None, tool_template: str
+) -> Prompt:
     turns, tools, extra = _parts_of(messages)
     if options is not None:
         tools, extra = _tools_for(options) or tools, {**extra, **options.extra_context}
@@ -120,7 +130,7 @@ def _templated(tokenizer: genai.Tokenizer, messages: Messages, options: ToolOpti
         "eos_token": tokenizer.get_eos_token(),
         "pad_token": tokenizer.get_pad_token(),
     }
-    template = str(tokenizer.chat_template)
+    template = tool_template if tools and tool_template else str(tokenizer.chat_template)
     text = _HALF_PAIRS.sub("\ufffd", render(template, turns, tokens, tools, extra))
     seconds = time.perf_counter() - start
     ids = _encoded(tokenizer, text, add_special_tokens=False)[0]

@@ -24,14 +24,17 @@ class TokenizerTools:
     Args:
         tokenizer: The model's, or that which the user gave.
         joins_tokens: Whether the text of several tokens is known to be the texts of each, joined.
+        tool_template: The chat template for conversations with tools, if the model has one beside the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: genai.Tokenizer, joins_tokens: bool = False) -> None:
+    def __init__(self, tokenizer: genai.Tokenizer, joins_tokens: bool = False, tool_template: str = "") -> None:
         self._tools: _Tools | None = _Tools(
             tokenizer,
             decoder_of(tokenizer, joins_tokens),
             WordTokens(tokenizer),
             SpecialTokens(tokenizer, joins_tokens),
+            str(tokenizer.chat_template),
+            tool_template,
         )
 
     def close(self) -> None:
@@ -67,6 +70,12 @@ class TokenizerTools:
         return self._open.special_tokens
 
     @property
+    def tool_template(self) -> str:
+        """The chat template for conversations with tools; "" for that of the tokenizer, also if the user has set another."""
+        tools = self._open
+        return tools.tool_template if str(tools.tokenizer.chat_template) == tools.own_template else ""
+
+    @property
     def _open(self) -> _Tools:
         if (found := self._tools) is None:
             raise pipeline_closed()
@@ -79,6 +88,8 @@ class _Tools:
     decode: Callable[[list[int]], str]
     word_tokens: WordTokens
     special_tokens: SpecialTokens
+    own_template: str
+    tool_template: str
 
 
 def decoder_of(tokenizer: genai.Tokenizer, joins_tokens: bool) -> Callable[[list[int]], str]:

@@ -19,7 +19,7 @@ from staticllm.model_dir import weights_of
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.model_loader.arguments import read_tokenizer, resolve_candidates
+from staticllm.pipelines.model_loader.arguments import read_tokenizer, read_tool_template, resolve_candidates
 from staticllm.pipelines.text.parsing.formats import find_format, shows_tools
 from staticllm.server.api_error import ApiError, model_missing
 from staticllm.server.served_model import ModelSpec, ServedModel
@@ -38,7 +38,8 @@ class ModelFacts:
 
     ``num_bytes`` is the size of the weights file, ``precision`` the element type of most weights (``u4``, ``f16`` …), and
     ``num_parameters`` counts the elements of its matrices. ``digest`` (SHA-256, hexadecimal) identifies the graph and the size
-    of the weights. ``modified`` is in seconds since 1970. ``template`` is the Jinja chat template, "" without one.
+    of the weights. ``modified`` is in seconds since 1970. ``template`` is the Jinja chat template, "" without one, and
+    ``tool_template`` that for conversations with tools, if it is another.
     """
 
     num_parameters: int
@@ -48,6 +49,7 @@ class ModelFacts:
     modified: float
     hidden_size: int | None
     template: str
+    tool_template: str = ""
 
     @property
     def size_label(self) -> str:
@@ -60,12 +62,12 @@ class ModelFacts:
     @property
     def has_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""
-        return shows_tools(self.template)
+        return shows_tools(self.tool_template or self.template)
 
     @property
     def has_calls(self) -> bool:
         """Whether calls of these tools are found in answers."""
-        return self.has_tools and bool(find_format(self.template).syntax)
+        return self.has_tools and bool(find_format(self.tool_template or self.template).syntax)
 
     @property
     def has_reasoning(self) -> bool:
@@ -106,6 +108,7 @@ def _read(spec: ModelSpec, stamp: tuple[int, int, int, int]) -> ModelFacts:
         modified=max(stamp[0], stamp[2]) / 1e9,
         hidden_size=hidden if type(hidden) is int and hidden > 0 else None,
         template=_template_of(spec),
+        tool_template=read_tool_template(spec.path) if spec.kind == "chat" else "",
     )
 
 
@@ -156,7 +159,7 @@ def current_facts(model: ServedModel) -> ModelFacts:
         template = str(pipeline.get_tokenizer().chat_template or "")
     except ClosedError:  # it is being unloaded
         return found
-    return found if template == found.template else replace(found, template=template)
+    return found if template == found.template else replace(found, template=template, tool_template="")
 
 
 def listed_facts(model: ServedModel) -> ModelFacts:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import numpy as np
 import openvino_genai as genai
 import pytest
 from helpers import one_line
 
-from staticllm import AssistantMessage, GenerationConfigError, PromptError, ToolCall, demo_model_path
+from staticllm import AssistantMessage, GenerationConfigError, PromptError, StaticLLMPipeline, ToolCall, demo_model_path
 from staticllm.pipelines.text.parsing import formats
 from staticllm.pipelines.text.parsing.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
 from staticllm.pipelines.text.special_tokens import SpecialTokens
@@ -305,3 +306,30 @@ def test_wrong_conversations_are_one_line():
             with pytest.raises(PromptError, match="the chat template shows no tools"):
                 pipe.generate(history)
             assert pipe.generate("How?") == "yes"
+
+
+@pytest.mark.parametrize("place", ["list", "file"])
+def test_a_template_of_its_own_for_tools_is_used_with_tools(place, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_path(), folder)
+    default = "plain {% for m in messages %}{{ m.content }}{% endfor %}"
+    with_tools = "tools {{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    if place == "list":
+        named = [{"name": "default", "template": default}, {"name": "tool_use", "template": with_tools}]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    else:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    with StaticLLMPipeline(folder, "CPU") as pipe:
+        tokenizer = pipe.get_tokenizer()
+        plain = pipe.generate([{"role": "user", "content": "Hi"}], max_new_tokens=1, echo=True).texts[0]
+        shown = pipe.generate([{"role": "user", "content": "Hi"}], max_new_tokens=1, echo=True, tools=[WEATHER]).texts[
+            0
+        ]
+        history = genai.ChatHistory([{"role": "user", "content": "Hi"}])
+        history.set_tools([WEATHER])
+        assert pipe.generate(history, max_new_tokens=1, echo=True).texts[0] == shown
+        assert "weather" not in plain
+        assert shown.replace(" ", "").startswith('tools[{"') and "weather" in shown
+        tokenizer.chat_template = "mine {% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson if tools }}"
+        assert pipe.generate(history, max_new_tokens=1, echo=True).texts[0].startswith("mine"), "the user's own counts"
