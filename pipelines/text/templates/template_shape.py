@@ -26,11 +26,11 @@ the object around them; or in the key ``tools`` of the system message, as a list
 Arguments = Literal["object", "text", "either"]
 Message = Mapping[str, Any]
 
-_PROBE = "<probe-of-the-template>"
+_PROBE, _SAID = "<probe-of-the-template>", "§"
 _NAME, _TOOL, _KEY, _VALUE, _RESULT = "probe_call", "probe_tool", "probe_key", "probe_value", "probe_result"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "Probe0123"
 MAX_OPENING = 64
-"""The most characters of a prompt's end that the beginning of an answer in a conversation may lack: a begun reasoning."""
+"""The most characters before a text of the assistant that a prompt has not before a call."""
 USER = {"role": "user", "content": "Hey"}
 TOOL = {
     "type": "function",
@@ -204,16 +204,27 @@ class _Prober:
         function = {"name": "tool_name", "arguments": json.dumps(arguments) if form.arguments == "text" else arguments}
         call = {"id": "call1call", "type": "function", "function": function}
         content = None if form.has_null_content else ""
-        begin = self._conversation(place, [], has_prompt=True)
         asked = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": [call]}])
-        said = self._conversation(place, [{"role": "assistant", "content": _PROBE}])
-        start = max(asked.rfind("tool_name", 0), 0)
-        differing = (place for place in range(start) if begin[place : place + 1] != asked[place])
-        common = _whole_tags(asked, next(differing, start))
-        if not begin or not start or len(begin) - common > MAX_OPENING:
+        said = self._conversation(place, [{"role": "assistant", "content": _SAID}])
+        place_said = said.find(_SAID)
+        if place_said < 0 or "tool_name" not in asked:
             return None
-        end = said.rpartition(_PROBE)[2] if _PROBE in said else ""
-        return asked[common:].removesuffix(end).strip()
+        before = _num_equal(asked, said)
+        after = _num_equal(asked[before:][::-1], said[before:][::-1])
+        begin = _whole_tags(asked, before)
+        if place_said - begin > MAX_OPENING:
+            return None  # it is not where a text would be
+        end = len(asked) - after
+        if _whole_tags(asked, end) < end:  # the end of a tag is like that of another
+            end = asked.find(">", end) + 1 or len(asked)
+        example = asked[begin:end].strip()
+        return example if "tool_name" in example and "some_value" in example else None
+
+
+def _num_equal(one: str, other: str) -> int:
+    """Return how many characters at the beginning of two texts are equal."""
+    differing = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(one), len(other)))
 
 
 def _whole_tags(text: str, end: int) -> int:
