@@ -262,12 +262,14 @@ def _through_cache(job: EncoderJob, folder: str) -> EncoderSet:
     fingerprint = job.fingerprint()
     place = CachePlace(job.load, open_cache(job.load, folder), fingerprint)
     lease = place.lease()
-    if lease is None:
-        return _compiled(job)
+
+    def import_it(manifest: Manifest) -> EncoderSet:
+        return _import_set(job, place.path, manifest, "cache", fingerprint)
+
+    if isinstance(lease, str):
+        return place.read_only(lease, import_it) or _compiled(job)
     try:
-        found = place.read(
-            lambda manifest: _import_set(job, place.path, manifest, "cache", fingerprint), lambda: _compiled(job)
-        )
+        found = place.read(import_it, lambda: _compiled(job))
         if found is None:
             programs, stored = _compile_for_export(job)
             manifest = _manifest_of(job, programs, stored, fingerprint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,9 +13,9 @@ from filelock import Timeout
 
 from staticllm.core import Variant
 from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, remove_set
+from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, read_steadily, remove_set
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
-from staticllm.pipelines.blobs.crashes import quarantine_text
+from staticllm.pipelines.blobs.crashes import check_crashes, quarantine_text
 from staticllm.pipelines.blobs.file_lock import Lease
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest
@@ -63,15 +64,36 @@ class CachePlace:
         """The place of the measured costs of the set's programs."""
         return CostsPlace(self.path, self.fingerprint, self.job.key)
 
-    def lease(self) -> Lease | None:
-        """Lock the set until the lease is released. Warn and return None if the folder cannot be used."""
+    def lease(self) -> Lease | str:
+        """Lock the set until the lease is released; return why the folder cannot be written, if it cannot."""
         try:
             return self.cache.lease(self.key)
         except (OSError, Timeout) as error:
-            reason = getattr(error, "strerror", None) or "this thread is already loading the same model from it"
-            text = f"CACHE_DIR={str(self.cache.folder)!r} cannot be used: {reason}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-            return None
+            return getattr(error, "strerror", None) or "this thread is already loading the same model from it"
+
+    def read_only(self, reason: str, import_set: Callable[[Manifest], Result]) -> Result | None:
+        """Return what ``import_set`` makes of the set in a folder that cannot be written, such as that of an image.
+
+        Without a set that can be read, warn with the ``reason`` and return None.
+        """
+
+        def import_checked(manifest: Manifest) -> Result:
+            check_crashes(self.path)
+            if manifest.has_failed_verification:
+                raise BlobError(failed_verification_text(self.path, manifest))
+            return import_set(manifest)
+
+        problem = reason
+        try:
+            if self.path.is_dir():
+                return read_steadily(self.path, import_checked, self.job.key)
+        except BlobError as error:
+            problem = f"{reason}, and {error}"
+        except OSError:
+            problem = f"{reason}, nor read"
+        text = f"CACHE_DIR={str(self.cache.folder)!r} cannot be used: {problem}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return None
 
     def read(self, import_set: Callable[[Manifest], Result], compile_again: Callable[[], Result]) -> Result | None:
         """Return what ``import_set`` makes of the cached set; None, with a warning, if there is none or it cannot be read.
@@ -146,8 +168,8 @@ def load_through_cache(job: LoadJob, folder: str) -> Loaded:
     """
     entry = CacheEntry(job, open_cache(job, folder), fingerprint_of(job), is_weightless_wanted(job))
     lease = entry.lease()
-    if lease is None:
-        return load_compiled(job)
+    if isinstance(lease, str):
+        return entry.read_only(lease, partial(_import, entry)) or load_compiled(job)
     try:
         loaded = _from_cache(entry) or _into_cache(entry)
     except BaseException:
@@ -175,7 +197,8 @@ def _into_cache(entry: CacheEntry) -> Loaded:
 
 
 def _from_cache(entry: CacheEntry) -> Loaded | None:
-    return entry.read(
-        lambda manifest: import_set(entry.job, entry.path, manifest, "cache", entry.fingerprint),
-        lambda: load_compiled(entry.job, entry.costs_place),
-    )
+    return entry.read(partial(_import, entry), lambda: load_compiled(entry.job, entry.costs_place))
+
+
+def _import(entry: CacheEntry, manifest: Manifest) -> Loaded:
+    return import_set(entry.job, entry.path, manifest, "cache", entry.fingerprint)

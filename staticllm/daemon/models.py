@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from staticllm.daemon.limits import Limits
 from staticllm.errors import BusyError
+from staticllm.heap import return_free_memory
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ class ModelTable:
                 slot.compiled.result().close()
             except Exception:  # the others are released all the same
                 log.exception("model %s was not released", slot.source.xml)
+        if slots:
+            return_free_memory()
 
     def served(self) -> list[tuple[ModelSlot, ServedModel]]:
         """Return the models that are compiled."""

@@ -19,7 +19,7 @@ from staticllm.daemon.packed.packed_call import EngineLimits
 from staticllm.daemon.packed.packed_request import PackedRequest
 from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
 from staticllm.devices import get_core, supported_properties
-from staticllm.errors import UnsupportedModelError
+from staticllm.errors import UnsupportedModelError, pipeline_closed
 from staticllm.model_dir import forget_in_memory, keep_in_memory, max_positions, read_model
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.engine.device_use import DeviceUse
@@ -69,6 +69,7 @@ class PackedModel:
     ) -> None:
         self.device = device
         self.engine: Engine | None = None
+        self._program: ov.CompiledModel | None = None
         self.reason: str | None = None
         self.limits = EngineLimits(0, 0)
         core, xml = get_core(), Path(xml)
@@ -89,6 +90,17 @@ class PackedModel:
             forget_in_memory(directory)
         if self.reason is not None:
             log.info("%s runs as it is: %s", xml, self.reason)
+
+    @property
+    def program(self) -> ov.CompiledModel:
+        """The program of the engine.
+
+        Raises:
+            ClosedError: ``close`` was called.
+        """
+        if self._program is None:
+            raise pipeline_closed()
+        return self._program
 
     def open(self, owner: int = 0) -> PackedRequest:
         """Return a new infer request; ``owner`` is the client that pays for its device time."""
@@ -118,7 +130,7 @@ class PackedModel:
         if self.engine is not None:
             self.engine.close()
         self._original.close()
-        self._weights = None
+        self._weights = self._program = None
 
     def _start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
         core, plan = prepare(directory, device, config)
@@ -130,7 +142,7 @@ class PackedModel:
         with plan.weights.released():
             programs = compile_all(core, plan.restricted(variants))
             runner = make_runner(programs)
-        self.program = next(iter(programs.compiled.values()))
+        self._program = next(iter(programs.compiled.values()))
         self.limits = EngineLimits(config.max_seq_len, shape.vocab_size, _reach_of(shape.masks))
         self.engine = Engine(
             runner, policy or make_shared_policy(config.scheduler), options_of(config, shape, plan.options.mode)

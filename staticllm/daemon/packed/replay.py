@@ -45,7 +45,8 @@ class OriginalModel:
     """
 
     def __init__(self, model: ov.Model, core: ov.Core, device: str, properties: Mapping[str, Any]) -> None:
-        self._model, self._core, self._device, self._properties = model, core, device, dict(properties)
+        self._model: ov.Model | None = model
+        self._core, self._device, self._properties = core, device, dict(properties)
         self._compiled: ov.CompiledModel | None = None
         self._lock = threading.Lock()
         self._is_closed = False
@@ -62,10 +63,10 @@ class OriginalModel:
             ClosedError: the model was closed.
         """
         with self._lock:
-            compiled = self._compiled
-            if compiled is None and not self._is_closed:
+            compiled, model = self._compiled, self._model
+            if compiled is None and model is not None and not self._is_closed:
                 with self.compiling:
-                    compiled = self._core.compile_model(self._model, self._device, self._properties)
+                    compiled = self._core.compile_model(model, self._device, self._properties)
                 self._compiled = compiled
         if self._is_closed or compiled is None:
             self._compiled = None
@@ -73,8 +74,8 @@ class OriginalModel:
         return compiled.create_infer_request()
 
     def close(self) -> None:
-        """Release the compiled model. Does not wait for a compilation in progress, which ends with a ``ClosedError``."""
-        self._is_closed, self._compiled = True, None
+        """Release the model. Does not wait for a compilation in progress, which ends with a ``ClosedError``."""
+        self._is_closed, self._compiled, self._model = True, None, None
 
 
 @dataclass
