@@ -87,12 +87,14 @@ class GrammarCompiler:
                 if lead is None:
                     self._check_room(proper, max_new_tokens)
                     return found.clone()
-                begin, closing = self._matcher(lead.whole, vocab_size), None
-                if lead.closing is not None:
-                    closing = self._matcher(lead.closing, vocab_size)
-                num_closing = len((closing or begin).clone().forced())
-                room = self._check_room(proper, max_new_tokens, num_closing)
-                return LeadMatcher(begin.clone(), closing, found, sys.maxsize if room is None else room // 2)
+                opening, reasoning, closing = (
+                    None if each is None else self._matcher(each, vocab_size)
+                    for each in (lead.opening, lead.reasoning, lead.closing)
+                )
+                num_fixed = sum(len(each.clone().forced()) for each in (opening, closing) if each is not None)
+                room = self._check_room(proper, max_new_tokens, num_fixed)
+                stages = [each.clone() for each in (opening, reasoning, found) if each is not None]
+                return LeadMatcher(stages, closing, sys.maxsize if room is None else room // 2)
         except RecursionError:
             raise GenerationConfigError(
                 f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"

@@ -72,9 +72,13 @@ class Grammar:
 
 @dataclass(frozen=True)
 class LeadGrammars:
-    """The grammars of what comes before an answer proper: of the ``whole`` of it, and of its end alone if there is reasoning."""
+    """The grammars of what comes before an answer proper: the opening, the reasoning up to its end, and that end alone.
 
-    whole: Grammar
+    Each is None where there is none.
+    """
+
+    opening: Grammar | None
+    reasoning: Grammar | None
     closing: Grammar | None
 
 
@@ -82,15 +86,14 @@ def lead_of(grammar: Grammar) -> LeadGrammars | None:
     """Return the grammars of what comes before the answer proper; None if nothing does."""
     if not grammar.has_lead:
         return None
-    opening = _fixed_text(grammar.opening)
+    opening = _structural_tag(_fixed_text(grammar.opening)) if grammar.opening else None
     if not grammar.reasoning_end:
-        return LeadGrammars(_structural_tag(opening), None)
+        return LeadGrammars(opening, None, None)
     marker = grammar.reasoning_end.rstrip()  # the whitespace behind it is layout, which must follow
     reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": marker}
     layout = _fixed_text(grammar.reasoning_end[len(marker) :])
-    return LeadGrammars(
-        _structural_tag([*opening, reasoning, *layout]), _structural_tag(_fixed_text(grammar.reasoning_end))
-    )
+    closing = _structural_tag(_fixed_text(grammar.reasoning_end))
+    return LeadGrammars(opening, _structural_tag([reasoning, *layout]), closing)
 
 
 def _fixed_text(text: str) -> list[dict[str, object]]:

@@ -102,13 +102,15 @@ class Matcher:
 class LeadMatcher:
     """An ``AnswerMatcher`` of what comes before an answer proper, and of the answer.
 
-    ``lead`` follows the opening and the reasoning up to its end, ``closing`` only that end; None where there is no reasoning.
-    ``answer`` follows the rest. After ``max_tokens`` tokens the reasoning must end, so that the answer has room.
+    ``stages`` follow each other: the opening, the reasoning up to its end, the answer; the first two may be missing. After
+    ``max_tokens`` tokens the reasoning must end, so that the answer has room: then ``closing`` follows, which is only that end.
+    It is None where there is no reasoning.
     """
 
-    def __init__(self, lead: Matcher, closing: Matcher | None, answer: Matcher, max_tokens: int) -> None:
-        self._now, self._closing, self._num_left = lead, closing, max_tokens
-        self._answer: Matcher | None = answer  # None once it is the one that follows
+    def __init__(self, stages: Sequence[Matcher], closing: Matcher | None, max_tokens: int) -> None:
+        self._now, *rest = stages
+        self._rest: tuple[Matcher, ...] = tuple(rest)
+        self._closing, self._num_left = closing, max_tokens
         self._go_on()
 
     def clone(self) -> LeadMatcher:
@@ -120,12 +122,21 @@ class LeadMatcher:
 
     def _go_on(self) -> None:
         """Let the next matcher follow if this one is at its end, or if the reasoning has all its tokens."""
-        if self._answer is None:
+        if not self._rest:
             return
         if self._now.is_at_end:
-            self._now, self._answer = self._answer.clone(), None
-        elif self._closing is not None and self._num_left <= 0 and self._can_close(self._closing):
-            self._now, self._closing = self._closing.clone(), None
+            self._now, *rest = self._rest
+            self._now, self._rest = self._now.clone(), tuple(rest)
+            self._go_on()
+        elif self._is_reasoning and self._num_left <= 0:
+            assert self._closing is not None
+            if self._can_close(self._closing):
+                self._now, self._closing = self._closing.clone(), None
+
+    @property
+    def _is_reasoning(self) -> bool:
+        """Whether the reasoning is the stage that runs, and not its end alone."""
+        return self._closing is not None and len(self._rest) == 1
 
     def _can_close(self, closing: Matcher) -> bool:
         """Return whether the end of the reasoning can be the next token; within a character of several tokens it cannot."""
@@ -134,12 +145,12 @@ class LeadMatcher:
     @property
     def can_end(self) -> bool:
         """Whether the answer so far is a whole one."""
-        return self._answer is None and self._now.can_end
+        return not self._rest and self._now.can_end
 
     @property
     def is_at_end(self) -> bool:
         """Whether the answer so far is a whole one and nothing can follow."""
-        return self._answer is None and self._now.is_at_end
+        return not self._rest and self._now.is_at_end
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
@@ -153,7 +164,7 @@ class LeadMatcher:
         """Go on by these tokens, none of which may be one that ends the answer."""
         for token in tokens:
             self._now.accept([token])
-            self._num_left -= 1
+            self._num_left -= self._is_reasoning
             self._go_on()
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from staticllm.errors import PromptError
 from staticllm.pipelines.text.parsing import harmony, recipients
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
-from staticllm.pipelines.text.parsing.seen_calls import SeenCalls, Syntax, seen_calls
+from staticllm.pipelines.text.parsing.seen_calls import Syntax, seen_calls
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, CALLS, FENCE, SEPARATOR
 from staticllm.pipelines.text.templates.chat_template import shape_of
 
@@ -102,8 +102,14 @@ def find_format(template: str) -> MessageFormat:
         return MessageFormat("harmony")
     reasoning = next((tags for tags in REASONING_TAGS if tags[1] in template), ("", ""))
     syntax, call = _call_syntax(template)
-    if syntax in _GUESSES and (seen := _seen(template)) is not None and (seen.call[0] or not syntax):
-        return MessageFormat(seen.syntax, seen.call, reasoning, wrapper=seen.wrapper, quote=seen.quote)
+    if syntax in _GUESSES and (example := _example(template)):
+        seen = seen_calls(example)
+        if seen is not None and (seen.call[0] or not syntax):
+            return MessageFormat(seen.syntax, seen.call, reasoning, wrapper=seen.wrapper, quote=seen.quote)
+        if seen is None and not (call[0] and call[0] in example):
+            return MessageFormat(
+                reasoning=reasoning
+            )  # what the text of the template mentions is not how it shows calls
     return MessageFormat(
         syntax, call, reasoning, has_args_marker=syntax == "named" and ARGS in template,
         is_fenced=syntax in ("separated", "fenced") and FENCE in template,
@@ -114,9 +120,9 @@ _GUESSES = ("", "tagged", "xml", "bare_json", "python")
 """Syntaxes that a template may mention without using them: what its prompts show of a call decides."""
 
 
-def _seen(template: str) -> SeenCalls | None:
+def _example(template: str) -> str | None:
     try:
-        return seen_calls(shape_of(template).call_example)
+        return shape_of(template).call_example
     except PromptError:
         return None
 

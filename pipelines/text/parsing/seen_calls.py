@@ -18,6 +18,8 @@ JSON object with all calls; JSON whose keys are the functions; ``call:f{…}`` w
 
 _NAME, _KEY, _VALUE = "tool_name", "arg1", "some_value"
 """What the example calls (``TemplateShape.call_example``)."""
+MAX_EXAMPLE_CHARS = 2000
+"""The longest example that is looked at: a call with one argument and all that stands around it."""
 _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _TAGS_BEFORE = re.compile(rf"((?:(?:{_TAG.pattern})\s*)*)$")
 _TAGS_AFTER = re.compile(rf"\s*((?:(?:{_TAG.pattern})\s*)*)")
@@ -42,7 +44,7 @@ class SeenCalls:
 
 def seen_calls(example: str | None) -> SeenCalls | None:
     """Return how the call in an example is written; None if that is not one of the known ways."""
-    if not example:
+    if not example or len(example) > MAX_EXAMPLE_CHARS:
         return None
     for pattern, syntax in ((_XML, "xml"), (_BRACED, "braced"), (_PYTHON, "")):
         found = pattern.search(example)
@@ -64,7 +66,7 @@ def _json_calls(example: str) -> SeenCalls | None:
     for start in (found.start() for found in re.finditer(r"[\[{]", example)):
         try:
             value, length = json.JSONDecoder().raw_decode(example[start:])
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         call, wrapper = _around(example[:start], example[start + length :])
         first = value[0] if isinstance(value, list) and value else value

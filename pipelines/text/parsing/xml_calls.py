@@ -112,7 +112,7 @@ class _Collected:
     def add(self, piece: str) -> None:
         """Add a piece."""
         self.whole += piece
-        if not self.has_begun and self.whole.strip():
+        if not self.has_begun and piece.strip():
             self._output.arguments(self._name)
             self.has_begun = True
 
@@ -155,7 +155,8 @@ def typed_json(text: str, types: Atoms, schema: Mapping[str, Any]) -> str | None
     """
     for value in _readings(text):
         if atom_of(value) in types and _is_listed(value, schema):
-            return json.dumps(value, ensure_ascii=False)
+            with contextlib.suppress(ValueError):  # 1e400 is read as infinite
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
     return value_as_json(text) if text.strip() else None
 
 

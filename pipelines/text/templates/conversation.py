@@ -66,6 +66,8 @@ def adapted(shape: TemplateShape, messages: Sequence[Message], tools: Sequence[A
     if any(turn.get("tool_calls") or turn.get("role") == "tool" for turn in turns):
         form = shape.calls if tools else shape.lone_calls
         turns = _complete(turns)
+        if form is not None and not form.has_several:
+            turns = _one_by_one(turns)
         written = _pieces_of_written(turns, form)
         turns = _written_calls(turns, form)
     variable = [*tools]
@@ -74,13 +76,15 @@ def adapted(shape: TemplateShape, messages: Sequence[Message], tools: Sequence[A
     elif tools:
         written["tools"] = TOOLS_INTRO.strip()
         turns = _with_written_tools(turns, tools, shape.call_example or _to_json(GENERIC_CALL))
-    if not shape.has_system and any(turn.get("role") == "system" for turn in turns):
+    has_system = shape.has_system_beside_tools if tools and shape.tools is not None else shape.has_system
+    if not has_system and any(turn.get("role") == "system" for turn in turns):
         turns = _system_to_user(turns)
     return Adapted([in_parts(turn) for turn in turns] if shape.wants_parts else turns, variable, written)
 
 
 def _with_plain_content(message: Message, index: int, shape: TemplateShape) -> Message:
-    """Return a message whose content is a text, or parts that the template takes."""
+    """Return a message whose content is a text, or parts that the template takes, and which has nothing else that is null."""
+    message = {key: value for key, value in message.items() if key == "content" or not _is_void(key, value)}
     content, role = message.get("content"), message.get("role")
     if content is None and role in ("system", "user", "tool") and "content" in message:
         return {**message, "content": ""}
@@ -98,6 +102,11 @@ def _with_plain_content(message: Message, index: int, shape: TemplateShape) -> M
     part = content[texts.index(None)]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise PromptError(f"messages.{index}.content has a part of type {shown(kind)}: only text is supported")
+
+
+def _is_void(key: str, value: object) -> bool:
+    """Return whether a key of a message says nothing: templates ask whether it is there."""
+    return value is None or (key == "tool_calls" and not value)
 
 
 def _text_of(part: object) -> str | None:
@@ -157,7 +166,7 @@ def _written_calls(messages: Sequence[Message], form: CallForm | None) -> list[M
     is_written = False  # whether the last message is a result that was written as text
     for message in messages:
         if message.get("tool_calls"):
-            found.append(_as_text(message) if form is None else _in_form(message, form, ids))
+            found += [_as_text(message)] if form is None else _in_form(message, form, ids)
         elif message.get("role") == "tool" and has_results:
             id = message.get("tool_call_id")
             found.append({**message, "tool_call_id": ids[id]} if id in ids else message)
@@ -206,10 +215,33 @@ def _result_text(message: Message) -> str:
     return _to_json({"tool_response": {key: value for key, value in response.items() if value is not None}})
 
 
-def _in_form(message: Message, form: CallForm, ids: dict[object, str]) -> Message:
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with at most one call each, which its result follows."""
+    found: list[Message] = []
+    todo = list(messages)
+    while todo:
+        message = todo.pop(0)
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results: list[Message] = []
+        while todo and todo[0].get("role") == "tool":
+            results.append(todo.pop(0))
+        for index, call in enumerate(calls):
+            id = call.get("id") if isinstance(call, Mapping) else None
+            found.append({**message, "tool_calls": [call], **({} if index == 0 else {"content": None})})
+            found += [result for result in results if result.get("tool_call_id") == id]
+        known = [call.get("id") for call in calls if isinstance(call, Mapping)]
+        found += [result for result in results if result.get("tool_call_id") not in known]
+    return found
+
+
+def _in_form(message: Message, form: CallForm, ids: dict[object, str]) -> list[Message]:
     """Return a message with calls whose content, arguments and ids have the form that the template shows.
 
-    ``ids`` learns the ids of the calls, by those that they had before.
+    Its text is in a message before it if the template would show one of them only. ``ids`` learns the ids of the calls, by those
+    that they had before.
     """
     calls: list[Any] = []
     for call in message["tool_calls"]:
@@ -219,9 +251,12 @@ def _in_form(message: Message, form: CallForm, ids: dict[object, str]) -> Messag
             continue
         written = {**function, "arguments": _arguments(function.get("arguments"), form)}
         ids[call.get("id")] = id = _short_id(call.get("id")) if form.has_short_ids else str(call.get("id"))
-        calls.append({**call, **({"function": written} if "function" in call else written), "id": id})
-    content = message.get("content") or (None if form.has_null_content else "")
-    return {**message, "content": content, "tool_calls": calls}
+        calls.append({"type": "function", **(call if "function" in call else {}), "function": written, "id": id})
+    empty = None if form.has_null_content else ""
+    text = message.get("content")
+    asked = {**message, "content": text if text and form.text == "beside" else empty, "tool_calls": calls}
+    before = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [before, asked] if text and form.text == "before" else [asked]
 
 
 def _short_id(id: object) -> str:
@@ -280,7 +315,7 @@ def _system_to_user(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         content = message.get("content")
         if message.get("role") == "system" and isinstance(content, str):
-            pending.append(content)
+            pending += [content] if content else []
             continue
         if pending and message.get("role") == "user" and isinstance(content, str):
             adapted.append({**message, "content": "\n".join([*pending, *([content] if content else [])])})

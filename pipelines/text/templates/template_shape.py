@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,6 +24,8 @@ ToolPlace = Literal[
 """Where a template reads tools: in the variable ``tools``, perhaps only where there is a system message, or as functions without
 the object around them; or in the key ``tools`` of the system message, as a list or as JSON text of functions."""
 Arguments = Literal["object", "text", "either"]
+TextPlace = Literal["beside", "before", "nowhere"]
+"""In the message with the calls, in a message before it, or in none: then the calls count more."""
 Message = Mapping[str, Any]
 
 _PROBE, _SAID = "<probe-of-the-template>", "§"
@@ -47,19 +49,24 @@ class CallForm:
 
     ``has_null_content``: ``content`` is None beside calls, else "". ``arguments``: what a template takes, a dict or JSON text.
     ``has_short_ids``: ids have nine letters and digits. ``has_results``: the messages with the results are shown as well.
+    ``text``: where a text of the same message must stand so that both are shown. ``has_several``: a message may have several
+    calls.
     """
 
     has_null_content: bool
     arguments: Arguments
     has_short_ids: bool
     has_results: bool
+    text: TextPlace = "beside"
+    has_several: bool = True
 
 
 @dataclass(frozen=True)
 class TemplateShape:
     """What a template shows. ``tools`` and the calls are None where it shows none in any way.
 
-    ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text. ``calls`` are those
+    ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text.
+    ``has_system``: it shows a system message, without tools or beside them. ``calls`` are those
     beside tools, ``lone_calls`` those of a conversation that has no tools now. ``call_example`` is a call of ``tool_name`` as a
     prompt shows it; None if that cannot be told.
     """
@@ -67,6 +74,7 @@ class TemplateShape:
     wants_parts: bool
     takes_parts: bool
     has_system: bool
+    has_system_beside_tools: bool
     tools: ToolPlace | None
     calls: CallForm | None
     lone_calls: CallForm | None
@@ -126,7 +134,8 @@ class _Prober:
         calls = lone if place is None else self._call_form(place)
         form = calls or lone
         example = None if form is None else self._call_example(form, place if calls is form else None)
-        return TemplateShape(self._wants_parts, self._takes_parts(), self._has_system(), place, calls, lone, example)
+        has_system, has_both = self._has_system([]), self._has_system([TOOL])
+        return TemplateShape(self._wants_parts, self._takes_parts(), has_system, has_both, place, calls, lone, example)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
         """Return what the template makes of a conversation, whose texts have the shape it wants; "" if it refuses that."""
@@ -154,9 +163,8 @@ class _Prober:
         text = self._raw_text([in_parts({"role": "user", "content": _PROBE})])
         return _PROBE in text and "'text'" not in text and '"text"' not in text
 
-    def _has_system(self) -> bool:
-        messages = [{"role": "system", "content": _PROBE}, USER]
-        return any(_PROBE in self.text(messages, tools) for tools in ((), (TOOL,)))
+    def _has_system(self, tools: Sequence[Any]) -> bool:
+        return _PROBE in self.text([{"role": "system", "content": _PROBE}, USER], tools)
 
     def _tool_place(self) -> ToolPlace | None:
         for place in get_args(ToolPlace):
@@ -176,12 +184,38 @@ class _Prober:
                 best, form = shown, CallForm(is_null, arguments, has_short_ids, shown.has_result)
             if best == _ALL:
                 break
-        return form
+        if form is None:
+            return None
+        return replace(form, text=self._text_place(place, form), has_several=self._has_several(place, form))
+
+    def _text_place(self, place: ToolPlace | None, form: CallForm) -> TextPlace:
+        text, asked = {"role": "assistant", "content": _PROBE}, {"role": "assistant", "tool_calls": [_call(form)]}
+        without = {**asked, "content": None if form.has_null_content else ""}
+        shown = self._conversation(place, [{**text, **asked}])
+        if _VALUE in shown:
+            return "beside"
+        shown = self._conversation(place, [text, without])
+        return "before" if _VALUE in shown and _PROBE in shown else "nowhere"
+
+    def _has_several(self, place: ToolPlace | None, form: CallForm) -> bool:
+        calls = [_call(form), _call(form, "probe_other", "Probe4567" if form.has_short_ids else "call_other")]
+        content = None if form.has_null_content else ""
+        results = [
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": call["function"]["name"],
+                "content": f"{_RESULT}{index}",
+            }
+            for index, call in enumerate(calls)
+        ]
+        shown = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": calls}, *results])
+        wanted = [_NAME, "probe_other", *([f"{_RESULT}0", f"{_RESULT}1"] if form.has_results else [])]
+        return shown.count(_VALUE) > 1 and all(each in shown for each in wanted)
 
     def _shown(self, place: ToolPlace | None, is_null: bool, is_text: bool, is_short: bool) -> _Shown:
         """Return what is shown of a call and of its result in this form."""
-        function = {"name": _NAME, "arguments": json.dumps({_KEY: _VALUE}) if is_text else {_KEY: _VALUE}}
-        call = {"id": _SHORT_ID if is_short else _LONG_ID, "type": "function", "function": function}
+        call = _call(CallForm(is_null, "text" if is_text else "object", is_short, has_results=True))
         asked: Message = {"role": "assistant", "content": None if is_null else "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
         text = self._conversation(place, [asked, result])
@@ -219,6 +253,13 @@ class _Prober:
             end = asked.find(">", end) + 1 or len(asked)
         example = asked[begin:end].strip()
         return example if "tool_name" in example and "some_value" in example else None
+
+
+def _call(form: CallForm, name: str = _NAME, id: str = "") -> dict[str, Any]:
+    """Return a probe call in a form."""
+    arguments = json.dumps({_KEY: _VALUE}) if form.arguments == "text" else {_KEY: _VALUE}
+    function = {"name": name, "arguments": arguments}
+    return {"id": id or (_SHORT_ID if form.has_short_ids else _LONG_ID), "type": "function", "function": function}
 
 
 def _num_equal(one: str, other: str) -> int:

@@ -144,7 +144,7 @@ def test_without_calls_reasoning_is_found():
 
 
 VALUES = ["12345", "-3", "1.5", "1e5", "true", "False", "null", "None", '{"a": 1}', "{'a': 1}", "[1]", '"x"', "x", " x ", "",
-          "  ", "12.0", "NaN", "Infinity", "1_000", "('a', 1)"]  # fmt: skip
+          "  ", "12.0", "NaN", "Infinity", "1_000", "('a', 1)", "1e400"]  # fmt: skip
 SCHEMAS = [
     {"type": "string"}, {"type": ["string", "null"]}, {"type": ["null", "string"]}, {"enum": ["1", "true", "x", "12345"]},
     {"anyOf": [{"type": "string"}, {"type": "null"}]}, {"oneOf": [{"type": "string"}, {"type": "boolean"}]}, {"const": "12345"},
@@ -188,6 +188,8 @@ def refuse(name):
 
 def readings_of(text):
     yield text
+    if text == "1e400":
+        return  # infinite, which is no JSON
     with contextlib.suppress(ValueError):
         yield json.loads(text, parse_constant=refuse)
     with contextlib.suppress(ValueError, SyntaxError):

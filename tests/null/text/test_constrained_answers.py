@@ -7,6 +7,7 @@ import openvino_genai as genai
 import pytest
 from grammars import END, compiler_of, mask_of, text_of
 
+from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.options import resolve
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
@@ -122,7 +123,8 @@ def test_a_structural_tag_governs_the_format_itself():
     assert not is_content(options(tools=TOOLS))
 
 
-LEADS = [("", ""), ("", "</f>\n\n"), ("", "<other>"), ("ab<other>", "</f><other>the"), ("name\n", "")]
+LEADS = [("", ""), ("", "</f>\n\n"), ("", "<other>"), ("ab<other>", "</f><other>the"), ("name\n", ""),
+         ("<|channel|>analysis<|message|>", "<|end|>")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("opening", "end"), LEADS)
@@ -138,7 +140,7 @@ def test_reasoning_leaves_room_for_the_answer(opening, end, kind):
     grammar = Grammar(kind, text, opening, end)
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        limit = int(rng.integers(30, 60))
+        limit = int(rng.integers(30, 60)) + len(opening)
         mask = mask_of(compiler, grammar, max_new_tokens=limit)
         sampler, tokens = Sampler(SamplingParams(do_sample=True), [mask], np.random.default_rng(seed)), []
         while len(tokens) < limit:
@@ -193,3 +195,26 @@ def test_reasoning_before_all_else_is_found(is_open):
         parser = MessageParser(format, TOOLS)
         message = message_of([*parser.push(f"{begin}a <b> c</think>\n\nUse <think> here."), *parser.finish()])
         assert (message.content, message.reasoning_content) == ("Use <think> here.", "a <b> c")
+
+
+def test_no_limit_loses_the_opening_or_the_answer():
+    compiler = compiler_of()
+    grammar = Grammar("choice", '["yes"]', "<|channel|>a<|message|>", "<|end|><|start|>")
+    for limit in range(1, 90):
+        try:
+            mask = mask_of(compiler, grammar, max_new_tokens=limit)
+        except GenerationConfigError as error:
+            assert limit < 45 and "leaves no room" in str(error)
+            continue
+        sampler, tokens = Sampler(SamplingParams(do_sample=True), [mask], np.random.default_rng(limit)), []
+        rng = np.random.default_rng(limit)
+        while len(tokens) < limit:
+            mask.forced_tokens(2)
+            logits = rng.normal(0, 2, END + 2).astype(np.float32)
+            token = sampler.sample(logits, int(logits.argmax())).token
+            if token == END:
+                break
+            tokens.append(token)
+        answer = text_of(compiler, tokens)
+        assert answer.startswith(grammar.opening)
+        assert answer.endswith("<|end|><|start|>yes")

@@ -6,6 +6,7 @@ what matters here.
 """
 
 import json
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -207,3 +208,53 @@ def test_parts_that_are_no_text_are_refused_where_the_template_would_print_them(
         PromptError, match=r"messages\.0\.content has a part of type 'image_url': only text is supported"
     ):
         render(TURNS, [{"role": "user", "content": [image]}], TOKENS)
+
+
+def two_calls(text=""):
+    calls = [call("call_sun", "call_one"), call("call_rain", "call_two", '{"city": "Paris"}')]
+    results = [{"role": "tool", "tool_call_id": each["id"], "content": f"{RESULT} {each['id']}"} for each in calls]
+    return [USER, {"role": "assistant", "content": text, "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_several_calls_and_a_text_beside_them_are_shown_or_refused(name):
+    """Calls that a template shows one at a time are sent one after the other, each with its result."""
+    for text in ("", "Let me see."):
+        prompt = shown(TEMPLATES[name], two_calls(text), [TOOL])
+        if prompt is not None:
+            for wanted in ("call_sun", "call_rain", "Romulus", "Paris", f"{RESULT} call_one", f"{RESULT} call_two"):
+                assert wanted in prompt, wanted
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "void", [{"tool_calls": None}, {"tool_calls": []}, {"function_call": None, "name": None, "refusal": None}]
+)
+def test_keys_that_say_nothing_change_nothing(name, void):
+    plain = [USER, {"role": "assistant", "content": "An answer."}, USER]
+    assert shown(TEMPLATES[name], [{**each, **void} for each in plain], []) == shown(TEMPLATES[name], plain, [])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_empty_system_message_is_none_where_the_text_would_move(name):
+    if not shape_of(TEMPLATES[name]).has_system:
+        with_system = shown(TEMPLATES[name], [{"role": "system", "content": ""}, USER], [])
+        assert with_system == shown(TEMPLATES[name], [USER], [])
+
+
+@pytest.mark.parametrize("around", ["{{ '<a>' * 20000 }}x", "{{ '[' * 20000 }}", "{{ ('[' ~ '1,' * 3000) * 200 }}"])
+def test_a_template_cannot_make_the_search_for_a_format_long(around):
+    template = (
+        "{% for m in messages %}{{ m.content or '' }}{% if m.tool_calls %}" + around + '{"name": '
+        '"{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments | tojson }}}{% endif %}{% endfor %}'
+    )
+    begin = time.monotonic()
+    find_format(template)
+    assert time.monotonic() - begin < 3
+
+
+def test_a_system_message_that_is_shown_only_beside_tools_moves_without_them():
+    template = "{% for m in messages %}{% if m.role != 'system' or tools %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{{ tools }}"
+    system = {"role": "system", "content": "Be brief."}
+    assert "<user>Be brief.\nHow" in render(template, [system, USER], TOKENS)
+    assert "<system>Be brief." in render(template, [system, USER], TOKENS, [TOOL])
