@@ -114,11 +114,11 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
     try:
         found = Path(os.fsdecode(path))
         is_directory = found.is_dir()
+        if is_directory or not found.is_file():
+            _check_kind(path_kind(found))
         weights = _weights_in(found) if is_directory else found
     except (TypeError, ValueError, OSError) as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
-    if is_directory or not found.is_file():
-        _check_kind(path_kind(found))
     config = _read_config(found / CONFIG) if is_directory else None
     try:
         with (

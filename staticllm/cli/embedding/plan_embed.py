@@ -92,8 +92,11 @@ def _measure(own: dict[str, Any], options: dict[str, Any]) -> None:
 
     from staticllm.pipelines.embedding.pool.pool_loader import measure_model
 
-    if own["depths"] is not None:
-        raise click.UsageError("--depths has no meaning with --measured: leave one of them out")
+    for name in ("depths", "peak", "average", "price"):
+        if own[name] is not None:
+            raise click.UsageError(f"--{name} has no meaning with --measured: leave one of them out")
+    if options["model"] is None:
+        raise click.UsageError("--embed --measured: give the directory of the encoder whose queues are measured")
     properties: dict[str, object] = dict(options["properties"])
     if options["precision"]:
         properties["INFERENCE_PRECISION_HINT"] = options["precision"]

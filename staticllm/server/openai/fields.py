@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_ANSWERS = 128
 MAX_STOPS = 16
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
 """Token ids. Lists that may be long end at their first error: an error for each element takes about a KiB."""
-Stop = Literal[""] | Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS)]
+Stop = Literal[""] | Text | Annotated[list[Literal[""] | Text], Field(fail_fast=True, max_length=MAX_STOPS)]
 """Texts that end an answer; an empty text is none."""
 
 
@@ -63,18 +65,30 @@ def _whole(value: Any, depth: int = 2) -> Any:
     return [_whole(each, depth - 1) for each in value]
 
 
-class Function(Fields):
-    """A function that the model may call. ``parameters`` is a JSON schema. The fields below ``strict`` change nothing here."""
+class Function(MessageFields):
+    """A function that the model may call. ``parameters`` is a JSON schema.
+
+    Unknown fields are ignored, because clients pass on what the servers of their tools say of them. A name that looks like a
+    known one misspelled is refused: its value would be lost.
+    """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: Any = Field(default=None, exclude=True)
-    defer_loading: Any = Field(default=None, exclude=True)
-    input_examples: Any = Field(default=None, exclude=True)
-    returns: Any = Field(default=None, exclude=True)
-    return_: Any = Field(default=None, alias="return", exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_misspelled(cls, values: Any) -> Any:
+        for name in values if isinstance(values, dict) else ():
+            close = get_close_matches(str(name), cls.model_fields, 1, 0.8) if name not in cls.model_fields else []
+            if close:
+                raise PydanticCustomError(
+                    "misspelled",
+                    "Unknown parameter: {name}; did you mean {close}?",
+                    {"name": str(name)[:50], "close": close[0]},
+                )
+        return values
 
 
 class IgnoredFields(Fields):

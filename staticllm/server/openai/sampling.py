@@ -41,7 +41,8 @@ def sampling_options(body: SamplingFields, index: int = 0) -> dict[str, Any]:
     if body.repeat_penalty is not None:
         options["repetition_penalty"] = body.repeat_penalty
     if body.stop:
-        options["stop_strings"] = {body.stop} if isinstance(body.stop, str) else set(body.stop)
+        texts = {body.stop} if isinstance(body.stop, str) else set(body.stop) - {""}
+        options |= {"stop_strings": texts} if texts else {}
     if body.logit_bias:
         options["logit_bias"] = _bias(body.logit_bias)
     if body.min_tokens is not None:

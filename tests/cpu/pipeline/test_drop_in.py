@@ -78,7 +78,7 @@ def test_a_cache_size_is_converted_to_kv_slots(name, model_path):
         assert pipe.generate(np.arange(10, 20), max_new_tokens=2, ignore_eos=True).tokens
     with StaticLLMPipeline(model_path(name), KV_CACHE_GB=1e-9, **options) as pipe:
         assert pipe.config.kv_slots == 48
-    for bad in ({"KV_CACHE_GB": 0}, {"KV_CACHE_GB": "2"}, {"KV_CACHE_GB": 1, "KV_SLOTS": 64}):
+    for bad in ({"KV_CACHE_GB": 0}, {"KV_CACHE_GB": "two"}, {"KV_CACHE_GB": 1, "KV_SLOTS": 64}):
         with pytest.raises(ConfigError, match="KV_CACHE_GB"):
             StaticLLMPipeline(model_path(name), **options, **bad)
 
@@ -163,9 +163,9 @@ def test_messages_are_accepted_in_every_form(pipe):
     expected = pipe.generate(genai.ChatHistory(QUESTION), max_new_tokens=12).tokens
     assert pipe.generate(QUESTION, max_new_tokens=12).tokens == expected
     assert pipe.submit(QUESTION, max_new_tokens=12).result().tokens == expected
-    for bad, said in (([{"content": "x"}], "it needs a 'role'"), ([{"role": "user", "content": ""}], "is empty")):
-        with pytest.raises(PromptError, match=said):
-            pipe.generate(bad)
+    with pytest.raises(PromptError, match="it needs a 'role'"):
+        pipe.generate([{"content": "x"}])
+    assert pipe.generate([{"role": "user", "content": ""}], max_new_tokens=2).tokens, "as in GenAI"
     with pytest.raises(GenerationConfigError, match="apply_chat_template=False"):
         pipe.generate(QUESTION, apply_chat_template=False)
 

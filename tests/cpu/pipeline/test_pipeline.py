@@ -248,7 +248,8 @@ def test_no_slot_moves_between_prefill_and_decode(zoo, prompt_of, monkeypatch):
     moved = []
     restride = arena._restride
     monkeypatch.setattr(arena, "_restride", lambda *arguments: moved.append(1) or restride(*arguments))
-    runner = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT).engine.runner
+    pipe = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT)  # its programs go with it
+    runner = pipe.engine.runner
     for length in (1, 9, 100, 250, 256):
         sequence = runner.reset()
         logits = runner.prefill(sequence, prompt_of(length))

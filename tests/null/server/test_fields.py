@@ -141,10 +141,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, OllamaChatRequest])
-def test_a_tool_may_have_annotations_and_its_function_no_unknown_field(kind):
+def test_a_tool_may_have_more_fields_but_none_that_is_misspelled(kind):
     body = {**LEAST[kind], "tools": [{**TOOL, "cache_control": {"type": "ephemeral"}, "defer_loading": True}]}
     assert kind.model_validate(body).tools[0].model_dump(exclude_none=True) == TOOL
     body["tools"] = [{**TOOL, "function": {**TOOL["function"], "cache_control": {}, "return": {"type": "string"}}}]
+    body["tools"][0]["function"] |= {"type": "function", "title": "F", "id": "f", "outputSchema": {}, "annotations": {}}
     assert kind.model_validate(body).tools[0].model_dump(exclude_none=True) == TOOL
     body["tools"] = [{**TOOL, "function": {"name": "f", "paramters": {}}}]
     with pytest.raises(ValidationError, match="paramters"):

@@ -244,17 +244,17 @@ def test_an_empty_system_message_is_none_where_the_text_would_move(name):
 
 @pytest.mark.parametrize("around", ["{{ '<a>' * 20000 }}x", "{{ '[' * 20000 }}", "{{ ('[' ~ '1,' * 3000) * 200 }}"])
 def test_a_template_cannot_make_the_search_for_a_format_long(around):
-    template = (
-        "{% for m in messages %}{{ m.content or '' }}{% if m.tool_calls %}" + around + '{"name": '
-        '"{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments | tojson }}}{% endif %}{% endfor %}'
-    )
+    one = '{"name": "{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    shown_calls = "{% if m.tool_calls %}" + around + one + "{% endif %}"
+    template = "{% for m in messages %}{{ m.content or '' }}" + shown_calls + "{% endfor %}"
     begin = time.monotonic()
     find_format(template)
     assert time.monotonic() - begin < 3
 
 
 def test_a_system_message_that_is_shown_only_beside_tools_moves_without_them():
-    template = "{% for m in messages %}{% if m.role != 'system' or tools %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{{ tools }}"
+    turn = "{% if m.role != 'system' or tools %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}{{ tools }}"
     system = {"role": "system", "content": "Be brief."}
     assert "<user>Be brief.\nHow" in render(template, [system, USER], TOKENS)
     assert "<system>Be brief." in render(template, [system, USER], TOKENS, [TOOL])
