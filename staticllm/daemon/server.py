@@ -60,7 +60,7 @@ class Daemon:
         self._connections: dict[ClientConnection, threading.Thread | None] = {}
         self._lock = threading.Lock()
         self._is_stopping = threading.Event()
-        self._since, self._idle_since = time.time(), time.monotonic()
+        self._started = self._idle_since = time.monotonic()
         endpoint.forget_stop(folder)
         self._key = endpoint.make_key(folder)
         self._listener = endpoint.listen(folder, TICK_SECONDS)
@@ -153,8 +153,9 @@ class Daemon:
             for slot, model in self.models.served()
         ]  # fmt: skip
         clients = [session.describe() for session in sessions if not session.watches]
+        since = time.time() - (time.monotonic() - self._started)  # the clock may have been set meanwhile
         return {
-            "pid": os.getpid(), "since": self._since, "openvino": ov.get_version(), "models": models,
+            "pid": os.getpid(), "since": since, "openvino": ov.get_version(), "models": models,
             "clients": clients, "memory": psutil.Process().memory_info().rss,
         }  # fmt: skip
 

@@ -34,7 +34,7 @@ class Session:
     ) -> None:
         self.owner, self.token = next(_owners), secrets.token_hex(16)
         self.pid, self.program, self.priority = pid, program, priority
-        self.since, self.usage = time.time(), devices.open(self.owner, f"{program} {pid}")
+        self._started, self.usage = time.monotonic(), devices.open(self.owner, f"{program} {pid}")
         self._table, self._devices, self._limits = table, devices, limits
         self._models: dict[int, HeldModel] = {}
         self._handles = count(1)
@@ -140,7 +140,8 @@ class Session:
         """Return what ``staticllm daemon top`` shows of the client, as JSON types."""
         with self._lock:
             models = [held.model.id for held in self._models.values()]
+        since = time.time() - (time.monotonic() - self._started)  # the clock may have been set meanwhile
         return {
-            "pid": self.pid, "program": self.program, "priority": self.priority, "since": self.since, "models": models,
+            "pid": self.pid, "program": self.program, "priority": self.priority, "since": since, "models": models,
             "requests": self._num_requests, "block_bytes": self._block_bytes, **self.usage.to_dict(),
         }  # fmt: skip
