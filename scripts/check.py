@@ -18,7 +18,7 @@ from pathlib import Path
 from _setup import ROOT, ensure_environment, make_environment, run
 
 FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kvcache", "pipelines": "pipelines"}
-MAX_FUNCTION_LINES, MAX_LONG_SHARE, MAX_FILE_LINES = 50, 0.03, 400
+MAX_FUNCTION_LINES, MAX_LONG_SHARE = 50, 0.03
 GENERATED = (
     "docs/api.md",
     "docs/cli.md",
@@ -46,15 +46,12 @@ def main() -> None:
 
 
 def check_sizes() -> None:
-    """Check that files have at most 400 lines, and that under 3 % of functions have more than 50."""
+    """Check that under 3 % of functions have more than 50 lines. Whether a file is too long, a reader decides."""
     lengths: list[tuple[int, str]] = []
     for path in sorted(
         path for folder in (*FOLDERS, "tests", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")
     ):
         text = path.read_text(encoding="utf-8")
-        num_lines = len(text.splitlines())
-        if num_lines > MAX_FILE_LINES:
-            sys.exit(f"{path.relative_to(ROOT)} has {num_lines} lines, at most {MAX_FILE_LINES}: split it")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None

@@ -90,7 +90,7 @@ def lead_of(grammar: Grammar) -> LeadGrammars | None:
     if not grammar.reasoning_end:
         return LeadGrammars(opening, None, None)
     marker = grammar.reasoning_end.rstrip()  # the whitespace behind it is layout, which must follow
-    reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": marker}
+    reasoning: dict[str, object] = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": marker}
     layout = _fixed_text(grammar.reasoning_end[len(marker) :])
     closing = _structural_tag(_fixed_text(grammar.reasoning_end))
     return LeadGrammars(opening, _structural_tag([reasoning, *layout]), closing)

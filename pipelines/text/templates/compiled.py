@@ -23,7 +23,7 @@ MAX_TEMPLATE_CHARS = 1 << 16
 MAX_DATE_CHARS = 256
 NAME = "<chat template>"
 codecs.lookup("unicode-escape")  # read now, and not with the first template, when files may be scarce
-_FILTERED = type(iter([]))
+_FILTERED: type[Any] = type(iter([]))
 """What filters give: the sandbox has made lists of their generators."""
 
 
@@ -102,7 +102,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, default=_listed, **layout)
 
 
-def _listed(value: object) -> list[Any]:
+def _listed(value: Any) -> list[Any]:
     """Return what a filter such as ``map`` gives as a list, as llamacpp's templates have it."""
     if isinstance(value, _FILTERED):
         return list(value)

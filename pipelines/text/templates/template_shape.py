@@ -167,7 +167,8 @@ class _Prober:
         return _PROBE in self.text([{"role": "system", "content": _PROBE}, USER], tools)
 
     def _tool_place(self) -> ToolPlace | None:
-        for place in get_args(ToolPlace):
+        places: tuple[ToolPlace, ...] = get_args(ToolPlace)
+        for place in places:
             text = self.text(*with_tools([USER], [TOOL], place))
             if _TOOL in text:
                 return place
