@@ -86,7 +86,7 @@ def _with_plain_content(message: Message, index: int, shape: TemplateShape) -> M
     """Return a message whose content is a text, or parts that the template takes, and which has nothing else that is null."""
     message = {key: value for key, value in message.items() if key == "content" or not _is_void(key, value)}
     content, role = message.get("content"), message.get("role")
-    if content is None and role in ("system", "user", "tool") and "content" in message:
+    if content is None and not message.get("tool_calls"):
         return {**message, "content": ""}
     if role == "tool" and isinstance(content, (Mapping, int, float)):
         return {**message, "content": _to_text(content)}

@@ -236,6 +236,13 @@ def test_keys_that_say_nothing_change_nothing(name, void):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("void", [{"content": None}, {}])
+def test_a_message_without_content_is_an_empty_one(name, void):
+    empty = [USER, {"role": "assistant", "content": ""}, USER]
+    assert shown(TEMPLATES[name], [USER, {"role": "assistant", **void}, USER], []) == shown(TEMPLATES[name], empty, [])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_an_empty_system_message_is_none_where_the_text_would_move(name):
     if not shape_of(TEMPLATES[name]).has_system:
         with_system = shown(TEMPLATES[name], [{"role": "system", "content": ""}, USER], [])
