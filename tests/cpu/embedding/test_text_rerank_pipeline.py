@@ -287,7 +287,6 @@ def test_bad_calls_get_one_line_and_the_pipeline_goes_on(pipe, call, kind, messa
         ({"device": "CPU,CPU"}, "CPU is used twice"),
         ({"LATENCY_MS": 0}, "LATENCY_MS=0: must be a number of ms above 0"),
         ({"QUEUE_POLICY": "windve"}, "QUEUE_POLICY='windve' needs a latency limit: give LATENCY_MS"),
-        ({"DEVICE_PROPERTIES": {"NPU": {}}, "LATENCY_MS": 50}, "DEVICE_PROPERTIES for 'NPU'"),
         ({"MAX_NUM_SEQS": 3}, "MAX_NUM_SEQS is an option of decoders"),
     ],
 )

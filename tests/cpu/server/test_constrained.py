@@ -60,7 +60,7 @@ def lines_of(response):
 
 def chat(url, model, schema, is_streamed, **more):
     body = {
-        "model": model, "messages": QUESTION, "max_tokens": 200, "temperature": 1.3, "seed": 3, "stream": is_streamed,
+        "model": model, "messages": QUESTION, "max_tokens": 500, "temperature": 1.3, "seed": 3, "stream": is_streamed,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, **more,
     }  # fmt: skip
     found = lines_of(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120))
@@ -75,7 +75,7 @@ def chat(url, model, schema, is_streamed, **more):
 
 def responses(url, model, schema, is_streamed):
     body = {
-        "model": model, "input": "Who?", "max_output_tokens": 200, "temperature": 1.3, "seed": 3, "stream": is_streamed,
+        "model": model, "input": "Who?", "max_output_tokens": 500, "temperature": 1.3, "seed": 3, "stream": is_streamed,
         "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
     }  # fmt: skip
     found = lines_of(httpx.post(f"{url}/v1/responses", json=body, timeout=120))
@@ -90,7 +90,7 @@ def responses(url, model, schema, is_streamed):
 
 def ollama(url, model, schema, is_streamed, path):
     prompt = {"messages": QUESTION} if path == "chat" else {"prompt": "Who?"}
-    options = {"num_predict": 200, "temperature": 1.3, "seed": 3}
+    options = {"num_predict": 500, "temperature": 1.3, "seed": 3}
     body = {"model": model, "format": schema, "options": options, "stream": is_streamed, **prompt}
     found = lines_of(httpx.post(f"{url}/api/{path}", json=body, timeout=120))
     parts = [each["message"] if path == "chat" else each for each in found]

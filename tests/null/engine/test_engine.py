@@ -114,9 +114,9 @@ def test_a_small_packed_program_installed_first_ends_no_request(name, is_users):
                 engine.step()
             add_program(engine.runner, variant)
         run_to_end(engine, [])
-    engine.close()
     assert [request.tokens for request in requests] == expected
     assert_empty(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
