@@ -39,10 +39,14 @@ class InputItem(MessageFields):
     encrypted_content: str | None = None
 
 
-class FunctionTool(Function):
-    """A function that the model may call, in the flat form of this API."""
+class _FunctionKind(MessageFields):
+    """The field that is checked first: other tools have other fields."""
 
     type: Literal["function"]
+
+
+class FunctionTool(Function, _FunctionKind):
+    """A function that the model may call, in the flat form of this API."""
 
 
 class TextFormat(Fields):
