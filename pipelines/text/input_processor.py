@@ -228,12 +228,11 @@ class InputProcessor:
         options.check_room(len(ids))
         call.check_overflow()
         _check_tokens(options, limits.vocab_size)
-        tools = self._tools
         processors = copies_for(options.extra.logits_processors, ids, options.num_sequences)
         format = self._format_of(prompt, options.extra.tool_options)
         request = EngineRequest(
             prompt=tuple(ids),
-            sampling=tools.word_tokens.complete(options),
+            sampling=self._tools.word_tokens.complete(options),
             seed=self._seed_for(options),
             num_sequences=options.num_sequences,
             max_new_tokens=limit_of(options, len(ids), limits.max_seq_len if call.overflow == "stop" else None),
@@ -250,7 +249,6 @@ class InputProcessor:
             adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
-        decode = tools.decode if format is None else tools.special_tokens.decoder(format.markers, tools.decode)
         return PreparedRequest(
             request,
             call.form,
@@ -259,7 +257,7 @@ class InputProcessor:
             encoded,
             prompt.template_seconds,
             processors,
-            decode,
+            self._decoder_of(format),
             format,
             prompt.tools or options.extra.tool_options.tools,
         )
@@ -270,6 +268,11 @@ class InputProcessor:
             return None
         template = prompt.chat_template or str(self._tools.tokenizer.chat_template)
         return format_beside(template, bool(prompt.tools)).after(prompt.ending)
+
+    def _decoder_of(self, format: MessageFormat | None) -> Callable[[list[int]], str]:
+        """Return what makes text of tokens, with the markers of a format that is parsed."""
+        tools = self._tools
+        return tools.decode if format is None else tools.special_tokens.decoder(format.markers, tools.decode)
 
     def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
         """Return the factor of each adapter of the pipeline for a request.
