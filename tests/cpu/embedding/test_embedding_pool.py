@@ -190,8 +190,8 @@ def test_queue_depths_of_algorithm_1_are_measured_and_kept(texts_directory, tmp_
 def test_bad_input_gets_one_line(texts_directory, tmp_path):
     with pytest.raises(ConfigError, match="share processor"):
         StaticEmbeddingPipeline(texts_directory, "CPU#0,CPU#0-1")
-    with pytest.raises(ConfigError, match="DEVICE_PROPERTIES for 'NPU'"):
-        StaticEmbeddingPipeline(texts_directory, groups(), DEVICE_PROPERTIES={"NPU": {}})
+    with pytest.raises(ConfigError, match="DEVICE_PROPERTIES for 'TPU'"):
+        StaticEmbeddingPipeline(texts_directory, groups(), DEVICE_PROPERTIES={"TPU": {}})
     with pytest.raises(ConfigError, match=r"CPU#.*NO_SUCH_PROPERTY") as raised:
         StaticEmbeddingPipeline(texts_directory, groups(), NO_SUCH_PROPERTY=1)
     assert "\n" not in str(raised.value)
