@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -53,16 +53,22 @@ class Weight(NamedTuple):
 class Budget:
     """The time, characters and items that one rendering may still use."""
 
-    def __init__(self, seconds: float) -> None:
-        self.deadline = time.monotonic() + seconds
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._deadline = clock() + seconds
         self.chars, self.items = MAX_TOTAL_CHARS, MAX_TOTAL_ITEMS
         # A template cannot change its lists. Each is kept here with its weight, so that no other object reuses its id.
         self._weights: dict[int, tuple[Any, Weight]] = {}
 
     def tick(self) -> None:
         """Raise ``TemplateLimitError`` after the deadline."""
-        if time.monotonic() > self.deadline:
-            raise TemplateLimitError(f"it runs for more than {MAX_SECONDS:g} s")
+        if self.seconds_left < 0:
+            raise TemplateLimitError(f"it runs for more than {self._seconds:g} s")
+
+    @property
+    def seconds_left(self) -> float:
+        """The time until the deadline; negative after it."""
+        return self._deadline - self._clock()
 
     def spend_chars(self, size: int) -> None:
         """Subtract ``size`` characters; raise ``TemplateLimitError`` if fewer are left."""
@@ -142,6 +148,20 @@ def limited(seconds: float | None = None) -> Iterator[None]:
     _thread.budget = before or Budget(MAX_SECONDS if seconds is None else seconds)
     try:
         yield
+    finally:
+        _thread.budget = before
+
+
+@contextmanager
+def limited_apart(seconds: float) -> Iterator[Budget]:
+    """Set a budget of its own in the block, whatever block is around it.
+
+    ``seconds`` are time that this thread computes: how much else this machine does changes nothing.
+    """
+    before: Budget | None = getattr(_thread, "budget", None)
+    own = _thread.budget = Budget(seconds, time.thread_time)
+    try:
+        yield own
     finally:
         _thread.budget = before
 

@@ -43,8 +43,9 @@ def render(
         PromptError: the template has an error, refuses the conversation or exceeds a bound; the message names the line.
         StaticLLMError: this process lacks memory or files, which is not the template's fault.
     """
+    shape = shape_of(template)
     with _errors_of_prompts(), limited():
-        conversation = adapted(probed_shape(template), messages, tools)
+        conversation = adapted(shape, messages, tools)
         context = {**tokens, "tools": conversation.tools or None, "documents": None, **(extra_context or {})}
         context["add_generation_prompt"] = add_generation_prompt
         turns = [copied(message) for message in conversation.messages]
@@ -57,9 +58,9 @@ def shape_of(template: str) -> TemplateShape:
     """Return what a template shows.
 
     Raises:
-        PromptError: the template has an error, or exceeds a bound.
+        PromptError: the template has an error.
     """
-    with _errors_of_prompts(), limited():
+    with _errors_of_prompts():
         return probed_shape(template)
 
 

@@ -70,7 +70,7 @@ def adapted(shape: TemplateShape, messages: Sequence[Message], tools: Sequence[A
             turns = _one_by_one(turns)
         written = _pieces_of_written(turns, form)
         turns = _written_calls(turns, form)
-    variable = [*tools]
+    variable: list[Any] = []
     if tools and shape.tools is not None:
         turns, variable = with_tools(turns, tools, shape.tools)
     elif tools:

@@ -13,8 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
-from staticllm.errors import PromptError
-from staticllm.pipelines.text.templates.bounds import TemplateLimitError
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError, limited, limited_apart
 from staticllm.pipelines.text.templates.compiled import check_syntax, outside_cause, run
 
 ToolPlace = Literal[
@@ -33,6 +32,8 @@ _NAME, _TOOL, _KEY, _VALUE, _RESULT = "probe_call", "probe_tool", "probe_key", "
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "Probe0123"
 MAX_OPENING = 64
 """The most characters before a text of the assistant that a prompt has not before a call."""
+PROBE_SECONDS, ALL_PROBES_SECONDS = 0.5, 3.0
+"""The longest computing time of one probe and of all: what takes longer counts as not shown."""
 USER = {"role": "user", "content": "Hey"}
 TOOL = {
     "type": "function",
@@ -83,12 +84,21 @@ class TemplateShape:
 
 @lru_cache(maxsize=16)
 def probed_shape(template: str) -> TemplateShape:
-    """Return what a template shows, within the bounds of the enclosing ``limited`` block.
+    """Return what a template shows. A probe that exceeds a bound counts as refused: not every conversation has tools.
 
     Raises:
-        Exception: what compiling or running a template raises if it cannot be run at all, or exceeds a bound.
+        Exception: what compiling a template raises, and what is not the template's fault (``outside_cause``).
+        TemplateLimitError: a text of the user alone exceeds a bound.
     """
-    check_syntax(template)
+    with limited():
+        check_syntax(template)
+        try:
+            run(template, _context([USER]))
+        except (TemplateLimitError, RecursionError):
+            raise
+        except Exception as error:  # the template refuses this shape
+            if outside_cause(error) is not None:
+                raise
     return _Prober(template).shape()
 
 
@@ -122,11 +132,18 @@ class _Shown(NamedTuple):
 _NOTHING, _ALL = _Shown(False, False, False), _Shown(True, True, True)
 
 
+def _context(messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> dict[str, Any]:
+    context = {"messages": [*messages], "tools": [*tools] or None, "documents": None}
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
+    return {**context, **tokens, "add_generation_prompt": has_prompt}
+
+
 class _Prober:
-    """Renders probes with one template, inside ``limited``."""
+    """Renders probes with one template."""
 
     def __init__(self, template: str) -> None:
         self._template = template
+        self._seconds_left = ALL_PROBES_SECONDS
 
     def shape(self) -> TemplateShape:
         place = self._tool_place()
@@ -143,16 +160,16 @@ class _Prober:
         return self._raw_text(shaped, tools, has_prompt)
 
     def _raw_text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
-        context = {"messages": [*messages], "tools": [*tools] or None, "documents": None}
-        tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
-        try:
-            return run(self._template, {**context, **tokens, "add_generation_prompt": has_prompt})
-        except (TemplateLimitError, RecursionError, PromptError):
-            raise
-        except Exception as error:  # the template refuses this shape
-            if outside_cause(error) is not None:
-                raise
-            return ""
+        seconds = min(PROBE_SECONDS, self._seconds_left)
+        with limited_apart(seconds) as budget:
+            try:
+                return run(self._template, _context(messages, tools, has_prompt))
+            except Exception as error:  # the template refuses this shape
+                if outside_cause(error) is not None:
+                    raise
+                return ""
+            finally:
+                self._seconds_left -= seconds - budget.seconds_left
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -237,11 +237,30 @@ def test_a_single_long_operation_is_bounded(name):
 
 
 @pytest.mark.parametrize(
+    "operation",
+    [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{{ ['a' * 4000000] * 1000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_exceeds_a_bound_beside_tools_only_serves_plain_chat(operation):
+    texts = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = f"{{% if tools %}}{operation}{{{{ tools|tojson }}}}{{% endif %}}{texts}"
+    assert rendered(template, [{"role": "user", "content": "Hi"}]) == "Hi"
+    start = time.monotonic()
+    assert rendered(template, [{"role": "user", "content": "Hi"}]) == "Hi"
+    assert time.monotonic() - start < 0.2, "what the template shows is remembered"
+    tool = {"type": "function", "function": {"name": "weather"}}
+    assert "weather" in rendered(template, [{"role": "user", "content": "Hi"}], tools=[tool])
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{{ dict.update(messages[0], role='x') }}",
         "{{ dict.update(messages[0].parts[0], role='x') }}",
-        "{{ dict.update(tools[0].function, name='x') }}{{ dict.clear(mode) }}",
+        "{{ tools|tojson }}{{ dict.update(tools[0].function, name='x') }}{{ dict.clear(mode) }}",
         "{{ cycler.reset(raise_exception) }}",
         "{{ messages[0].update(role='x') }}",
         "{{ dict(messages[0], role='x') }}",
