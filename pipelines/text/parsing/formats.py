@@ -10,9 +10,11 @@ from functools import lru_cache
 from staticllm.errors import PromptError
 from staticllm.pipelines.text.parsing import harmony, recipients
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
+from staticllm.pipelines.text.parsing.learnt_calls import LearntCalls, learnt_calls
 from staticllm.pipelines.text.parsing.seen_calls import Syntax, seen_calls
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, CALLS, FENCE, SEPARATOR
 from staticllm.pipelines.text.templates.chat_template import shape_of
+from staticllm.pipelines.text.templates.template_shape import CallExamples
 
 log = logging.getLogger("staticllm")
 TAGS = (
@@ -42,7 +44,9 @@ class MessageFormat:
     ``call`` and ``reasoning`` are the markers around them; "" where there is none. Those of a recipient are around its name.
     ``is_reasoning_open``: the prompt ends with the first marker of reasoning, so the answer begins in it; ``is_call_open`` says
     the same of a call. ``has_args_marker``: a call is ``name[ARGS]{…}``, not JSON. ``is_fenced``: JSON or Python stands in a
-    block. ``wrapper`` is around all calls together, and ``quote`` is on both sides of strings in braces.
+    block. ``wrapper`` is around all calls together, and ``quote`` is on both sides of strings in braces. ``learnt`` has all that
+    is around calls of the syntax ``learnt``. ``has_listed_calls``: an answer may also be ``{"tool_calls": […]}``, as calls before
+    it were written.
     """
 
     syntax: Syntax = ""
@@ -54,6 +58,8 @@ class MessageFormat:
     is_call_open: bool = False
     wrapper: tuple[str, str] = ("", "")
     quote: str = ""
+    learnt: LearntCalls | None = None
+    has_listed_calls: bool = False
 
     @property
     def opening(self) -> str:
@@ -78,6 +84,7 @@ class MessageFormat:
         if self.syntax == "harmony":
             return harmony.MARKERS
         more = (*self.wrapper, self.quote, *_MORE_MARKERS.get(self.syntax, ()))
+        more += () if self.learnt is None else self.learnt.markers
         return tuple(filter(None, (*self.call, *self.reasoning, *more)))
 
     def after(self, prompt: str) -> MessageFormat:
@@ -102,14 +109,15 @@ def find_format(template: str) -> MessageFormat:
         return MessageFormat("harmony")
     reasoning = next((tags for tags in REASONING_TAGS if tags[1] in template), ("", ""))
     syntax, call = _call_syntax(template)
-    if syntax in _GUESSES and (example := _example(template)):
-        seen = seen_calls(example)
+    examples = _examples(template) if syntax in _GUESSES else None
+    if examples is not None:
+        seen = seen_calls(examples.one)
         if seen is not None and (seen.call[0] or not syntax):
             return MessageFormat(seen.syntax, seen.call, reasoning, wrapper=seen.wrapper, quote=seen.quote)
-        if seen is None and not (call[0] and call[0] in example):
-            return MessageFormat(
-                reasoning=reasoning
-            )  # what the text of the template mentions is not how it shows calls
+        if seen is None and (learnt := learnt_calls(examples)) is not None:
+            return MessageFormat("learnt", (learnt.openings[0], ""), reasoning, learnt=learnt)
+        if seen is None and not (call[0] and call[0] in examples.one):
+            return MessageFormat(reasoning=reasoning)  # what a template mentions is not how it shows calls
     return MessageFormat(
         syntax, call, reasoning, has_args_marker=syntax == "named" and ARGS in template,
         is_fenced=syntax in ("separated", "fenced") and FENCE in template,
@@ -120,9 +128,9 @@ _GUESSES = ("", "tagged", "xml", "bare_json", "python")
 """Syntaxes that a template may mention without using them: what its prompts show of a call decides."""
 
 
-def _example(template: str) -> str | None:
+def _examples(template: str) -> CallExamples | None:
     try:
-        return shape_of(template).call_example
+        return shape_of(template).examples
     except PromptError:
         return None
 
@@ -163,13 +171,13 @@ def format_beside(template: str, has_tools: bool) -> MessageFormat:
     if not has_tools:
         return found
     shape = shape_of(template)
-    if shape.tools is None and shape.call_example is None:
+    if shape.tools is None and shape.examples is None:
         return replace(found, syntax="generic", call=("", ""))
     if not found.syntax:
         log.warning(
             "the chat template shows tools, but not how the model writes calls in a known format: they stay text"
         )
-    return found
+    return replace(found, has_listed_calls=shape.calls is None)
 
 
 def shows_tools(template: str) -> bool:

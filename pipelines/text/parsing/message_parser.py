@@ -20,6 +20,7 @@ from staticllm.pipelines.text.parsing.json_calls import (
     take_named_calls,
 )
 from staticllm.pipelines.text.parsing.key_value_calls import take_key_value_call
+from staticllm.pipelines.text.parsing.learnt_calls import take_learnt_calls
 from staticllm.pipelines.text.parsing.output import ExpectedCalls, Output, new_call_id
 from staticllm.pipelines.text.parsing.python_calls import take_python_calls
 from staticllm.pipelines.text.parsing.recipients import take_recipients
@@ -115,6 +116,7 @@ class MessageParser:
         source, output, format = self._source, self._output, self._format
         markers = [marker for marker in (format.call[0], format.wrapper[0]) if marker]
         markers += {"xml": [FUNCTION], "separated": [CALL[0]]}.get(format.syntax, [])
+        markers += [] if format.learnt is None else format.learnt.openings[1:]
         yield from self._leading_reasoning()
         while True:
             if (yield from self._bare_calls()):
@@ -183,6 +185,8 @@ class MessageParser:
             yield from self._tagged_call(marker)
         elif syntax == "braced":
             yield from take_braced_calls(source, output, self._format.quote)
+        elif self._format.learnt is not None:
+            yield from take_learnt_calls(source, output, self._format.learnt, self._types, marker)
         elif syntax in _TAKERS:
             yield from _TAKERS[syntax](source, output)
         else:
@@ -205,15 +209,16 @@ class MessageParser:
     def _bare_calls(self) -> Steps[bool]:
         """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""
         source, output, syntax = self._source, self._output, self._format.syntax
-        openings = {"bare_json": "{[", "python": "[", "generic": "{"}.get(syntax)
-        if openings is None or output.has_content:
+        openings = {"bare_json": "{[", "python": "[", "generic": "{"}.get(syntax, "")
+        is_listed = self._format.has_listed_calls and "{" not in openings
+        if not (openings or is_listed) or output.has_content:
             return False
         source.mark()
         output.open_block()
         is_call = False
         try:
-            if (first := (yield from source.skip_space())) and first in openings:
-                yield from _TAKERS[syntax](source, output)
+            if (first := (yield from source.skip_space())) and (first in openings or (is_listed and first == "{")):
+                yield from (_TAKERS[syntax] if first in openings else take_listed_calls)(source, output)
                 source.since_mark()
                 output.close_block()
                 is_call = True

@@ -22,6 +22,7 @@ from staticllm.pipelines.generation.structured.schemas.parameters import (
 from staticllm.pipelines.generation.structured.structural_tags import has_free_text
 from staticllm.pipelines.text.parsing.formats import ARGS, FUNCTION, MessageFormat
 from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY, ARG_VALUE
+from staticllm.pipelines.text.parsing.learnt_calls import LearntCalls
 from staticllm.pipelines.text.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
 
 
@@ -181,9 +182,10 @@ _NAMES = {
     "separated": re.compile(r"[!-;=-~]+"),
     "recipients": re.compile(r"[!-~]+"),
     "harmony": re.compile(r"[\w.-]+", re.ASCII),
+    "learnt": re.compile(r"[!#-;=?-Z\\^-~]+"),
 }
 """The names of functions and parameters that can be written in a syntax; all in those that are not listed."""
-_WITH_PARAMETERS = ("python", "fenced", "xml", "key_value")
+_WITH_PARAMETERS = ("python", "fenced", "xml", "key_value", "learnt")
 """Syntaxes in which parameters are no part of a JSON object."""
 
 
@@ -213,6 +215,8 @@ def _call(format: MessageFormat, name: str, parameters: object) -> tuple[Part, .
         return _key_value_call(format.call, name, listed)
     if format.syntax in ("python", "fenced"):
         return _python_call(format, name, listed)
+    if format.learnt is not None:
+        return _learnt_call(format.learnt, name, schema, listed)
     around = _around_json(format)
     written = json.dumps(name)[1:-1] if around.before_name.endswith('"') else name
     parts = (Text(around.before_name), PlainText(written), Text(around.after_name), Json(schema), Text(around.end))
@@ -260,24 +264,43 @@ def _key_value_call(tags: tuple[str, str], name: str, parameters: Sequence[Param
     return Text(tags[0]), PlainText(name), Text("\n"), *inner, Text(tags[1])
 
 
+def _learnt_call(
+    learnt: LearntCalls, name: str, schema: Mapping[str, Any], parameters: Sequence[Parameter]
+) -> tuple[Part, ...]:
+    inner, arguments = learnt.parameters, list[Part]([Json(schema)])
+    if inner is not None:
+        end = inner.after_value.strip()
+        layout, _, after = inner.after_value.partition(end)
+        tags = _Tags(inner.before_name, inner.after_name, layout, end, after, inner.after_name_of_other)
+        arguments = _tagged(parameters, tags)
+    before, after = learnt.wrapper[0] + learnt.before, learnt.after + learnt.wrapper[1]
+    return Text(before), PlainText(name), Text(learnt.after_name), *arguments, Text(after)
+
+
 @dataclass(frozen=True)
 class _Tags:
-    """What stands around a parameter's name and value: the tag ``end`` has layout on both sides."""
+    """What stands around a parameter's name and value: the tag ``end`` has layout on both sides.
+
+    ``after_name_of_other`` is in the place of ``after_name`` before a value that is JSON, if it is another text.
+    """
 
     before_name: str
     after_name: str
     layout: str
     end: str
     after: str
+    after_name_of_other: str = ""
 
 
 def _tagged(parameters: Sequence[Parameter], tags: _Tags) -> list[Part]:
     """Return the parameters with tags around their names and values: strings have no quotes, and all else is JSON."""
     found: list[Part] = []
     for each in parameters:
-        value = LimitedText(each.schema, tags.end) if is_plain(each.schema) else Json(each.schema)
+        is_text = is_plain(each.schema)
+        value = LimitedText(each.schema, tags.end) if is_text else Json(each.schema)
         end = Text(tags.layout + tags.end + tags.after)
-        parts = (Text(tags.before_name), PlainText(each.name), Text(tags.after_name), value, end)
+        after_name = tags.after_name if is_text else tags.after_name_of_other or tags.after_name
+        parts = (Text(tags.before_name), PlainText(each.name), Text(after_name), value, end)
         found += parts if each.is_required else (OptionalParts(parts),)
     return found
 

@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 Syntax = Literal[
     "", "tagged", "xml", "json_function", "key_value", "separated", "fenced", "named", "bare_json", "python", "harmony",
-    "recipients", "generic", "keyed", "braced",
+    "recipients", "generic", "keyed", "braced", "learnt",
 ]  # fmt: skip
 """How calls are written: JSON between tags; a tag per parameter; ``<function=f>`` and JSON; a pair of tags per parameter; a name,
 a separator and JSON; a block of Python; ``[TOOL_CALLS]``; JSON or Python without tags; messages with channels or recipients; one
-JSON object with all calls; JSON whose keys are the functions; ``call:f{…}`` with markers around strings."""
+JSON object with all calls; JSON whose keys are the functions; ``call:f{…}`` with markers around strings;
+or what the text around the parts of a call was learnt to be (``learnt_calls.py``)."""
 
 _NAME, _KEY, _VALUE = "tool_name", "arg1", "some_value"
-"""What the example calls (``TemplateShape.call_example``)."""
+"""What the example calls (``CallExamples.one``)."""
 MAX_EXAMPLE_CHARS = 2000
 """The longest example that is looked at: a call with one argument and all that stands around it."""
 _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")

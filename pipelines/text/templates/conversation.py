@@ -14,6 +14,7 @@ from staticllm.pipelines.text.templates.template_shape import (
     Message,
     TemplateShape,
     in_parts,
+    named_id,
     with_tools,
 )
 
@@ -75,7 +76,8 @@ def adapted(shape: TemplateShape, messages: Sequence[Message], tools: Sequence[A
         turns, variable = with_tools(turns, tools, shape.tools)
     elif tools:
         written["tools"] = TOOLS_INTRO.strip()
-        turns = _with_written_tools(turns, tools, shape.call_example or _to_json(GENERIC_CALL))
+        example = shape.examples.one if shape.examples is not None else _to_json(GENERIC_CALL)
+        turns = _with_written_tools(turns, tools, example)
     has_system = shape.has_system_beside_tools if tools and shape.tools is not None else shape.has_system
     if not has_system and any(turn.get("role") == "system" for turn in turns):
         turns = _system_to_user(turns)
@@ -250,13 +252,19 @@ def _in_form(message: Message, form: CallForm, ids: dict[object, str]) -> list[M
             calls.append(call)
             continue
         written = {**function, "arguments": _arguments(function.get("arguments"), form)}
-        ids[call.get("id")] = id = _short_id(call.get("id")) if form.has_short_ids else str(call.get("id"))
+        ids[call.get("id")] = id = _id_in_form(call, form, len(ids))
         calls.append({"type": "function", **(call if "function" in call else {}), "function": written, "id": id})
     empty = None if form.has_null_content else ""
     text = message.get("content")
     asked = {**message, "content": text if text and form.text == "beside" else empty, "tool_calls": calls}
     before = {key: value for key, value in message.items() if key != "tool_calls"}
     return [before, asked] if text and form.text == "before" else [asked]
+
+
+def _id_in_form(call: Mapping[str, Any], form: CallForm, number: int) -> str:
+    if form.ids == "named":
+        return named_id(_name_of(call), number)
+    return _short_id(call.get("id")) if form.ids == "short" else str(call.get("id"))
 
 
 def _short_id(id: object) -> str:

@@ -16,6 +16,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from staticllm.pipelines.text.templates.bounds import TemplateLimitError, limited, limited_apart
 from staticllm.pipelines.text.templates.compiled import check_syntax, outside_cause, run
 
+CallIds = Literal["any", "short", "named"]
+"""The ids of calls that a template takes: any; nine letters and digits; or ``functions.f:0``, where it shows the function only
+there."""
 ToolPlace = Literal[
     "variable", "functions of the variable", "variable after a system message", "list of the system message",
     "text of the system message",
@@ -29,7 +32,7 @@ Message = Mapping[str, Any]
 
 _PROBE, _SAID = "<probe-of-the-template>", "§"
 _NAME, _TOOL, _KEY, _VALUE, _RESULT = "probe_call", "probe_tool", "probe_key", "probe_value", "probe_result"
-_LONG_ID, _SHORT_ID = "call_0123456789abcdef01234567", "Probe0123"
+_LONG_ID, _SHORT_ID = "call_0123456789abcdef0123456", "Probe012"
 MAX_OPENING = 64
 """The most characters before a text of the assistant that a prompt has not before a call."""
 PROBE_SECONDS, ALL_PROBES_SECONDS = 0.5, 3.0
@@ -49,17 +52,31 @@ class CallForm:
     """How a message with calls must be given to a template so that it shows them.
 
     ``has_null_content``: ``content`` is None beside calls, else "". ``arguments``: what a template takes, a dict or JSON text.
-    ``has_short_ids``: ids have nine letters and digits. ``has_results``: the messages with the results are shown as well.
+    ``has_results``: the messages with the results are shown as well.
     ``text``: where a text of the same message must stand so that both are shown. ``has_several``: a message may have several
     calls.
     """
 
     has_null_content: bool
     arguments: Arguments
-    has_short_ids: bool
+    ids: CallIds
     has_results: bool
     text: TextPlace = "beside"
     has_several: bool = True
+
+
+class CallExamples(NamedTuple):
+    """Calls as a prompt shows them, without what is around every message of the assistant; "" for one that cannot be told.
+
+    ``one`` calls ``tool_name`` with ``{"arg1": "some_value"}``; ``number`` has 7 as that value; ``two_arguments`` has
+    ``"arg2": "other_value"`` as well; ``two_calls`` has a second call, of ``other_tool``. The id of the first call is
+    ``call1call``.
+    """
+
+    one: str
+    number: str = ""
+    two_arguments: str = ""
+    two_calls: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,8 +85,7 @@ class TemplateShape:
 
     ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text.
     ``has_system``: it shows a system message, without tools or beside them. ``calls`` are those
-    beside tools, ``lone_calls`` those of a conversation that has no tools now. ``call_example`` is a call of ``tool_name`` as a
-    prompt shows it; None if that cannot be told.
+    beside tools, ``lone_calls`` those of a conversation that has no tools now. ``examples`` is None if they cannot be told.
     """
 
     wants_parts: bool
@@ -79,7 +95,7 @@ class TemplateShape:
     tools: ToolPlace | None
     calls: CallForm | None
     lone_calls: CallForm | None
-    call_example: str | None
+    examples: CallExamples | None
 
 
 @lru_cache(maxsize=16)
@@ -150,9 +166,9 @@ class _Prober:
         lone = self._call_form(None)
         calls = lone if place is None else self._call_form(place)
         form = calls or lone
-        example = None if form is None else self._call_example(form, place if calls is form else None)
+        examples = None if form is None else self._examples(form, place if calls is form else None)
         has_system, has_both = self._has_system([]), self._has_system([TOOL])
-        return TemplateShape(self._wants_parts, self._takes_parts(), has_system, has_both, place, calls, lone, example)
+        return TemplateShape(self._wants_parts, self._takes_parts(), has_system, has_both, place, calls, lone, examples)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
         """Return what the template makes of a conversation, whose texts have the shape it wants; "" if it refuses that."""
@@ -194,12 +210,13 @@ class _Prober:
     def _call_form(self, place: ToolPlace | None) -> CallForm | None:
         """Return the form in which the most is shown, of equal ones the first: any ids, with null, as a dict."""
         best, form = _NOTHING, None
-        for has_short_ids, is_null, is_text in product((False, True), (True, False), (False, True)):
-            shown = self._shown(place, is_null, is_text, has_short_ids)
+        kinds: tuple[CallIds, ...] = get_args(CallIds)
+        for ids, is_null, is_text in product(kinds, (True, False), (False, True)):
+            shown = self._shown(place, is_null, is_text, ids)
             if shown > best:
-                takes_both = not is_text and self._shown(place, is_null, True, has_short_ids) >= shown
+                takes_both = not is_text and self._shown(place, is_null, True, ids) >= shown
                 arguments: Arguments = "either" if takes_both else "text" if is_text else "object"
-                best, form = shown, CallForm(is_null, arguments, has_short_ids, shown.has_result)
+                best, form = shown, CallForm(is_null, arguments, ids, shown.has_result)
             if best == _ALL:
                 break
         if form is None:
@@ -216,7 +233,7 @@ class _Prober:
         return "before" if _VALUE in shown and _PROBE in shown else "nowhere"
 
     def _has_several(self, place: ToolPlace | None, form: CallForm) -> bool:
-        calls = [_call(form), _call(form, "probe_other", "Probe4567" if form.has_short_ids else "call_other")]
+        calls = [_call(form), _call(form, "probe_other", number=1)]
         content = None if form.has_null_content else ""
         results = [
             {
@@ -231,53 +248,80 @@ class _Prober:
         wanted = [_NAME, "probe_other", *([f"{_RESULT}0", f"{_RESULT}1"] if form.has_results else [])]
         return shown.count(_VALUE) > 1 and all(each in shown for each in wanted)
 
-    def _shown(self, place: ToolPlace | None, is_null: bool, is_text: bool, is_short: bool) -> _Shown:
+    def _shown(self, place: ToolPlace | None, is_null: bool, is_text: bool, ids: CallIds) -> _Shown:
         """Return what is shown of a call and of its result in this form."""
-        call = _call(CallForm(is_null, "text" if is_text else "object", is_short, has_results=True))
+        call = _call(CallForm(is_null, "text" if is_text else "object", ids, has_results=True))
         asked: Message = {"role": "assistant", "content": None if is_null else "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
-        text = self._conversation(place, [asked, result])
-        has_result = _RESULT in text
-        if not text:
-            text = self._conversation(place, [asked])
-        has_call = _NAME in text and _VALUE in text
+        both, alone = self._conversation(place, [asked, result]), self._conversation(place, [asked])
+        has_result, text = _RESULT in both, both or alone
+        has_call = _VALUE in text and _NAME in (alone or both)  # the name of a result is none of the call
         if has_call and is_null and "None" in text:  # is it the content?
             filled = [{**asked, "content": ""}, *([result] if has_result else [])]
             has_call = text.count("None") <= self._conversation(place, filled).count("None")
-        return _Shown(has_call, has_call and has_result, has_call and f"'{_KEY}'" not in text)
+        num_others = self._num_quoted(self._conversation(place, []))
+        return _Shown(has_call, has_call and has_result, has_call and self._num_quoted(text) <= num_others)
+
+    @staticmethod
+    def _num_quoted(text: str) -> int:
+        """Return how often the argument of the call stands in a text as Python writes it; tools may have it as well."""
+        return text.count(f"'{_KEY}'")
 
     def _conversation(self, place: ToolPlace | None, rest: Sequence[Message], has_prompt: bool = False) -> str:
         messages, tools = ([USER, *rest], []) if place is None else with_tools([USER, *rest], [TOOL], place)
         return self.text(messages, tools, has_prompt)
 
-    def _call_example(self, form: CallForm, place: ToolPlace | None) -> str | None:
-        """Return what a prompt has of a call, without what ends each message of the assistant; None if that cannot be told."""
-        arguments = {"arg1": "some_value"}
-        function = {"name": "tool_name", "arguments": json.dumps(arguments) if form.arguments == "text" else arguments}
-        call = {"id": "call1call", "type": "function", "function": function}
+    def _examples(self, form: CallForm, place: ToolPlace | None) -> CallExamples | None:
+        value = {"arg1": "some_value"}
+        first = _example_call(form, "tool_name", value)
+        one = self._example(form, place, [first])
+        if not ("tool_name" in one and "some_value" in one):
+            return None
+        number, two = ({"arg1": 7}, {**value, "arg2": "other_value"})
+        return CallExamples(
+            one,
+            self._example(form, place, [_example_call(form, "tool_name", number)]),
+            self._example(form, place, [_example_call(form, "tool_name", two)]),
+            self._example(form, place, [first, _example_call(form, "other_tool", value, 1)])
+            if form.has_several
+            else "",
+        )
+
+    def _example(self, form: CallForm, place: ToolPlace | None, calls: Sequence[Any]) -> str:
+        """Return what a prompt has of calls, without what ends each message of the assistant; "" if that cannot be told."""
         content = None if form.has_null_content else ""
-        asked = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": [call]}])
+        asked = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": [*calls]}])
         said = self._conversation(place, [{"role": "assistant", "content": _SAID}])
         place_said = said.find(_SAID)
         if place_said < 0 or "tool_name" not in asked:
-            return None
+            return ""
         before = _num_equal(asked, said)
         after = _num_equal(asked[before:][::-1], said[before:][::-1])
         begin = _whole_tags(asked, before)
         if place_said - begin > MAX_OPENING:
-            return None  # it is not where a text would be
+            return ""  # it is not where a text would be
         end = len(asked) - after
         if _whole_tags(asked, end) < end:  # the end of a tag is like that of another
             end = asked.find(">", end) + 1 or len(asked)
-        example = asked[begin:end].strip()
-        return example if "tool_name" in example and "some_value" in example else None
+        return asked[begin:end].strip()
 
 
-def _call(form: CallForm, name: str = _NAME, id: str = "") -> dict[str, Any]:
-    """Return a probe call in a form."""
+def named_id(name: str, number: int) -> str:
+    """Return the id of a call where templates show the function only in it; calls are numbered from 0."""
+    return f"functions.{name}:{number}"
+
+
+def _call(form: CallForm, name: str = _NAME, number: int = 0) -> dict[str, Any]:
+    """Return a probe call in a form; ``number`` tells it from others."""
     arguments = json.dumps({_KEY: _VALUE}) if form.arguments == "text" else {_KEY: _VALUE}
-    function = {"name": name, "arguments": arguments}
-    return {"id": id or (_SHORT_ID if form.has_short_ids else _LONG_ID), "type": "function", "function": function}
+    id = {"any": f"{_LONG_ID}{number}", "short": f"{_SHORT_ID}{number}", "named": named_id(name, number)}[form.ids]
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _example_call(form: CallForm, name: str, arguments: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
+    written = json.dumps(arguments) if form.arguments == "text" else arguments
+    id = named_id(name, number) if form.ids == "named" else f"call{number + 1}call"
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": written}}
 
 
 def _num_equal(one: str, other: str) -> int:

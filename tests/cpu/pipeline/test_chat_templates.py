@@ -260,7 +260,7 @@ def test_a_template_that_exceeds_a_bound_beside_tools_only_serves_plain_chat(ope
     [
         "{{ dict.update(messages[0], role='x') }}",
         "{{ dict.update(messages[0].parts[0], role='x') }}",
-        "{% set n = namespace(t=tools or []) %}{% for t in n.t %}{{ dict.update(t.function, name='x') }}{% endfor %}{{ dict.clear(mode) }}",
+        "{% for t in tools or [] %}{{ dict.update(t.function, name='x') }}{% endfor %}{{ dict.clear(mode) }}",
         "{{ cycler.reset(raise_exception) }}",
         "{{ messages[0].update(role='x') }}",
         "{{ dict(messages[0], role='x') }}",

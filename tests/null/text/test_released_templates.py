@@ -114,19 +114,65 @@ def test_arguments_that_were_cut_off_are_shown_as_they_were_written(name):
 def test_a_call_that_a_template_shows_is_found_in_an_answer_and_goes_back(name):
     template = TEMPLATES[name]
     shape, format = shape_of(template), find_format(template)
-    if shape.tools is None or shape.call_example is None or not format.syntax or format.syntax == "harmony":
+    if shape.tools is None or shape.examples is None or not format.syntax or format.syntax == "harmony":
         return  # harmony: the header of the message begins in the prompt
     properties = {"arg1": {"type": "string", "description": "One."}}
     function = {"name": "tool_name", "description": "One.", "parameters": {"type": "object", "properties": properties}}
     tool = {"type": "function", "function": function}
     begun = format.after(render(template, [USER], TOKENS, [tool]))
     parser = MessageParser(replace(begun, is_reasoning_open=False), [tool])
-    message = message_of([*parser.push(shape.call_example), *parser.finish()])
+    message = message_of([*parser.push(shape.examples.one), *parser.finish()])
     (found,) = message.tool_calls
     assert (found.name, found.parsed_arguments) == ("tool_name", {"arg1": "some_value"})
     result = {"role": "tool", "tool_call_id": found.id, "content": RESULT}
     text = render(template, [USER, message.to_dict(), result], TOKENS, [tool])
     assert "tool_name" in text and "some_value" in text and RESULT in text
+
+
+EXAMPLES = {
+    "one": [("tool_name", {"arg1": "some_value"})],
+    "number": [("tool_name", {"arg1": 7})],
+    "two_arguments": [("tool_name", {"arg1": "some_value", "arg2": "other_value"})],
+    "two_calls": [("tool_name", {"arg1": "some_value"}), ("other_tool", {"arg1": "some_value"})],
+}
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEMPLATES.items() if name in REWRITTEN or "tool" in text])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_every_example_of_a_learnt_format_is_read(name, is_split):
+    shape, format = shape_of(TEMPLATES[name]), find_format(TEMPLATES[name])
+    if format.learnt is None:
+        return
+    for kind, calls in EXAMPLES.items():
+        parser = MessageParser(format)
+        text = f"Let me see.\n{getattr(shape.examples, kind)}\nThere."
+        events = [event for piece in (text if is_split else [text]) for event in parser.push(piece)]
+        message = message_of([*events, *parser.finish()])
+        assert [(call.name, call.parsed_arguments) for call in message.tool_calls] == calls
+        assert message.content == "Let me see.There."
+    begun = shape.examples.one.partition("some_value")[0]
+    cut = MessageParser(format)
+    message = message_of([*cut.push(begun), *cut.finish()])
+    assert (message.content, message.tool_calls) == (begun, ()), "a call that is cut off is content"
+
+
+def test_calls_that_a_template_does_not_show_are_written_and_read_as_genai_writes_them():
+    template = TEMPLATES["tools-without-calls"]
+    asked = {"role": "assistant", "content": "", "tool_calls": [call("call_sun")]}
+    text = render(template, [USER, asked], TOKENS, [TOOL])
+    written = text.partition("<|assistant|>")[2].partition("<|end|>")[0]
+    for answer in (written, '<tool_call>{"name": "call_sun", "arguments": {"city": "Romulus", "days": 3}}</tool_call>'):
+        parser = MessageParser(format_beside(template, has_tools=True))
+        (found,) = message_of([*parser.push(answer), *parser.finish()]).tool_calls
+        assert (found.name, found.parsed_arguments) == ("call_sun", {"city": "Romulus", "days": 3})
+
+
+def test_a_type_that_the_tag_of_a_parameter_says_is_kept():
+    parser = MessageParser(find_format(TEMPLATES["deepseek-ai-DeepSeek-V3.2"]))
+    example = shape_of(TEMPLATES["deepseek-ai-DeepSeek-V3.2"]).examples.one
+    texts = example.replace("some_value", "12"), example.replace("some_value", "12").replace('"true"', '"false"')
+    message = message_of([*parser.push("".join(texts)), *parser.finish()])
+    assert [call.parsed_arguments for call in message.tool_calls] == [{"arg1": "12"}, {"arg1": 12}]
 
 
 def test_tools_that_a_template_does_not_show_are_described_as_genai_does():
@@ -152,7 +198,7 @@ def test_an_object_without_calls_stays_content(text):
     assert (message.content, message.tool_calls) == (text, ())
 
 
-@pytest.mark.parametrize("name", [name for name in REWRITTEN if name not in ("braces",)])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("braces",)])
 def test_a_required_call_is_read_where_tools_are_shown_in_any_way(name):
     format = format_beside(TEMPLATES[name], has_tools=True)
     if not format.syntax:
