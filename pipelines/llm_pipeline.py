@@ -108,7 +108,7 @@ class StaticLLMPipeline:
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
         tools = self._tools = TokenizerTools(text.tokenizer, text.joins_tokens, text.tool_template)
         self._engine: EngineClient = self._launched.engine
-        self._stop_checker = StopChecker(self._engine, tools.decode)
+        self._stop_checker = StopChecker(self._engine)
         close_when_collected(self, _close, self._launched, self._stop_checker, tools)
         self._input_processor = InputProcessor(tools, text.generation_config, candidates[0].config.adapters)
         self._chat = ChatSession(tools)
@@ -381,7 +381,7 @@ class StaticLLMPipeline:
         handle = GenerationHandle(self._engine, prepared, queue, prepared.decode, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
             if call.options.stop_strings and request.beams is None:
-                self._stop_checker.watch(request, queue, call.options.stop_strings)
+                self._stop_checker.watch(request, queue, prepared.detokenizer)
             try:
                 self._engine.submit(request, queue, prepared.processors)
             except BaseException:

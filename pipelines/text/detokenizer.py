@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 Decode = Callable[[list[int]], str]
 CONTEXT, WINDOW = 8, 32  # tokens decoded again with each new token: enough for any merge, few enough to be cheap
@@ -15,13 +15,17 @@ MAX_UNFINISHED = (
 class IncrementalDetokenizer:
     """Decodes one answer incrementally.
 
-    Text is held back while its last character is incomplete, and while it may be the beginning of a stop string.
+    Text is held back while its last character is incomplete, and while it may be the beginning of a stop string. Stop strings
+    count only after the texts ``lead``, which come one after the other, with other text between them.
     """
 
-    def __init__(self, decode: Decode, stop_strings: Collection[str] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, decode: Decode, stop_strings: Collection[str] = (), include_stop: bool = False, lead: Sequence[str] = ()
+    ) -> None:
         self._decode = decode
         self._stops = sorted(stop_strings)
         self._include_stop = include_stop
+        self._lead, self._lead_end = [*lead], 0
         self._window: list[int] = []
         self._window_text = 0  # characters of the window's text that are in ``text``
         self._sent = 0
@@ -64,9 +68,14 @@ class IncrementalDetokenizer:
             self._window_text = len(shorter) - len(unread)
 
     def _add(self, text: str) -> None:
-        longest = max(map(len, self._stops), default=0)
-        search_from = max(0, len(self.text) - longest + 1)
+        longest = max(map(len, (*self._stops, *self._lead)), default=0)
+        search_from = max(self._lead_end, len(self.text) - longest + 1)
         self.text += text
+        while self._lead:
+            place = self.text.find(self._lead[0], search_from)
+            if place < 0:
+                return
+            search_from = self._lead_end = place + len(self._lead.pop(0))
         found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
         if found:
             place, stop = min(found)
@@ -75,7 +84,8 @@ class IncrementalDetokenizer:
 
     def _held(self) -> int:
         """Return the number of unsent characters at the end that may begin a stop string."""
-        for length in range(max(map(len, self._stops), default=1) - 1, 0, -1):
+        longest = 0 if self._lead else min(max(map(len, self._stops), default=1) - 1, len(self.text) - self._lead_end)
+        for length in range(longest, 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops if len(stop) > length):
                 return min(length, len(self.text) - self._sent)
         return 0

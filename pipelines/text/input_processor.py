@@ -21,6 +21,7 @@ from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.user_processors import copies_for
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.parsing.formats import MessageFormat, format_beside
 from staticllm.pipelines.text.parsing.required_calls import answer_grammar
 from staticllm.pipelines.text.tokenization import (
@@ -120,6 +121,16 @@ class PreparedRequest:
     decode: Callable[[list[int]], str] = no_text
     format: MessageFormat | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+
+    def detokenizer(self, decode: Callable[[list[int]], str] | None = None) -> IncrementalDetokenizer:
+        """Return what decodes an answer and finds its stop strings, with ``decode`` in the place of the request's own.
+
+        Where a grammar writes the content, stop strings do not count in the reasoning and the layout before it.
+        """
+        options, grammar = self.options, self.request.grammar
+        lead = () if grammar is None else filter(None, (grammar.opening, grammar.reasoning_end))
+        decode, include_stop = decode or self.decode, options.include_stop_str_in_output
+        return IncrementalDetokenizer(decode, options.stop_strings, include_stop, tuple(lead))
 
 
 class InputProcessor:

@@ -12,7 +12,6 @@ from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.engine.output_queue import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options import GenerationOptions
-from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.parsing.events import Event, message_of
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
@@ -133,7 +132,7 @@ class OutputProcessor:
         self.wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, decode(prompt)) if options.echo else None
         self._prepared, self._load_ms, self._index = prepared, load_ms, index
-        self._detokenizer = IncrementalDetokenizer(decode, options.stop_strings, options.include_stop_str_in_output)
+        self._detokenizer = prepared.detokenizer(decode)
         self._received: list[TokenOutput] = []
         self._tokens: list[int] = []  # of the answer: a stop string cuts off those after it
         self._unsent: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from staticllm.core import FinishReason
 from staticllm.errors import pipeline_closed
@@ -23,9 +23,8 @@ class StopChecker:
     the text at the stop string in any case. The thread starts with the first such request and ends with ``close``.
     """
 
-    def __init__(self, client: EngineClient, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._decode: Callable[[list[int]], str] | None = decode  # holds the tokenizer until ``close``
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
         self._watched: dict[int, dict[int, IncrementalDetokenizer]] = {}  # by request and answer
         self._lock = threading.Lock()
@@ -33,21 +32,21 @@ class StopChecker:
         self._is_closed = False
         self._pid = os.getpid()
 
-    def watch(self, request: EngineRequest, outputs: OutputQueue, stop_strings: Collection[str]) -> None:
-        """Check the answers of ``request``; to be called before it is submitted.
+    def watch(
+        self, request: EngineRequest, outputs: OutputQueue, detokenizer: Callable[[], IncrementalDetokenizer]
+    ) -> None:
+        """Check the answers of ``request``, each with a detokenizer of its own; to be called before it is submitted.
 
         Raises:
             ClosedError: ``close`` was called.
             StaticLLMError: no thread can be started.
         """
         with self._lock:
-            if self._is_closed or self._decode is None:
+            if self._is_closed:
                 raise pipeline_closed()
             if self._thread is None:
                 self._thread = start_thread(self._run, "staticllm-stop-checker")
-            decode = self._decode
-            detokenizers = [IncrementalDetokenizer(decode, stop_strings) for _ in range(request.num_sequences)]
-            self._watched[request.id] = dict(enumerate(detokenizers))
+            self._watched[request.id] = {index: detokenizer() for index in range(request.num_sequences)}
         outputs.add_listener(lambda output: self._outputs.put((request.id, output)))
 
     def forget(self, request: int) -> None:
@@ -64,7 +63,6 @@ class StopChecker:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._watched.clear()
-        self._decode = None
 
     def _run(self) -> None:
         while (item := self._outputs.get()) is not None and not self._is_closed:

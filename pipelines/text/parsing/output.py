@@ -31,6 +31,28 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
 
+class _HeldSpace:
+    """Whitespace at the end of a text, in pieces: a model may write much of it."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Add a text, and return all up to its last character that is no whitespace; "" if it has none."""
+        kept = text.rstrip()
+        found = "".join([*self._pieces, kept]) if kept else ""
+        if kept:
+            self._pieces = []
+        if len(kept) < len(text):
+            self._pieces.append(text[len(kept) :])
+        return found
+
+    def take(self) -> str:
+        """Return the whitespace, and hold none."""
+        pieces, self._pieces = self._pieces, []
+        return "".join(pieces)
+
+
 class Output:
     """The events since the last ``take_events``.
 
@@ -53,10 +75,10 @@ class Output:
         self._num_calls = 0
         self.has_content = False
         self._is_in_call = False
-        self._space = ""  # whitespace at the end of the content, which is left out if a block follows
+        self._space = _HeldSpace()  # at the end of the content, which is left out if a block follows
         self._drops_space = False  # whether the next content follows a block
         self._before_block = ("", False)
-        self._reasoning_space: str | None = None  # as ``_space``; None before the first character of reasoning
+        self._reasoning_space, self._has_reasoning = _HeldSpace(), False
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
@@ -71,10 +93,8 @@ class Output:
             text = text.lstrip()
         if not text:
             return
-        text, self._drops_space = self._space + text, False
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if kept:
+        self._drops_space = False
+        if kept := self._space.push(text):
             self._events.append(ContentDelta(kept))
             self.has_content = True
 
@@ -86,21 +106,20 @@ class Output:
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
-        text = text.lstrip() if self._reasoning_space is None else self._reasoning_space + text
-        kept = text.rstrip()
-        if kept:
+        text = text if self._has_reasoning else text.lstrip()
+        if kept := self._reasoning_space.push(text):
             self._events.append(ReasoningDelta(kept))
-        if kept or self._reasoning_space is not None:
-            self._reasoning_space = text[len(kept) :]
+            self._has_reasoning = True
 
     def open_block(self) -> None:
         """Begin a block."""
-        self._before_block = (self._space, self._drops_space)
-        self._space, self._reasoning_space = "", None
+        self._before_block = (self._space.take(), self._drops_space)
+        self._reasoning_space, self._has_reasoning = _HeldSpace(), False
 
     def close_block(self) -> None:
         """End a block."""
-        self._space, self._drops_space = "", True
+        self._space.take()
+        self._drops_space = True
 
     def begin_call(self, name: str) -> None:
         """Begin a call whose name is known.
@@ -145,11 +164,12 @@ class Output:
             self._events.append(CallBroken(self._num_calls))
             self._num_calls += 1
             self._is_in_call = False
-        self._space, self._drops_space = self._before_block
+        space, self._drops_space = self._before_block
+        self._space.take()
+        self._space.push(space)
         self.content(text)
 
     def finish(self) -> None:
         """End the message: whitespace at its end is part of it."""
-        if self._space:
-            self._events.append(ContentDelta(self._space))
-            self._space = ""
+        if space := self._space.take():
+            self._events.append(ContentDelta(space))

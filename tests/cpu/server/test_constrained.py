@@ -116,6 +116,16 @@ def test_a_constant_comes_back_as_the_content(server, model, api, is_streamed):
         assert reason == "stop"
 
 
+@pytest.mark.parametrize("model", ["thinks", "harmony", "functionary"])
+def test_stop_strings_count_only_in_what_the_grammar_writes(server, model):
+    """The model writes the layout ``\\n\\n`` after its reasoning, or an opening with "a" in it."""
+    for stop in ("\n\n", "|", "all", "fin"):
+        content, reason = chat(server.url, model, {"const": "one"}, False, stop=stop)
+        assert (content, reason) == ('"one"', "stop")
+    content, reason = chat(server.url, model, {"const": "one"}, False, stop="ne")
+    assert (content, reason) == ('"o', "stop")
+
+
 def test_a_template_that_does_not_think_now_has_no_reasoning_before_the_constant(server):
     content, _ = chat(
         server.url, "thinks", {"const": "a <think>b</think> c"}, False, chat_template_kwargs={"enable_thinking": False},

@@ -51,6 +51,21 @@ def test_no_part_of_a_stop_string_is_ever_shown(text, stops, include):
     assert reader.text == expected == "".join(pieces)
 
 
+@given(
+    st.text("ab<>", max_size=20), st.text("ab<>", max_size=20),
+    st.sets(st.text("ab<>", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.sampled_from(["<a>", "</a>b"]), max_size=2),
+)  # fmt: skip
+def test_stop_strings_count_only_after_the_lead(before, after, stops, lead):
+    text, num_lead = before + "".join(lead) + after, 0
+    for end in lead:
+        num_lead = text.index(end, num_lead) + len(end)
+    rest, _ = stream(text[num_lead:], stop_strings=stops)
+    reader, pieces = stream(text, stop_strings=stops, lead=lead)
+    assert (reader.text, reader.is_stopped) == (text[:num_lead] + rest.text, rest.is_stopped)
+    assert "".join(pieces) == reader.text
+
+
 def test_a_possible_stop_string_is_held_back_and_released():
     reader = IncrementalDetokenizer(decode, ["STOP"])
     assert [reader.push(ord(c)) for c in "aSTx"] == ["a", "", "", "STx"]

@@ -9,6 +9,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.stop_checker import StopChecker
 
 
@@ -34,8 +35,8 @@ def token(text, index):
 
 def test_an_early_end_of_one_answer_does_not_stop_the_check_of_others():
     client, outputs = Client(), OutputQueue()
-    checker = StopChecker(client, decode)
-    checker.watch(request(1), outputs, {"b"})
+    checker = StopChecker(client)
+    checker.watch(request(1), outputs, lambda: IncrementalDetokenizer(decode, {"b"}))
     for output in (token("a", 0), Finished(FinishReason.STOP, index=0), token("a", 1), token("b", 1)):
         outputs.put(output)  # as in an engine, answer 0 ends before the first token of answer 1
     until = time.monotonic() + 5
@@ -51,8 +52,8 @@ def test_close_does_not_decode_the_backlog():
         return decode(tokens)
 
     client, outputs = Client(), OutputQueue()
-    checker = StopChecker(client, slow)
-    checker.watch(request(1), outputs, {"b"})
+    checker = StopChecker(client)
+    checker.watch(request(1), outputs, lambda: IncrementalDetokenizer(slow, {"b"}))
     for _ in range(100):
         outputs.put(token("a", 0))
     start = time.monotonic()
@@ -69,8 +70,8 @@ def test_a_request_added_during_close_does_not_delay_close():
         return decode(tokens)
 
     outputs = OutputQueue()
-    checker = StopChecker(Client(), blocked)
-    checker.watch(request(1), outputs, {"b"})
+    checker = StopChecker(Client())
+    checker.watch(request(1), outputs, lambda: IncrementalDetokenizer(blocked, {"b"}))
     outputs.put(token("a", 0))
     assert is_decoding.wait(10)
     closing = threading.Thread(target=checker.close, daemon=True)
@@ -78,7 +79,7 @@ def test_a_request_added_during_close_does_not_delay_close():
     while not checker._is_closed:
         time.sleep(0.001)
     with pytest.raises(ClosedError):
-        checker.watch(request(2), OutputQueue(), {"b"})
+        checker.watch(request(2), OutputQueue(), lambda: IncrementalDetokenizer(decode, {"b"}))
     time.sleep(0.2)
     may_go_on.set()
     closing.join(5)
