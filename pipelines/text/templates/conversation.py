@@ -10,6 +10,7 @@ from typing import Any
 
 from staticllm.errors import PromptError, shown
 from staticllm.pipelines.text.templates.template_shape import (
+    REASONING_KEYS,
     CallForm,
     Message,
     TemplateShape,
@@ -66,7 +67,7 @@ def adapted(shape: TemplateShape, messages: Sequence[Message], tools: Sequence[A
     written: dict[str, str] = {}
     if any(turn.get("tool_calls") or turn.get("role") == "tool" for turn in turns):
         form = shape.calls if tools else shape.lone_calls
-        turns = _complete(turns)
+        turns = _complete([_with_reasoning(turn, shape) for turn in turns])
         if form is not None and not form.has_several:
             turns = _one_by_one(turns)
         written = _pieces_of_written(turns, form)
@@ -104,6 +105,19 @@ def _with_plain_content(message: Message, index: int, shape: TemplateShape) -> M
     part = content[texts.index(None)]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise PromptError(f"messages.{index}.content has a part of type {shown(kind)}: only text is supported")
+
+
+def _with_reasoning(message: Message, shape: TemplateShape) -> Message:
+    """Return a message with calls whose reasoning has the name under which the template shows it.
+
+    The reasoning is left out where the template refuses it beside a text.
+    """
+    text = next((value for key in REASONING_KEYS if isinstance(value := message.get(key), str) and value), "")
+    if not message.get("tool_calls") or not text or shape.reasoning is None:
+        return message
+    if message.get("content") and not shape.has_reasoning_beside_text:
+        return {key: value for key, value in message.items() if key != shape.reasoning}
+    return {shape.reasoning: text, **message}
 
 
 def _is_void(key: str, value: object) -> bool:

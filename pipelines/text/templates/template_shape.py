@@ -33,6 +33,8 @@ Message = Mapping[str, Any]
 _PROBE, _SAID = "<probe-of-the-template>", "§"
 _NAME, _TOOL, _KEY, _VALUE, _RESULT = "probe_call", "probe_tool", "probe_key", "probe_value", "probe_result"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef0123456", "Probe012"
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which a message may have its reasoning."""
 MAX_OPENING = 64
 """The most characters before a text of the assistant that a prompt has not before a call."""
 PROBE_SECONDS, ALL_PROBES_SECONDS = 0.5, 3.0
@@ -81,11 +83,12 @@ class CallExamples(NamedTuple):
 
 @dataclass(frozen=True)
 class TemplateShape:
-    """What a template shows. ``tools`` and the calls are None where it shows none in any way.
+    """What a template shows. ``tools``, the calls and the key of the reasoning beside a call are None where it shows none.
 
     ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text.
     ``has_system``: it shows a system message, without tools or beside them. ``calls`` are those
     beside tools, ``lone_calls`` those of a conversation that has no tools now. ``examples`` is None if they cannot be told.
+    ``has_reasoning_beside_text``: it takes a text in the same message as well.
     """
 
     wants_parts: bool
@@ -96,6 +99,8 @@ class TemplateShape:
     calls: CallForm | None
     lone_calls: CallForm | None
     examples: CallExamples | None
+    reasoning: str | None
+    has_reasoning_beside_text: bool
 
 
 @lru_cache(maxsize=16)
@@ -167,8 +172,17 @@ class _Prober:
         calls = lone if place is None else self._call_form(place)
         form = calls or lone
         examples = None if form is None else self._examples(form, place if calls is form else None)
-        has_system, has_both = self._has_system([]), self._has_system([TOOL])
-        return TemplateShape(self._wants_parts, self._takes_parts(), has_system, has_both, place, calls, lone, examples)
+        return TemplateShape(
+            wants_parts=self._wants_parts,
+            takes_parts=self._takes_parts(),
+            has_system=self._has_system([]),
+            has_system_beside_tools=self._has_system([TOOL]),
+            tools=place,
+            calls=calls,
+            lone_calls=lone,
+            examples=examples,
+            **self._reasoning(form, place if calls is form else None),
+        )
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
         """Return what the template makes of a conversation, whose texts have the shape it wants; "" if it refuses that."""
@@ -231,6 +245,17 @@ class _Prober:
             return "beside"
         shown = self._conversation(place, [text, without])
         return "before" if _VALUE in shown and _PROBE in shown else "nowhere"
+
+    def _reasoning(self, form: CallForm | None, place: ToolPlace | None) -> dict[str, Any]:
+        """Return the key in which reasoning before a call is shown, and whether a text may be beside it."""
+        for key in REASONING_KEYS if form is not None else ():
+            call = _call(form)
+            asked = {"role": "assistant", "content": None if form.has_null_content else "", "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
+            if _PROBE in self._conversation(place, [{**asked, key: _PROBE}, result]):
+                both = self._conversation(place, [{**asked, key: _PROBE, "content": _SAID}, result])
+                return {"reasoning": key, "has_reasoning_beside_text": _PROBE in both}
+        return {"reasoning": None, "has_reasoning_beside_text": False}
 
     def _has_several(self, place: ToolPlace | None, form: CallForm) -> bool:
         calls = [_call(form), _call(form, "probe_other", number=1)]

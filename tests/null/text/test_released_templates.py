@@ -167,6 +167,28 @@ def test_calls_that_a_template_does_not_show_are_written_and_read_as_genai_write
         assert (found.name, found.parsed_arguments) == ("call_sun", {"city": "Romulus", "days": 3})
 
 
+THINKING = [name for name, text in TEMPLATES.items() if "reasoning_content" in text or ".thinking" in text]
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_the_reasoning_before_a_call_goes_back_under_any_of_its_names(name):
+    shape = shape_of(TEMPLATES[name])
+    if shape.reasoning is None:
+        return
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        asked = {"role": "assistant", "content": None, key: "It is about Rome.", "tool_calls": [call()]}
+        answered = {"role": "tool", "tool_call_id": call()["id"], "content": RESULT}
+        for tools in ([TOOL], []):
+            assert "It is about Rome." in render(TEMPLATES[name], [USER, asked, answered], TOKENS, tools)
+        text = render(TEMPLATES[name], [USER, {**asked, "content": "Let me see."}, answered], TOKENS, [TOOL])
+        assert "Let me see." in text or "It is about Rome." in text
+
+
+def test_most_templates_with_a_name_for_reasoning_show_it():
+    assert sum(shape_of(TEMPLATES[name]).reasoning is not None for name in THINKING) > len(THINKING) // 2
+    assert shape_of(TEMPLATES["openai-gpt-oss-120b"]).reasoning == "thinking"
+
+
 def test_a_type_that_the_tag_of_a_parameter_says_is_kept():
     parser = MessageParser(find_format(TEMPLATES["deepseek-ai-DeepSeek-V3.2"]))
     example = shape_of(TEMPLATES["deepseek-ai-DeepSeek-V3.2"]).examples.one
