@@ -248,8 +248,10 @@ class _Prober:
 
     def _reasoning(self, form: CallForm | None, place: ToolPlace | None) -> dict[str, Any]:
         """Return the key in which reasoning before a call is shown, and whether a text may be beside it."""
-        for key in REASONING_KEYS if form is not None else ():
-            call = _call(form)
+        if form is None:
+            return {"reasoning": None, "has_reasoning_beside_text": False}
+        call = _call(form)
+        for key in REASONING_KEYS:
             asked = {"role": "assistant", "content": None if form.has_null_content else "", "tool_calls": [call]}
             result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
             if _PROBE in self._conversation(place, [{**asked, key: _PROBE}, result]):
