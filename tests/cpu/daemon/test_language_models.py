@@ -8,6 +8,9 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
 import pytest
 
 import staticllm
@@ -21,6 +24,7 @@ from staticllm.errors import (
     ProcessLostError,
     PromptTooLongError,
     StaticLLMError,
+    UnsupportedModelError,
 )
 from staticllm.pipelines.engine.request import EngineRequest
 from tests.daemons import daemon_process, daemon_thread, wait_for
@@ -147,6 +151,23 @@ def test_errors_of_a_request_keep_their_class(daemon):
             pass
         with pytest.raises(ConfigError, match="in the daemon"):
             _ = pipe.engine
+
+
+def test_a_model_that_a_pass_refuses_keeps_pass_and_reason(daemon, tmp_path):
+    paths = staticllm.demo_model_path()
+    for path in paths.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    model = ov.Core().read_model(paths / "openvino_model.xml")
+    (sink, *_) = model.get_sinks()
+    sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
+    ov.save_model(model, tmp_path / "openvino_model.xml")
+    seen = []
+    for where in (False, True):
+        with pytest.raises(UnsupportedModelError) as raised:
+            StaticLLMPipeline(tmp_path, "CPU", **OPTIONS, daemon=where)
+        seen.append((str(raised.value), raised.value.stage, raised.value.reason))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == f"{seen[0][1]}: {seen[0][2]}"
 
 
 def test_secrets_and_policy_objects_do_not_leave_the_program(daemon):
