@@ -27,6 +27,7 @@ from staticllm.errors import (
     UnsupportedModelError,
 )
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.scheduling.interface import TokenBound
 from tests.daemons import daemon_process, daemon_thread, wait_for
 from tests.helpers import EXACT
 
@@ -120,6 +121,14 @@ def test_two_programs_share_one_engine_and_its_calls(daemon, expected):
 def test_other_properties_are_another_engine(daemon):
     with load(daemon=True), load(daemon=True, KV_SLOTS=2048):
         assert len(daemon.models.served()) == 2
+
+
+def test_engines_of_the_daemon_have_the_bound_of_shared_models(daemon):
+    with load(daemon=True):
+        ((_, model),) = daemon.models.served()
+        assert model.engine._core.options.limits.token_bound == TokenBound(2.5, 0.04)
+    with load() as pipe:
+        assert pipe.engine._core.options.limits.token_bound == TokenBound(4.0, 0.1)
 
 
 def test_a_program_that_leaves_frees_its_requests_and_its_model(daemon):
