@@ -179,6 +179,20 @@ def test_a_model_that_a_pass_refuses_keeps_pass_and_reason(daemon, tmp_path):
     assert seen[0][0] == f"{seen[0][1]}: {seen[0][2]}"
 
 
+def test_as_many_answers_are_allowed_in_the_daemon_as_in_a_program(daemon):
+    texts, refusals = [], []
+    for where in (False, True):
+        with load(daemon=where) as pipe:
+            options = {"do_sample": True, "rng_seed": 5, "max_new_tokens": 2, "ignore_eos": True}
+            texts.append(str(pipe.generate(PROMPT, best_of=100, **options)))
+            for name in ("best_of", "num_return_sequences"):
+                with pytest.raises(GenerationConfigError, match=f"{name}=129: must be a whole number from") as raised:
+                    pipe.generate(PROMPT, **{name: 129}, **options)
+                refusals.append(str(raised.value))
+    assert texts[0] == texts[1]
+    assert refusals[:2] == refusals[2:]
+
+
 def test_secrets_and_policy_objects_do_not_leave_the_program(daemon):
     with pytest.raises(ConfigError, match="INTEGRITY_KEY cannot be sent"):
         load(daemon=True, INTEGRITY_KEY=b"0123456789abcdef0123456789abcdef")
