@@ -19,6 +19,8 @@ KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 AdapterType = Literal["f32", "bf16"]
 """The element type of the matrices of adapters: that in which a program computes."""
+MAX_ANSWERS = 128
+"""The most answers to one prompt (``num_return_sequences``, ``best_of``, ``n``), in a program, in the daemon and over HTTP."""
 
 
 @dataclass(frozen=True, order=True)

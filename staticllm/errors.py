@@ -17,18 +17,26 @@
     ├── BusyError              more than ``MAX_WAITING`` waiting requests, or no device in time for a text
     └── ClosedError            the pipeline was closed
         └── ProcessLostError   the other process in which the model runs has ended
+
+A class declares its fields as annotations (``stage: str``): with them, ``to_wire`` and ``from_wire`` carry an error from one
+process to another as the error that it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_type_hints
 
 MAX_LEN = 1 << 20
 """The most tokens of a prompt or an answer that a model can be loaded for."""
 MAX_SHOWN = 300
 """The most characters of a value in a message."""
+MAX_SENT = 8192
+"""The most characters of each text of an error that is sent to another process."""
+MAX_BASES = 32
+"""The most base classes of an error that another process sends."""
 
 
 class StaticLLMError(RuntimeError):
@@ -41,6 +49,9 @@ class ModelError(StaticLLMError):
 
 class UnsupportedModelError(ModelError):
     """A model that a pass cannot lower. Raised before anything is compiled."""
+
+    stage: str
+    reason: str
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f"{stage}: {reason}")
@@ -69,6 +80,10 @@ class PromptError(StaticLLMError, ValueError):
 
 class PromptTooLongError(PromptError):
     """A prompt, or a conversation, with more tokens than ``MAX_PROMPT_LEN``."""
+
+    num_tokens: int
+    limit: int
+    _is_chat: bool
 
     def __init__(self, num_tokens: int, limit: int, is_chat: bool = False) -> None:
         what, remedy = "prompt", "shorten the prompt"
@@ -104,6 +119,8 @@ class BusyError(StaticLLMError):
     ``retry_after`` is the predicted number of seconds after which a call like this one would succeed; infinite if it never
     would, and None if nothing is predicted.
     """
+
+    retry_after: float | None
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -167,9 +184,98 @@ def shown(value: object) -> str:
 
 def last_line(error: BaseException) -> str:
     """Return the last line of a message: OpenVINO puts its own source files and lines before it."""
-    try:
-        text = str(error)
-    except Exception:  # an exception of a user may have any __str__
-        text = ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _text_of(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """Return an error as JSON types, for another process: ``type`` and its ``bases``, nearest first, ``text`` and ``fields``.
+
+    Texts are cut to ``MAX_SENT`` characters.
+    """
+    names = [kind.__name__ for kind in type(error).__mro__ if issubclass(kind, BaseException)]
+    fields = _fields_of(_nearest(names))
+    sent = {name: _sent(getattr(error, name)) for name in fields if hasattr(error, name)}
+    return {"type": names[0], "bases": names[1 : MAX_BASES + 1], "text": _text_of(error)[:MAX_SENT], "fields": sent}
+
+
+def from_wire(values: object, origin: str = "") -> StaticLLMError:
+    """Return the error that ``to_wire`` described in another process, with ``origin`` before its text.
+
+    Of a class that this process does not know, it is the nearest base that it knows, at last a ``StaticLLMError``.
+
+    Raises:
+        ValueError: ``values`` describe no error; the message is one line.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"an error is {shown(values)}: must be an object")
+    text, bases = _checked_text("text", values.get("text")), values.get("bases")
+    if not isinstance(bases, list) or len(bases) > MAX_BASES:
+        raise ValueError(f"bases of an error are {shown(bases)}: must be a list of at most {MAX_BASES} names")
+    names = [_checked_text("type", values.get("type")), *(_checked_text("bases", name) for name in bases)]
+    sent = values.get("fields")
+    if not isinstance(sent, Mapping):
+        raise ValueError(f"fields of an error are {shown(sent)}: must be an object")
+    kind = _nearest(names, sent)
+    error = kind.__new__(kind, f"{origin}{text}")  # without its constructor, which would write the text again
+    for name, hint in _fields_of(kind).items():
+        setattr(error, name, _received(name, sent[name], hint))
+    return error
+
+
+def _nearest(names: list[str], has: Mapping[str, object] | None = None) -> type[StaticLLMError]:
+    """Return the first of these classes that is one of ours; with ``has``, the first whose fields are all there."""
+    table, rest = {StaticLLMError.__name__: StaticLLMError}, [StaticLLMError]
+    while rest:
+        for kind in rest.pop().__subclasses__():
+            if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:  # another may have the name of ours
+                table[kind.__name__] = kind
+                rest.append(kind)
+    found = (table[name] for name in names if name in table)
+    return next((kind for kind in found if has is None or _fields_of(kind).keys() <= has.keys()), StaticLLMError)
+
+
+def _fields_of(kind: type[StaticLLMError]) -> dict[str, Any]:
+    """Return the fields of a class, with their types."""
+    return get_type_hints(kind)
+
+
+def _sent(value: object) -> object:
+    """Return a field as a value of JSON, which has no infinite numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value[:MAX_SENT] if isinstance(value, str) else value
+
+
+def _received(name: str, value: object, hint: Any) -> object:
+    """Return a field as its class has it.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    is_whole = type(value) is int and value.bit_length() < 64
+    if hint in (float, float | None) and (is_whole or value in ("inf", "-inf", "nan")):
+        return float(value)  # type: ignore[arg-type]
+    if hint is str:
+        return _checked_text(name, value)
+    if not isinstance(value, hint) or (isinstance(value, int) and not is_whole and hint is not bool):
+        raise ValueError(f"{name} of an error is {shown(value)}: must be of the type {getattr(hint, '__name__', hint)}")
+    return value
+
+
+def _checked_text(name: str, value: object) -> str:
+    """Return a text of an error.
+
+    Raises:
+        ValueError: it is something else, or too long.
+    """
+    if not isinstance(value, str) or len(value) > MAX_SENT:
+        raise ValueError(f"{name} of an error is {shown(value)}: must be a text of at most {MAX_SENT} characters")
+    return value
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of a user may have any __str__
+        return ""

@@ -11,7 +11,7 @@ from typing import Protocol
 from staticllm.pipelines.engine.batch import Batch
 from staticllm.pipelines.engine.request import RequestState
 from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns, Share
-from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
+from staticllm.pipelines.scheduling.request_table import Limits
 
 SMOOTHING = 0.2
 """The weight of the newest step in the expected duration of the next one."""
@@ -65,7 +65,7 @@ class SoleUse:
         """Whether somebody waits for the device."""
         return False
 
-    def turn(self, worker: Worker, tpot_ms: float | None) -> AbstractContextManager[None]:
+    def turn(self, worker: Worker, limits: Limits) -> AbstractContextManager[None]:
         """Do nothing around a step."""
         return nullcontext()
 
@@ -84,7 +84,7 @@ class DeviceUse(SoleUse):
     """The place of one engine, ``owner``, among those who use a device. Runs on the engine's thread.
 
     The engine asks with the highest priority of its requests. After each step the clients pay for their rows, and the engine
-    says by when it needs the device for the next token: as late as ``dynamic`` lets prompts delay it.
+    says by when it needs the device for the next token, which its own prompts delay by no more than ``token_bound`` either.
 
     Args:
         turns: Those of the device.
@@ -102,7 +102,7 @@ class DeviceUse(SoleUse):
         return self.turns.is_wanted
 
     @contextmanager
-    def turn(self, worker: Worker, tpot_ms: float | None) -> Iterator[None]:
+    def turn(self, worker: Worker, limits: Limits) -> Iterator[None]:
         """Use the device for one step inside the ``with`` block. Tokens are posted first if somebody else may have it."""
         if self.turns.is_busy:
             worker.post()
@@ -116,7 +116,7 @@ class DeviceUse(SoleUse):
             seconds = time.perf_counter() - start
             self._step_seconds = known + SMOOTHING * (seconds - known) if known else seconds
             shares = self._shares(worker.rows, seconds)
-            self.turns.give(ask, seconds, self._due(worker.last_token_times(), tpot_ms), shares)
+            self.turns.give(ask, seconds, self._due(worker.last_token_times(), limits), shares)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -143,14 +143,13 @@ class DeviceUse(SoleUse):
             for each in rows
         ]  # fmt: skip
 
-    def _due(self, last_tokens: Iterable[float], tpot_ms: float | None) -> float | None:
+    def _due(self, last_tokens: Iterable[float], limits: Limits) -> float | None:
         """Return the latest moment at which the next step should begin; None if no request waits for a next token."""
         oldest = min(last_tokens, default=None)
         if oldest is None:
             return None
         step = self._step_seconds
-        bound = max(GAP_STEPS * step, GAP_SECONDS) if tpot_ms is None else tpot_ms / 1e3
-        return oldest + bound - step
+        return oldest + limits.token_bound.of(step, limits.tpot_ms) - step
 
 
 def demand_of(requests: Iterable[RequestState]) -> Demand:

@@ -322,7 +322,7 @@ class Engine:
         """Return the turn of the next step on the device. A step without a call needs none."""
         if not self._core.has_calls:
             return nullcontext()
-        return self.device_use.turn(self._core, self._core.options.limits.tpot_ms)
+        return self.device_use.turn(self._core, self._core.options.limits)
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device."""

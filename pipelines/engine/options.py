@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, ProgramMode
 from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, TokenBound
 from staticllm.pipelines.scheduling.request_table import Limits
 
 
@@ -30,10 +31,12 @@ class EngineOptions:
     lingers: bool = True
 
 
-def options_of(config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode) -> EngineOptions:
+def options_of(
+    config: StaticLLMConfig, shape: ModelShape, mode: ProgramMode, token_bound: TokenBound = OWN_BOUND
+) -> EngineOptions:
     """Return the options of ``config`` for an engine with a model of ``shape``, whose programs are compiled in ``mode``."""
     return EngineOptions(
-        limits=Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms, config.gap_ms),
+        limits=Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms, config.gap_ms, token_bound),
         max_seq_len=config.max_seq_len,
         max_waiting=config.max_waiting,
         host_kv_slots=config.num_host_slots,

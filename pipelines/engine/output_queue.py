@@ -8,21 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from staticllm.core import FinishReason
-from staticllm.errors import (
-    AdapterError,
-    BlobError,
-    BusyError,
-    ClosedError,
-    ConfigError,
-    DeviceError,
-    GenerationConfigError,
-    ModelError,
-    NumericalError,
-    PromptError,
-    SnapshotError,
-    StaticLLMError,
-    UnsupportedModelError,
-)
+from staticllm.errors import from_wire, to_wire
 
 
 @dataclass(frozen=True)
@@ -67,43 +53,25 @@ class Finished:
 
 
 Output = TokenOutput | Finished
-KNOWN_ERRORS: dict[str, type[StaticLLMError]] = {
-    kind.__name__: kind
-    for kind in (
-        AdapterError,
-        BlobError,
-        BusyError,
-        ClosedError,
-        ConfigError,
-        DeviceError,
-        GenerationConfigError,
-        ModelError,
-        NumericalError,
-        PromptError,
-        SnapshotError,
-        UnsupportedModelError,
-    )
-}
-"""Errors of an engine that keep their class when they cross a process."""
 
 
 def output_to_dict(output: Output) -> dict[str, Any]:
-    """Return an output as a dict of JSON types; of an error its class and message."""
+    """Return an output as a dict of JSON types."""
     if isinstance(output, TokenOutput):
         return asdict(output)
-    error = output.error
-    described = None if error is None else {"type": type(error).__name__, "message": str(error)}
-    return {"reason": str(output.reason), "error": described, "index": output.index}
+    error = None if output.error is None else to_wire(output.error)
+    return {"reason": str(output.reason), "error": error, "index": output.index}
 
 
 def output_from_dict(values: Mapping[str, Any]) -> Output:
-    """Return the output that ``output_to_dict`` described. An error of an unknown class becomes a ``StaticLLMError``."""
+    """Return the output that ``output_to_dict`` described. An error of an unknown class is of the nearest known base.
+
+    Raises:
+        TypeError, KeyError, ValueError: it is not one.
+    """
     if "id" in values:
         return TokenOutput(**values)
-    described = values["error"]
-    error = None
-    if described is not None:
-        error = KNOWN_ERRORS.get(described["type"], StaticLLMError)(described["message"])
+    error = None if values["error"] is None else from_wire(values["error"])
     return Finished(FinishReason(values["reason"]), error, values["index"])
 
 

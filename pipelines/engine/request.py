@@ -37,6 +37,10 @@ def new_id() -> int:
     return next(_numbers)
 
 
+MAX_PRIORITY = 1 << 31
+"""The highest priority of a request; the lowest one is its negative."""
+
+
 @dataclass(frozen=True)
 class EngineRequest:
     """One prompt and its generation options, as plain values that can be sent to another process.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staticllm.config import whole
+from staticllm.core import MAX_ANSWERS
 from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
 
@@ -46,7 +47,6 @@ EXTRA_NAMES = (
     *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
     "tools", "tool_choice", "parse_tools", "extra_context", "best_of",
 )  # fmt: skip
-MAX_BEST_OF = 128
 _CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
 
 
@@ -113,7 +113,7 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
             *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
         ),
         tool_options=_tool_options(given),
-        best_of=whole("best_of", given.get("best_of") or 0, 0, MAX_BEST_OF),
+        best_of=whole("best_of", given.get("best_of") or 0, 0, MAX_ANSWERS),
     )
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import openvino as ov
 import openvino_genai as genai
 
-from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
+from staticllm.adapters.adapter_set import MAX_ALPHA, AdapterSet, AdapterUse
 from staticllm.adapters.lora import FILE, LoraAdapter, adapter_in_memory, read_adapter
 from staticllm.errors import AdapterError, ConfigError, last_line, shown
 
@@ -121,8 +121,8 @@ def adapter_uses(config: object) -> tuple[AdapterUse, ...] | None:
 def _members(config: genai.AdapterConfig) -> list[tuple[KnownAdapter, float]]:
     found = []
     for adapter, alpha in config.get_adapters_and_alphas():
-        if not abs(alpha) <= 1e6:
-            raise ConfigError(f"alpha={alpha}: must be a finite number, at most 1e6")
+        if not abs(alpha) <= MAX_ALPHA:
+            raise ConfigError(f"alpha={alpha}: must be a finite number, at most {MAX_ALPHA:g}")
         found.append((_known(adapter), float(alpha)))
     return found
 

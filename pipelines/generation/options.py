@@ -12,6 +12,7 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
+from staticllm.core import MAX_ANSWERS
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.config_values import DEFAULTS, DRAFTING, NAMES, WIDE, in_effect
@@ -31,7 +32,6 @@ from staticllm.pipelines.generation.structured.grammar import Grammar
 from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, requested_grammar
 
 UNLIMITED = 2**64 - 1
-MAX_SEQUENCES = 128
 MAX_STOP_TOKEN = 2**63 - 1
 """GenAI's type of a token id. An id that the model does not have ends nothing."""
 _SUPPORTED = frozenset(
@@ -250,7 +250,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
 
 
 def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
-    count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_SEQUENCES)
+    count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_ANSWERS)
     if best_of and (best_of < count or not options["do_sample"]):
         remedy = f"raise it to {count}" if best_of < count else "set do_sample=True"
         wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"

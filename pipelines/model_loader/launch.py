@@ -28,7 +28,7 @@ from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
 
 PRECISION = "INFERENCE_PRECISION_HINT"
 
@@ -91,8 +91,14 @@ class LoadedDevice:
     device: str
 
 
-def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress) -> Launched:
-    """Load a model for the first device that can run it, and start an engine.
+def launch(
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
+    token_bound: TokenBound = OWN_BOUND,
+) -> Launched:
+    """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
 
     Raises:
         ModelError: a file of the model is missing or damaged.
@@ -105,13 +111,13 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
     first = candidates[0]
     _warn_of_length(directory, first.config)
     if first.config.serve_from_cpu and kind(first.device) != "CPU":
-        launched = _from_cpu_first(directory, candidates, policy, on_progress)
+        launched = _from_cpu_first(directory, candidates, policy, on_progress, token_bound)
         _serve(launched, on_progress, begin)
         return launched
     found = load_first(directory, candidates, on_progress)
     deferred = found.loaded.deferred
     try:
-        launched = Launched(_make_engine(found.loaded, policy), found.loaded, found.device)
+        launched = Launched(_make_engine(found.loaded, policy, token_bound), found.loaded, found.device)
         if deferred is not None:
             launched.background = BackgroundLoader(DeferredCompiler(launched, deferred), on_progress)
         _serve(launched, on_progress, begin)
@@ -122,10 +128,10 @@ def launch(directory: Path, candidates: Sequence[Candidate], policy: Policy, on_
     return launched
 
 
-def _make_engine(loaded: Loaded, policy: Policy) -> Engine:
+def _make_engine(loaded: Loaded, policy: Policy, token_bound: TokenBound) -> Engine:
     """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
     loaded.keep_costs_when_measured()
-    return Engine(loaded.runner, policy, loaded.engine_options)
+    return Engine(loaded.runner, policy, loaded.engine_options(token_bound))
 
 
 def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
@@ -225,12 +231,17 @@ def _bound_programs(runner: ModelRunner) -> BoundPrograms:
 
 
 def _from_cpu_first(
-    directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
+    token_bound: TokenBound,
 ) -> Launched:
     """Serve from the CPU until the device can serve; then the engine switches between two requests."""
     cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
-    launched = Launched(_make_engine(cpu, policy), cpu, "CPU")
-    launched.background = BackgroundLoader(DeviceSwitch(launched, directory, candidates, on_progress), on_progress)
+    launched = Launched(_make_engine(cpu, policy, token_bound), cpu, "CPU")
+    switch = DeviceSwitch(launched, directory, candidates, on_progress, token_bound)
+    launched.background = BackgroundLoader(switch, on_progress)
     return launched
 
 
@@ -238,10 +249,15 @@ class DeviceSwitch:
     """Background work that loads all programs of the model for the device and switches the engine to them."""
 
     def __init__(
-        self, launched: Launched, directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress
+        self,
+        launched: Launched,
+        directory: Path,
+        candidates: Sequence[Candidate],
+        on_progress: OnProgress,
+        token_bound: TokenBound,
     ) -> None:
         self._launched, self._directory, self._candidates = launched, directory, candidates
-        self._on_progress = on_progress
+        self._on_progress, self._token_bound = on_progress, token_bound
         self._deferred: DeferredPrograms | None = None
 
     def parts(self) -> list[Callable[[], None]]:
@@ -255,9 +271,8 @@ class DeviceSwitch:
         if self._deferred is not None:
             found = replace(found, loaded=_completed(found.loaded, self._deferred))
         found.loaded.keep_costs_when_measured()
-        self._launched.engine.switch(
-            found.loaded.runner, found.loaded.engine_options, partial(self._note_switch, found)
-        )
+        options = found.loaded.engine_options(self._token_bound)
+        self._launched.engine.switch(found.loaded.runner, options, partial(self._note_switch, found))
 
     def _note_switch(self, found: LoadedDevice) -> None:
         self._launched.loaded, self._launched.device = found.loaded, found.device

@@ -19,6 +19,7 @@ from staticllm.pipelines.programs.build import CompiledPrograms, compile_each
 from staticllm.pipelines.programs.compile_plan import CompilePlan
 from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, TokenBound
 
 Origin = Literal["compiled", "blob", "cache"]
 
@@ -132,10 +133,9 @@ class Loaded:
         """Return what is known of a model that was closed, without its programs and graphs."""
         return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
 
-    @property
-    def engine_options(self) -> EngineOptions:
-        """The engine's limits for this model."""
-        return options_of(self.config, self.programs.shape, self.programs.options.mode)
+    def engine_options(self, token_bound: TokenBound = OWN_BOUND) -> EngineOptions:
+        """Return the engine's limits for this model."""
+        return options_of(self.config, self.programs.shape, self.programs.options.mode, token_bound)
 
 
 def _keep_costs(kept_costs: KeptCosts[Variant] | None, costs: CostModel) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import openvino as ov
 
-from staticllm.errors import BusyError, DeviceError, ProcessLostError, StaticLLMError
-from staticllm.pipelines.engine.output_queue import KNOWN_ERRORS
+from staticllm.errors import DeviceError, ProcessLostError
+from staticllm.pipelines.remote.failures import check
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError, SilentError
@@ -189,7 +189,7 @@ def ask(channel: Channel, message: Message) -> Message:
     """Send a message and return the answer.
 
     Raises:
-        StaticLLMError: the daemon refused it (``BusyError``), it failed, or it has gone (``ProcessLostError``).
+        StaticLLMError: the daemon refused it, it failed, or the daemon has gone (``ProcessLostError``).
     """
     try:
         channel.send(message)
@@ -200,16 +200,3 @@ def ask(channel: Channel, message: Message) -> Message:
         raise ProcessLostError(GONE) from error
     check(answer)
     return answer
-
-
-def check(answer: Message) -> None:
-    """Raise the error that an answer reports, if it does.
-
-    Raises:
-        StaticLLMError: it was refused or failed.
-    """
-    if answer.kind is Kind.REFUSED:
-        raise BusyError(str(answer.body.get("reason", "the daemon refused")))
-    if answer.kind is Kind.FAILED:
-        kind = KNOWN_ERRORS.get(str(answer.body.get("type")), StaticLLMError)
-        raise kind(str(answer.body.get("text", "the daemon failed")))

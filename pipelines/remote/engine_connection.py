@@ -6,14 +6,16 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 
 from staticllm.core import FinishReason
-from staticllm.errors import ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
+from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
 from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink, check
+from staticllm.pipelines.remote.daemon_link import GONE, DaemonLink
+from staticllm.pipelines.remote.failures import check
 from staticllm.threads import start_thread
 from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
@@ -211,6 +213,8 @@ class EngineConnection:
             output = output_from_dict(values)
             if isinstance(output, Finished):
                 left.discard(output.index)
+                if isinstance(output.error, ProcessLostError):  # of a process behind the daemon, which itself is there
+                    output = replace(output, error=ClosedError(str(output.error)))
             if message.flags & LAST and values is message.body["outputs"][-1]:
                 self._forget(message.number)
             queue.put(output)

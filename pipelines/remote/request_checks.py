@@ -7,28 +7,42 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from staticllm.errors import ConfigError
+from staticllm.adapters.adapter_set import MAX_ALPHA
+from staticllm.core import MAX_ANSWERS
+from staticllm.errors import MAX_LEN, ConfigError, shown
 from staticllm.pipelines.engine.overflow import RULES
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
-from staticllm.pipelines.generation.extra_options import NUMBERS, Bounds
+from staticllm.pipelines.generation.config_values import WIDE
+from staticllm.pipelines.generation.extra_options import MAX_BIAS, MAX_TOKEN, NUMBERS, Bounds
 from staticllm.pipelines.generation.method_options import LONGEST_DRAFT, MAX_BEAMS
-from staticllm.pipelines.generation.options import PENALTIES
+from staticllm.pipelines.generation.options import PENALTIES, UNLIMITED
 from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
 
-MAX_ANSWERS = 64
 MAX_SEQUENCE_TOKENS = 1 << 18
 MAX_STOP_CHARACTERS = 1 << 16
 MAX_NUMBER = 1 << 64
-MAX_SCALE = 1e6
-"""The largest factor of an adapter."""
+_OPTIONS = {
+    "dry_breakers": "dry_sequence_breakers",
+    "logit_bias": "logit_bias",
+    "bad_words": "bad_words or bad_words_ids",
+}
+"""The options of a program that set the sequences of tokens of a request."""
 _BOUNDS = {
     **PENALTIES, **NUMBERS,
     "top_p": Bounds(0.0, 1.0, has_least=False),
     "min_p": Bounds(0.0, 1.0),
-    **dict.fromkeys(("temperature", "top_k", "no_repeat_ngram_size"), Bounds(0, MAX_NUMBER)),
+    "temperature": WIDE["temperature"],
+    **dict.fromkeys(("top_k", "no_repeat_ngram_size"), Bounds(0, MAX_NUMBER)),
 }  # fmt: skip
 """The bounds of sampling parameters, as a program has them."""
+_WHOLE = {
+    "seed": ("rng_seed", 0, UNLIMITED),
+    "num_sequences": ("num_return_sequences or best_of", 1, MAX_ANSWERS),
+    "min_new_tokens": ("min_new_tokens", 0, MAX_LEN),
+    "priority": ("priority", -MAX_PRIORITY, MAX_PRIORITY),
+}
+"""The whole numbers of a request: the options of a program that set them, and their bounds."""
 _NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 
 
@@ -38,14 +52,10 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
     Raises:
         ConfigError: one is wrong.
     """
-    whole = {
-        "seed": (0, 1 << 63), "num_sequences": (1, MAX_ANSWERS), "min_new_tokens": (0, 1 << 31),
-        "priority": (-(1 << 31), 1 << 31),
-    }  # fmt: skip
-    for name, (least, most) in whole.items():
+    for name, (option, least, most) in _WHOLE.items():
         value = getattr(request, name)
         if type(value) is not int or not least <= value <= most:
-            raise ConfigError(f"{name}={value!r}: must be a whole number from {least} to {most}")
+            raise ConfigError(f"{option}={shown(value)}: must be a whole number from {least} to {most}")
     longest = request.max_new_tokens
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ConfigError(f"max_new_tokens={longest!r}: must be a whole number of at least 1")
@@ -93,8 +103,8 @@ def check_scales(scales: Sequence[Any], num_adapters: int) -> None:
     """
     if scales and len(scales) != num_adapters:
         raise ConfigError(f"the factors of {len(scales)} adapters: the model was loaded with {num_adapters}")
-    if not all(type(scale) in (int, float) and abs(scale) <= MAX_SCALE for scale in scales):
-        raise ConfigError(f"adapters={scales!r:.200}: must be numbers up to {MAX_SCALE:g}")
+    if not all(type(scale) in (int, float) and abs(scale) <= MAX_ALPHA for scale in scales):
+        raise ConfigError(f"adapters={scales!r:.200}: must be numbers up to {MAX_ALPHA:g}")
 
 
 def _check_stop_strings(request: EngineRequest) -> None:
@@ -126,9 +136,10 @@ def _check_beams(request: EngineRequest) -> None:
     size = beams.no_repeat_ngram_size
     if size is not None and (type(size) is not int or size < 1):
         raise ConfigError(f"no_repeat_ngram_size={size!r}: must be a whole number of at least 1")
-    for value in (beams.diversity_penalty, beams.length_penalty):
-        if type(value) not in (int, float) or not abs(value) <= 1e6:
-            raise ConfigError(f"diversity_penalty and length_penalty must be finite numbers, not {value!r}")
+    for name in ("diversity_penalty", "length_penalty"):
+        value, bounds = getattr(beams, name), WIDE[name]
+        if type(value) not in (int, float) or not bounds.least <= value <= bounds.most:
+            raise ConfigError(f"{name}={shown(value)}: must be a number from {bounds.least:g}, up to {bounds.most:g}")
     if beams.stop_criteria not in get_args(StopCriteria):
         raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
 
@@ -159,10 +170,14 @@ def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:
         ConfigError: one is neither, or there are too many.
     """
     if sum(map(len, rows)) > MAX_SEQUENCE_TOKENS:
-        raise ConfigError(f"{name} has more than {MAX_SEQUENCE_TOKENS} tokens")
+        raise ConfigError(f"{_OPTIONS[name]} has more than {MAX_SEQUENCE_TOKENS} tokens")
     for row in rows:
         ids, bias = (row[:1], row[1:]) if name == "logit_bias" else (row, ())
-        if not ids or not all(type(id) is int and id >= 0 for id in ids) or len(bias) != (name == "logit_bias"):
-            raise ConfigError(f"{name}={row!r}: must be token ids" + (", and a number" if bias else ""))
-        if not all(type(number) in (int, float) and math.isfinite(number) for number in bias):
-            raise ConfigError(f"{name}={row!r}: must be a token id and a finite number")
+        is_short = not ids or len(bias) != (name == "logit_bias")
+        if is_short or not all(type(id) is int and 0 <= id <= MAX_TOKEN for id in ids):
+            what = ", and a number" if name == "logit_bias" else ""
+            raise ConfigError(f"{_OPTIONS[name]}={shown(row)}: must be token ids from 0 to {MAX_TOKEN}{what}")
+        if not all(type(number) in (int, float) and abs(number) <= MAX_BIAS for number in bias):
+            raise ConfigError(
+                f"logit_bias={shown(row)}: must be a token id and a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            )

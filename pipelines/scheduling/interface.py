@@ -163,6 +163,27 @@ class AwayView:
 
 
 @dataclass(frozen=True)
+class TokenBound:
+    """How long other work may keep the running requests from their next tokens: prompts, jobs, calls of other programs.
+
+    It is ``TPOT_MS``, or without that target the longer one of ``steps`` decode steps and ``seconds``.
+    """
+
+    steps: float
+    seconds: float
+
+    def of(self, step_seconds: float, tpot_ms: float | None = None) -> float:
+        """Return the longest time between two tokens, s, where a decode step takes ``step_seconds``."""
+        return max(self.steps * step_seconds, self.seconds) if tpot_ms is None else tpot_ms / 1e3
+
+
+OWN_BOUND = TokenBound(4.0, 0.1)
+"""The bound in a model that one program uses."""
+SHARED_BOUND = TokenBound(2.5, 0.04)
+"""The bound in the daemon. It is shorter, because the prompt or the call that delays a token is another program's."""
+
+
+@dataclass(frozen=True)
 class View:
     """The state of the engine at the moment at which it needs a plan.
 
@@ -178,6 +199,7 @@ class View:
         gap_ms: The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound.
         jobs: The jobs that wait; empty for policies without ``plans_jobs``.
         away: The fed requests whose clients choose the next tokens, those that have been away longest first.
+        token_bound: The bound on the time between two tokens of a request.
     """
 
     now: float
@@ -194,6 +216,7 @@ class View:
     gap_ms: float | None = None
     jobs: tuple[JobView, ...] = ()
     away: tuple[AwayView, ...] = ()
+    token_bound: TokenBound = OWN_BOUND
 
     @property
     def requests(self) -> tuple[RequestView, ...]:

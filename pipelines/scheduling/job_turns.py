@@ -8,7 +8,6 @@ from math import ceil
 
 from staticllm.pipelines.scheduling.chat_activity import ChatActivity
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
-from staticllm.pipelines.scheduling.policies.dynamic import GAP_SECONDS, GAP_STEPS
 
 MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
 """The longest job on a device that serves requests, as far as it can be chosen: a prompt that comes during it waits for its end.
@@ -80,10 +79,9 @@ class JobTurns:
     """Lets jobs and requests take turns.
 
     A job runs at once if the device has no requests. Beside requests that decode, it runs while every one of them still gets its
-    next token within its bound: ``tpot_ms``, or without it as long as ``dynamic`` lets prompts take. A request that waits for its
-    first token, or is swapped, goes before jobs of its priority and below. A job of a higher priority goes before it, as long as
-    such jobs have not taken ``AHEAD_SECONDS`` more than the requests. Jobs that must wait get ``MIN_JOB_SHARE`` of the device
-    time, so that none waits for ever, whatever the policy plans.
+    next token within ``token_bound``. A request that waits for its first token, or is swapped, goes before jobs of its priority
+    and below. A job of a higher priority goes before it, as long as such jobs have not taken ``AHEAD_SECONDS`` more than the
+    requests. Jobs that must wait get ``MIN_JOB_SHARE`` of the device time, so that none starves, whatever the policy plans.
     """
 
     def __init__(self) -> None:
@@ -193,8 +191,7 @@ def step_of(view: View) -> float:
 def slack_of(view: View) -> float:
     """Return the seconds that jobs may take between two tokens of the running requests."""
     step = step_of(view)
-    bound = max(GAP_STEPS * step, GAP_SECONDS) if view.tpot_ms is None else view.tpot_ms / 1e3
-    return bound * BOUND_USED - step
+    return view.token_bound.of(step, view.tpot_ms) * BOUND_USED - step
 
 
 def waited(view: View) -> float:

@@ -34,10 +34,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 STALL_SECONDS = 2.0
 """The longest time for one plan of a user's policy; after it the policy counts as stalled."""
 
-SHARED_GAP_STEPS, SHARED_GAP_SECONDS = 2.5, 0.04
-"""The bound on the gap between two tokens where several programs use a model, in decode steps and seconds. It is less than in one
-program, because there the long prompt is somebody else's."""
-
 
 def make_policy(scheduler: object) -> Policy:
     """Return the shipped policy of this name, or the user's own object.
@@ -52,15 +48,6 @@ def make_policy(scheduler: object) -> Policy:
             f"scheduler={scheduler!r}: must be one of {', '.join(POLICIES)}, or an object with a method plan(view)"
         )
     return scheduler  # type: ignore[return-value]
-
-
-def make_shared_policy(scheduler: object) -> Policy:
-    """Return the policy of this name for a model that several programs use, or the user's own object.
-
-    Raises:
-        ConfigError: as for ``make_policy``.
-    """
-    return Dynamic(SHARED_GAP_STEPS, SHARED_GAP_SECONDS) if scheduler == "dynamic" else make_policy(scheduler)
 
 
 class Planner:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from staticllm.pipelines.scheduling.interface import Device, RequestStatus, RequestView, View
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, Device, RequestStatus, RequestView, TokenBound, View
 
 WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
@@ -166,12 +166,16 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest number of running requests, and the targets for TTFT, TPOT and gaps in ms; None without a target."""
+    """The largest number of running requests, and the targets for TTFT, TPOT and gaps in ms; None without a target.
+
+    ``token_bound`` is the bound on the time between two tokens, for the policy, for jobs and for the turns of other programs.
+    """
 
     max_num_seqs: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     gap_ms: float | None = None
+    token_bound: TokenBound = OWN_BOUND
 
 
 class RequestTable:
@@ -237,6 +241,7 @@ class RequestTable:
             self.limits.ttft_ms,
             self.limits.tpot_ms,
             self.limits.gap_ms,
+            token_bound=self.limits.token_bound,
         )
 
     @property

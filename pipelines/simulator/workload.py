@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from staticllm.core import MAX_ANSWERS
 from staticllm.errors import ConfigError
-
-MAX_ANSWERS = 128
 
 
 @dataclass(frozen=True)

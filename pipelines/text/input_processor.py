@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.errors import AdapterError, GenerationConfigError, shown
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
@@ -183,11 +184,13 @@ class InputProcessor:
         """
         started = time.perf_counter()
         options = resolve(*self._base_config(config, overrides))
-        if not isinstance(priority, int):
-            raise GenerationConfigError(f"priority={shown(priority)}: must be a whole number")
+        if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise GenerationConfigError(
+                f"priority={shown(priority)}: must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
         if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
             raise GenerationConfigError(f"deadline_ms={shown(deadline_ms)}: must be milliseconds, more than 0")
-        deadline = None if deadline_ms is None else started + deadline_ms / 1e3
+        deadline = None if deadline_ms in (None, math.inf) else started + deadline_ms / 1e3
         return CallOptions(form, options, overflow_rule(overflow), priority, deadline, started)
 
     def encode(self, inputs: Inputs, call: CallOptions) -> list[Prompt]:

@@ -15,6 +15,8 @@ from staticllm.core import AdaptedGroup, AdapterLayout, AdapterType
 
 AdapterUse = tuple[str, float]
 """The name of an adapter, and the alpha that a request uses it with."""
+MAX_ALPHA = 1e6
+"""The largest alpha of an adapter, without its sign."""
 
 
 @dataclass(frozen=True, eq=False)

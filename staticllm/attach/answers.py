@@ -31,9 +31,16 @@ def checked(answer: Message) -> Message:
         Exception: the one that the call raised in the daemon.
     """
     if answer.kind is Kind.FAILED:
-        raise EXCEPTIONS.get(str(answer.body.get("type")), RuntimeError)(str(answer.body.get("text", "")))
+        raise _kind_of(answer)(str(answer.body.get("text", "")))
     if answer.kind is Kind.REFUSED:
         raise RefusedError(str(answer.body.get("reason", "the daemon refused")))
     if answer.kind not in (Kind.OK, Kind.DONE, Kind.WELCOME):
         raise ProtocolError(f"{answer.kind.name} is not an answer")
     return answer
+
+
+def _kind_of(answer: Message) -> type[Exception]:
+    """Return the class of an error, or the nearest base of it, that programs without our package have."""
+    bases = answer.body.get("bases")
+    names = [answer.body.get("type"), *(bases if isinstance(bases, list) else ())]
+    return next((EXCEPTIONS[name] for name in names if isinstance(name, str) and name in EXCEPTIONS), RuntimeError)

@@ -20,7 +20,8 @@ from staticllm.daemon.model_source import source_of
 from staticllm.daemon.session import Session
 from staticllm.daemon.streams import OutputStream
 from staticllm.daemon.timeline import Timeline
-from staticllm.errors import BusyError, ConfigError, StaticLLMError, last_line
+from staticllm.errors import BusyError, ConfigError, StaticLLMError, as_ours
+from staticllm.pipelines.remote.failures import failed, refused
 from staticllm.wire import tensors
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError
@@ -87,7 +88,7 @@ class ClientConnection:
             pass
         except ProtocolError as error:
             log.warning("a client sent something else than a message: %s", error)
-            self._refuse(str(error))
+            self._refuse(error)
         finally:
             self._end()
 
@@ -97,7 +98,7 @@ class ClientConnection:
         if (request := self._request) is not None:
             request.cancel()  # its call may need many more device calls
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, error: ProtocolError) -> None:
         """Say why the connection ends. A client that does not read, so that a send waits, is not told."""
         if self._stream is not None:
             self._stream.stop()
@@ -107,7 +108,7 @@ class ClientConnection:
             timer.start()
             try:
                 with self._send_lock:
-                    self._channel.send(Message(Kind.REFUSED, body={"reason": reason}))
+                    self._channel.send(refused(error))
             finally:
                 timer.cancel()
                 timer.join()  # or it could shut another connection with the number of this one
@@ -124,9 +125,9 @@ class ClientConnection:
         except (ProtocolError, EOFError, BrokenPipeError, ConnectionError):
             raise
         except BusyError as error:
-            answer = Message(Kind.REFUSED, body={"reason": str(error)})
+            answer = refused(error)
         except Exception as error:
-            answer = _failed(error)
+            answer = failed(error)
         if answer is not None:
             with self._send_lock:
                 self._channel.send(replace(answer, number=message.number))
@@ -139,7 +140,7 @@ class ClientConnection:
         try:
             self.session, self._is_first, body = self._host.join(message)
         except StaticLLMError as error:
-            self._channel.send(Message(Kind.REFUSED, body={"reason": str(error)}))
+            self._channel.send(refused(error))
             return False
         self._channel.send(Message(Kind.WELCOME, body=body))
         return True
@@ -184,9 +185,7 @@ class ClientConnection:
         except (ProtocolError, BusyError):
             raise
         except Exception as error:
-            if is_language and isinstance(error, StaticLLMError):
-                return _failed(error)  # the program's pipeline raises it as its own class
-            return Message(Kind.REFUSED, body={"reason": last_line(error)})
+            return failed(as_ours(error)) if is_language else refused(error)  # attached programs run the model natively
         self._unsent = handle
         more = model.describe() if isinstance(model, LanguageModel) else {}
         return Message(Kind.OK, body={"model": handle, "mode": model.mode, **more})
@@ -364,11 +363,3 @@ class ClientConnection:
     def _stop(self, _: Message) -> Message:
         self._host.stop()
         return Message(Kind.OK)
-
-
-def _failed(error: Exception) -> Message:
-    if isinstance(error, StaticLLMError):
-        return Message(Kind.FAILED, body={"type": type(error).__name__, "text": str(error)[:8192]})
-    kinds = (ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError)
-    kind = next((kind.__name__ for kind in kinds if type(error) is kind), "RuntimeError")
-    return Message(Kind.FAILED, body={"type": kind, "text": str(error)[:8192]})

@@ -22,7 +22,8 @@ from staticllm.pipelines.model_loader.arguments import read_tokenizer
 from staticllm.pipelines.model_loader.draft_source import use_draft
 from staticllm.pipelines.model_loader.launch import Launched, launch
 from staticllm.pipelines.remote.request_checks import check_fields, check_scales
-from staticllm.pipelines.scheduling.planner import make_shared_policy
+from staticllm.pipelines.scheduling.interface import SHARED_BOUND
+from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 
@@ -114,8 +115,8 @@ def compile_language_model(
         ModelError, UnsupportedModelError, ConfigError, AdapterError, BlobError, DeviceError: as for ``StaticLLMPipeline``.
     """
     candidates = source.loadable()
-    policy = make_shared_policy(candidates[0].config.scheduler)
-    launched = launch(source.directory, candidates, policy, on_progress)
+    policy = make_policy(candidates[0].config.scheduler)
+    launched = launch(source.directory, candidates, policy, on_progress, SHARED_BOUND)
     tokenizer = LazyTokenizer(source.directory)
     if source.draft is not None:
         use_draft(source.draft, launched, tokenizer.read(), on_progress)

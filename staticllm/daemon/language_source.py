@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.adapters.adapter_set import MAX_ALPHA, AdapterSet
 from staticllm.adapters.lora import FILE, LoraAdapter, read_adapter
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import AdapterError, ModelError
@@ -16,7 +16,6 @@ from staticllm.model_dir import weights_of, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.draft_source import DraftSource
-from staticllm.pipelines.remote.request_checks import MAX_SCALE
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 MAX_ADAPTERS = 64
@@ -165,8 +164,8 @@ def _adapter_files(values: Any) -> tuple[AdapterFile, ...]:
         if not isinstance(value, list) or len(value) != 3 or not all(isinstance(text, str) for text in value[:2]):
             raise ProtocolError("MODEL: an adapter must have a path, a name and an alpha")
         path, name, alpha = value
-        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_SCALE:
-            raise ProtocolError(f"MODEL: the alpha {alpha!r:.40} of an adapter must be a number up to {MAX_SCALE:g}")
+        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
+            raise ProtocolError(f"MODEL: the alpha {alpha!r:.40} of an adapter must be a number up to {MAX_ALPHA:g}")
         found.append(AdapterFile(_path_of(path), name, float(alpha)))
     return tuple(found)
 

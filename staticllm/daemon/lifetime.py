@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from staticllm.daemon.limits import Limits
 from staticllm.errors import StaticLLMError
 from staticllm.parent_watch import ParentWatch
+from staticllm.pipelines.remote.failures import check
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError, SilentError
@@ -165,8 +166,7 @@ def ask(channel: Channel, message: Message) -> Message:
         answer = channel.receive()
     except ProtocolError as error:
         raise StaticLLMError(f"the daemon's answer is damaged: {error}") from error
-    if answer.kind in (Kind.REFUSED, Kind.FAILED):
-        raise StaticLLMError(str(answer.body.get("reason", answer.body.get("text", ""))))
+    check(answer)
     return answer
 
 

@@ -168,7 +168,7 @@ class Answers:
             else:
                 async with contextlib.aclosing(handle.batches_async(STREAM_GAP)) as batches:
                     async for batch in batches:
-                        answer.timer.tick(len(batch))
+                        answer.timer.begin()
                         current_record().note_token()
                         deltas = batch if self._is_by_token else [joined(batch)]
                         last = [AnswerDelta(answer.index, delta) for delta in deltas]
@@ -176,6 +176,8 @@ class Answers:
                             yield last
                             last = []
             outputs = handle.outputs(0)
+            for output in [] if self._is_search else outputs:
+                answer.timer.end(output.token_times)
             self._count(outputs)
             self._claim(handle, outputs[0])
             yield [*last, AnswerEnd(answer.index, outputs)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,7 +32,7 @@ class ServerMetrics:
         )
         self.gap = Histogram(
             "staticllm_inter_token_seconds",
-            "Between two increments of an answer.",
+            "Between two tokens of an answer, at the moments at which the model chose them.",
             ["model"],
             buckets=_SECONDS,
             registry=registry,
@@ -73,22 +74,25 @@ class ServerMetrics:
 
 
 class AnswerTimer:
-    """Measures one answer: the time to its first token, and the gaps after it."""
+    """Measures one answer: the time to its first token, and the gaps between its tokens."""
 
     def __init__(self, metrics: ServerMetrics, model: str) -> None:
         self._ttft, self._gap = metrics.ttft.labels(model), metrics.gap.labels(model)
-        self._start, self._last = time.perf_counter(), 0.0
+        self._start, self._has_begun = time.perf_counter(), False
 
-    def tick(self, num_increments: int = 1) -> None:
-        """Note increments that have come now, together."""
-        now = time.perf_counter()
-        if self._last:
-            self._gap.observe(now - self._last)
-        else:
-            self._ttft.observe(now - self._start)
-        self._last = now
-        for _ in range(num_increments - 1):
-            self._gap.observe(0.0)
+    def begin(self) -> None:
+        """Note that tokens have come now. Calls after the first do nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._ttft.observe(time.perf_counter() - self._start)
+
+    def end(self, token_times: Sequence[float]) -> None:
+        """Note the end of the answer, with the moment at which each of its tokens was chosen, s.
+
+        The moments at which tokens arrive here say nothing about gaps: fast ones arrive together.
+        """
+        for before, after in pairwise(token_times):
+            self._gap.observe(after - before)
 
 
 class _Engines(Collector):

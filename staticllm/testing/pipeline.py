@@ -166,6 +166,6 @@ def _launch(
     )
     programs = CompiledPrograms(shape, CompileOptions("CPU", "shared", "f32", {}), {})
     loaded = Loaded(runner, programs, config, "compiled", has_mapped_weights=False)
-    engine = _ReplyingEngine(runner, policy, loaded.engine_options, replies)
+    engine = _ReplyingEngine(runner, policy, loaded.engine_options(), replies)
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - start))
     return Launched(engine, loaded, "CPU")

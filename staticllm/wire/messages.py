@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of the messages; client and daemon must have the same."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
@@ -36,8 +36,8 @@ class Kind(IntEnum):
     HELLO = 1  # protocol, openvino, pid, program, priority, session (to add a connection to a client)
     WELCOME = 2  # session, openvino, limits
     OK = 3  # the result, by names that depend on the question
-    FAILED = 4  # type, text: the exception that the call raised
-    REFUSED = 5  # reason: the daemon does not take this client or model; it may run natively
+    FAILED = 4  # type, bases, text, fields: the exception that the call raised (errors.to_wire)
+    REFUSED = 5  # reason, and as FAILED: the daemon does not take this client or model; it may run natively
     MODEL = 6  # path or spool, weights, device, config, mode; or directory, candidates -> OK: model, mode, …
     REQUEST = 7  # handle: model -> OK: request
     INFER = 8  # handle: request; tensors, block -> DONE

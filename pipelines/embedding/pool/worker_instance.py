@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from staticllm.errors import ConfigError, DeviceError, ModelError, StaticLLMError
+from staticllm.errors import ConfigError, DeviceError, from_wire
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
@@ -30,7 +30,6 @@ START_SECONDS = 600.0
 """The longest time that loading the model may take in a worker process."""
 END_SECONDS = 5.0
 """The time that a worker process has for its end before it is killed."""
-_ERRORS: dict[object, type[StaticLLMError]] = {"model": ModelError, "config": ConfigError}
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 _MODULE = "staticllm.pipelines.embedding.pool.worker_process"
 
@@ -100,7 +99,7 @@ class WorkerInstance:
         """Wait until the process has loaded the model.
 
         Raises:
-            ModelError, ConfigError, DeviceError: it could not.
+            StaticLLMError: it could not; the error is that of ``load_encoder``.
         """
         limit = threading.Timer(START_SECONDS, self.interrupt)
         limit.daemon = True
@@ -187,8 +186,11 @@ class WorkerInstance:
         if answer is None:
             raise self._lost(process, "it closed its pipe")
         if "error" in answer.header:
-            kind = _ERRORS.get(answer.header.get("kind"), DeviceError)
-            raise kind(f"{self.name}: {answer.header['error']}")
+            try:
+                reported = from_wire(answer.header["error"], f"{self.name}: ")
+            except ValueError as damaged:
+                raise self._lost(process, str(damaged)) from damaged
+            raise reported
         return answer
 
     def _lost(self, process: subprocess.Popen[bytes], reason: str) -> WorkerLostError:

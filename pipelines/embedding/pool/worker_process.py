@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from staticllm.errors import ConfigError, ModelError, as_ours
+from staticllm.errors import as_ours, to_wire
 from staticllm.pipelines.embedding.pool.frames import Frame, FrameError, read_frame, write_frame
 from staticllm.pipelines.embedding.windve.affinity import bind_process
 
@@ -107,6 +107,4 @@ def _answer(runner: EncoderRunner, frame: Frame) -> tuple[dict[str, Any], bytes]
 
 
 def _problem(error: Exception) -> dict[str, Any]:
-    ours = as_ours(error)
-    kind = "model" if isinstance(ours, ModelError) else "config" if isinstance(ours, ConfigError) else "device"
-    return {"error": " ".join(str(ours).split()), "kind": kind}
+    return {"error": to_wire(as_ours(error))}

@@ -19,10 +19,8 @@ from staticllm.pipelines.scheduling.policies.common import (
 from staticllm.pipelines.scheduling.policies.packing import pack
 from staticllm.pipelines.scheduling.policies.time_slices import TimeSlices, by_wait
 
-GAP_STEPS, GAP_SECONDS = 4, 0.1
-"""The bound on the gap between two tokens where neither a TPOT target nor the maker of the policy sets another one."""
 CROWDED_GAP = 2
-"""The factor on that bound while at least two prompts wait, and at least as many as requests decode."""
+"""The factor on the bound between two tokens while at least two prompts wait, and at least as many as requests decode."""
 URGENT_GAP = 4
 """The factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
@@ -193,17 +191,13 @@ class Dynamic:
 
     A prompt runs when it arrives, even while ``max_num_seqs`` requests are running; its request is then swapped until one of
     them ends. The calls that can run prompts now, alone or mixed with decoding, are compared by measured costs, and the one with
-    the highest ``CandidateCall.rate`` runs. No running request waits longer than ``tpot_ms`` for its next token. Prompts run at
-    once while fewer than ``max_num_seqs`` requests are running. Otherwise they are batched, with a delay that ``ttft_ms`` bounds.
-    With ``gap_ms``, swapped requests get the places of running ones in time slices, and prompts wait if there are too many.
-
-    Args:
-        gap_steps: Without a TPOT target, two tokens of a request are at most this many decode steps apart, ...
-        gap_seconds: ... or this long, whichever is longer.
+    the highest ``CandidateCall.rate`` runs. No running request waits longer than ``token_bound`` for its next token. Prompts run
+    at once while fewer than ``max_num_seqs`` requests are running. Otherwise they are batched, with a delay that ``ttft_ms``
+    bounds. With ``gap_ms``, swapped requests get the places of running ones in time slices, and prompts wait if there are too
+    many.
     """
 
-    def __init__(self, gap_steps: float = GAP_STEPS, gap_seconds: float = GAP_SECONDS) -> None:
-        self._gap_steps, self._gap_seconds = gap_steps, gap_seconds
+    def __init__(self) -> None:
         self._prefill_end = float("-inf")  # expected end of the last call with prompts, on the clock of the view
         self._prefill_seconds = 0.0  # device time that the prompts added to this call
         self._delayed: tuple[int, ...] = ()  # ids of the prompts that wait for a fuller batch since the last comparison
@@ -269,9 +263,9 @@ class Dynamic:
         """Return the seconds until a running request has waited too long for its next token; negative if it is late."""
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
         waited = view.now - min(times) if times else 0.0
+        gap = view.token_bound.of(step_seconds, view.tpot_ms)
         if view.tpot_ms is not None:
-            return view.tpot_ms / 1e3 - waited
-        gap = max(self._gap_steps * step_seconds, self._gap_seconds)
+            return gap - waited
         if len(backlog) >= max(2, decode.num_rows):
             gap *= CROWDED_GAP
         if view.ttft_ms is not None and view.now - backlog[0].arrival > URGENT_TTFT_SHARE * view.ttft_ms / 1e3:

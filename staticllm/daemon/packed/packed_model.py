@@ -27,8 +27,8 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import prepare
-from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.scheduling.planner import make_shared_policy
+from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
+from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 from staticllm.properties import resolve
 
@@ -144,9 +144,8 @@ class PackedModel:
             runner = make_runner(programs)
         self._program = next(iter(programs.compiled.values()))
         self.limits = EngineLimits(config.max_seq_len, shape.vocab_size, _reach_of(shape.masks))
-        self.engine = Engine(
-            runner, policy or make_shared_policy(config.scheduler), options_of(config, shape, plan.options.mode)
-        )
+        options = options_of(config, shape, plan.options.mode, SHARED_BOUND)
+        self.engine = Engine(runner, policy or make_policy(config.scheduler), options)
 
 
 def with_all_logits(variants: Sequence[Variant]) -> tuple[Variant, ...]:

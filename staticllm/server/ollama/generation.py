@@ -18,7 +18,7 @@ from staticllm.server.ollama.fields import OllamaChatRequest, OllamaGenerateRequ
 from staticllm.server.ollama.line_stream import LineStream
 from staticllm.server.ollama.names import seconds_of, served_name
 from staticllm.server.ollama.options import generation_options, template_messages
-from staticllm.server.openai.generation import Close, Handles, respond
+from staticllm.server.openai.generation import Close, Handles, respond_with
 from staticllm.server.served_model import ServedModel
 
 
@@ -67,16 +67,17 @@ async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -
         tokenizer = model.chat.get_tokenizer()
         decode, options = tokenizer.decode if body.logprobs else None, _options(body, model)
         maker = AnswerForm(form, body.model, begin, loaded, decode, options["parse_tools"])
-
-        def whole(handles: Handles) -> dict[str, Any]:
-            return maker.whole(handles[0][0])
-
-        def stream(answers: Answers, close: Close) -> Response:
-            return LineStream(call, _pieces(maker, answers), close)
-
-        return await respond(call, body, model, [(inputs, options)], whole, stream)
-    finally:
+    except BaseException:
         call.state.hub.release(model)
+        raise
+
+    def whole(handles: Handles) -> dict[str, Any]:
+        return maker.whole(handles[0][0])
+
+    def stream(answers: Answers, close: Close) -> Response:
+        return LineStream(call, _pieces(maker, answers), close)
+
+    return await respond_with(call, body, model, [(inputs, options)], whole, stream)
 
 
 def _options(body: OllamaGeneration, model: ServedModel) -> dict[str, Any]:

@@ -13,12 +13,13 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
+from staticllm.core import MAX_ANSWERS
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers import AnswerEnd, Answers, Part, Usage
 from staticllm.server.api_error import ApiError
 from staticllm.server.chunk_stream import ChunkStream
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.fields import MAX_ANSWERS, Ids, SamplingFields
+from staticllm.server.openai.fields import Ids, SamplingFields
 from staticllm.server.openai.generation import Close, Handles, respond
 from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
 from staticllm.server.openai.reasons import finish_reason

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_ANSWERS = 128
+from staticllm.core import MAX_ANSWERS
+
 MAX_STOPS = 16
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]

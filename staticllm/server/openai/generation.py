@@ -43,7 +43,7 @@ async def respond(
     complete: Callable[[Handles], dict[str, Any]],
     stream: Callable[[Answers, Close], Response],
 ) -> Response:
-    """Run one answer for each of ``inputs``, a prompt with its options, and return the response.
+    """Load the model if necessary, run one answer for each of ``inputs``, a prompt with its options, and return the response.
 
     ``complete`` makes a body of all answers; it runs in a thread. ``stream`` makes a response that must await ``Close``.
 
@@ -52,6 +52,18 @@ async def respond(
         ClientDisconnect: the client has closed the connection.
     """
     await call.acquire(model)
+    return await respond_with(call, body, model, inputs, complete, stream)
+
+
+async def respond_with(
+    call: Call,
+    body: Asked,
+    model: ServedModel,
+    inputs: Sequence[tuple[Any, dict[str, Any]]],
+    complete: Callable[[Handles], dict[str, Any]],
+    stream: Callable[[Answers, Close], Response],
+) -> Response:
+    """Do as ``respond`` with a model that the caller has acquired. It is released here, however the request ends."""
     answers: Answers | None = None
     is_handed_over = False
 

@@ -9,11 +9,21 @@ from multiprocessing import Pipe
 import pytest
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, ProcessLostError
+from staticllm.errors import (
+    BusyError,
+    ClosedError,
+    DeviceError,
+    ProcessLostError,
+    PromptTooLongError,
+    StaticLLMError,
+    UnsupportedModelError,
+    to_wire,
+)
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote import engine_connection
 from staticllm.pipelines.remote.engine_connection import EngineConnection
+from staticllm.pipelines.remote.failures import check, failed, refused
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
@@ -216,4 +226,41 @@ def test_a_request_that_is_forgotten_while_its_outputs_are_read_harms_no_other(p
     peer.answer()
     thread.join(SECONDS)
     assert isinstance(results[0], Message) and connection.is_alive
+    connection.close()
+
+
+@pytest.mark.parametrize("answer", [failed, refused])
+@pytest.mark.parametrize(
+    "error",
+    [UnsupportedModelError("lift_state", "a state"), PromptTooLongError(9, 8), BusyError("it is full", 2.5)],
+    ids=repr,
+)
+def test_an_error_that_the_daemon_answers_is_raised_with_its_fields(peer, answer, error):
+    peer.channel.send(answer(error))
+    with pytest.raises(type(error)) as raised:
+        check(peer.ours.receive())
+    assert (str(raised.value), vars(raised.value)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize("body", [{}, {"type": 5}, {**to_wire(BusyError("full")), "text": "a" * 100_000}])
+def test_an_error_that_is_damaged_is_one_line(body):
+    with pytest.raises(DeviceError, match=r"the daemon's answer is damaged: .* must be") as raised:
+        check(Message(Kind.FAILED, body=body))
+    assert len(str(raised.value)) < 500
+
+
+def test_a_daemon_of_another_protocol_can_still_say_why_it_refuses():
+    reason = "this program speaks protocol 6, the daemon 5: restart the older one"
+    with pytest.raises(StaticLLMError, match=f"^{reason}$"):
+        check(Message(Kind.REFUSED, body={"reason": reason}))
+
+
+def test_an_output_with_a_damaged_error_ends_the_connection_and_its_requests(peer):
+    connection, request, queue = EngineConnection(peer, 1, lambda: None), EngineRequest((1,)), OutputQueue()
+    thread, _ = run(lambda: connection.submit(request, queue))
+    peer.answer()
+    thread.join(SECONDS)
+    damaged = {"reason": "error", "error": {"type": 5}, "index": 0}
+    peer.channel.send(Message(Kind.OUTPUT, number=request.id, flags=LAST, body={"outputs": [damaged]}))
+    assert isinstance(queue.get(SECONDS).error, DeviceError)
     connection.close()

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from staticllm.daemon.language_models import LanguageModel
-from staticllm.errors import StaticLLMError
+from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
@@ -97,3 +97,68 @@ def test_numbers_that_logits_cannot_be_changed_by_are_refused_before_the_engine(
     with pytest.raises(StaticLLMError, match=next(iter(wrong))) as caught:
         model.request_of(json.loads(json.dumps(plain(sampling=sampling))))
     assert "\n" not in str(caught.value)
+
+
+EDGES = {
+    "num_return_sequences": ({"do_sample": True}, 128, 129),
+    "best_of": ({"do_sample": True}, 128, 129),
+    "rng_seed": ({"do_sample": True}, (1 << 64) - 1, 1 << 64),
+    "temperature": ({"do_sample": True}, 1e6, 1.1e6),
+    "top_k": ({"do_sample": True}, (1 << 64) - 2, 1 << 64),
+    "logit_bias": ({}, {2047: 1e4}, {7: 1.1e4}),
+    "bad_words_ids": ({}, [[2047]], [[1 << 31]]),
+    "repetition_penalty": ({}, 1e3, 1.1e3),
+    "dry_penalty_last_n": ({}, 1 << 31, (1 << 31) + 1),
+    "min_new_tokens": ({"max_new_tokens": 1 << 20}, 1 << 20, (1 << 20) + 1),
+    "num_beams": ({}, 64, 65),
+    "length_penalty": ({"num_beams": 2}, 1e3, 1.1e3),
+    "diversity_penalty": ({"num_beams": 2, "num_beam_groups": 2}, 1e6, 1.1e6),
+    "priority": ({}, 1 << 31, (1 << 31) + 1),
+    "deadline_ms": ({}, math.inf, -1),
+}
+"""Options, what each of them needs, its greatest value, and one that is too great."""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_the_daemon_takes_what_a_program_takes(model, monkeypatch, name):
+    needed, most, beyond = EDGES[name]
+    with fake_pipeline() as pipe:
+        sent, submit = [], pipe._engine.submit
+        monkeypatch.setattr(
+            pipe._engine, "submit", lambda request, *rest: (sent.append(request), submit(request, *rest))[1]
+        )
+        pipe.submit("?", **needed, **{name: most}).cancel()
+        received = model.request_of(json.loads(json.dumps(sent[0].to_dict())))
+        assert received.sampling == sent[0].sampling
+        assert (received.seed, received.num_sequences, received.priority) == (
+            sent[0].seed, sent[0].num_sequences, sent[0].priority,
+        )  # fmt: skip
+        with pytest.raises(GenerationConfigError, match=name):
+            pipe.submit("?", **needed, **{name: beyond})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_sequences": 129}, "^num_return_sequences or best_of=129: must be a whole number from 1 to 128$"),
+        ({"seed": 1 << 64}, "^rng_seed=18446744073709551616: must be a whole number from 0 to 18446744073709551615$"),
+        ({"priority": -(1 << 31) - 1}, "^priority=-2147483649: must be"),
+        ({"min_new_tokens": (1 << 20) + 1}, "^min_new_tokens=1048577: must be"),
+        ({"sampling": {**NESTED["sampling"], "temperature": 1.1e6}}, "^temperature=1100000.0: must be"),
+        (
+            {"sampling": {**NESTED["sampling"], "logit_bias": [[7, 1.1e4]]}},
+            "^logit_bias=.*must be a token id and a number",
+        ),
+        (
+            {"sampling": {**NESTED["sampling"], "dry_breakers": [[1 << 31]]}},
+            "^dry_sequence_breakers=.*must be token ids",
+        ),
+        (
+            {"beams": {**NESTED["beams"], "length_penalty": 1.1e3}},
+            "^length_penalty=1100.0: must be a number from -1000",
+        ),
+    ],
+)
+def test_the_daemon_names_the_option_that_is_beyond_the_bound_of_a_program(model, wrong, message):
+    with pytest.raises(StaticLLMError, match=message):
+        model.request_of(plain(**wrong))

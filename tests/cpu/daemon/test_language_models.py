@@ -8,6 +8,9 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
+import openvino as ov
+import openvino.opset13 as ops
 import pytest
 
 import staticllm
@@ -21,8 +24,10 @@ from staticllm.errors import (
     ProcessLostError,
     PromptTooLongError,
     StaticLLMError,
+    UnsupportedModelError,
 )
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.scheduling.interface import TokenBound
 from tests.daemons import daemon_process, daemon_thread, wait_for
 from tests.helpers import EXACT
 
@@ -118,6 +123,14 @@ def test_other_properties_are_another_engine(daemon):
         assert len(daemon.models.served()) == 2
 
 
+def test_engines_of_the_daemon_have_the_bound_of_shared_models(daemon):
+    with load(daemon=True):
+        ((_, model),) = daemon.models.served()
+        assert model.engine._core.options.limits.token_bound == TokenBound(2.5, 0.04)
+    with load() as pipe:
+        assert pipe.engine._core.options.limits.token_bound == TokenBound(4.0, 0.1)
+
+
 def test_a_program_that_leaves_frees_its_requests_and_its_model(daemon):
     pipe = load(daemon=True)
     handle = pipe.submit(PROMPT, max_new_tokens=200, ignore_eos=True)
@@ -147,6 +160,37 @@ def test_errors_of_a_request_keep_their_class(daemon):
             pass
         with pytest.raises(ConfigError, match="in the daemon"):
             _ = pipe.engine
+
+
+def test_a_model_that_a_pass_refuses_keeps_pass_and_reason(daemon, tmp_path):
+    paths = staticllm.demo_model_path()
+    for path in paths.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    model = ov.Core().read_model(paths / "openvino_model.xml")
+    (sink, *_) = model.get_sinks()
+    sink.input(0).replace_source_output(ops.multiply(sink.input_value(0), np.float32(2)).output(0))
+    ov.save_model(model, tmp_path / "openvino_model.xml")
+    seen = []
+    for where in (False, True):
+        with pytest.raises(UnsupportedModelError) as raised:
+            StaticLLMPipeline(tmp_path, "CPU", **OPTIONS, daemon=where)
+        seen.append((str(raised.value), raised.value.stage, raised.value.reason))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == f"{seen[0][1]}: {seen[0][2]}"
+
+
+def test_as_many_answers_are_allowed_in_the_daemon_as_in_a_program(daemon):
+    texts, refusals = [], []
+    for where in (False, True):
+        with load(daemon=where) as pipe:
+            options = {"do_sample": True, "rng_seed": 5, "max_new_tokens": 2, "ignore_eos": True}
+            texts.append(str(pipe.generate(PROMPT, best_of=100, **options)))
+            for name in ("best_of", "num_return_sequences"):
+                with pytest.raises(GenerationConfigError, match=f"{name}=129: must be a whole number from") as raised:
+                    pipe.generate(PROMPT, **{name: 129}, **options)
+                refusals.append(str(raised.value))
+    assert texts[0] == texts[1]
+    assert refusals[:2] == refusals[2:]
 
 
 def test_secrets_and_policy_objects_do_not_leave_the_program(daemon):

@@ -15,6 +15,7 @@ from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, Token
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.remote import recovery
 from staticllm.pipelines.remote.engine_connection import EngineConnection
+from staticllm.pipelines.remote.failures import refused
 from staticllm.pipelines.remote.live_request import MAX_LOSSES, LiveRequest
 from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.wire.channel import Channel
@@ -274,8 +275,16 @@ def test_outputs_that_are_faster_than_the_acceptance_are_not_delivered_twice(net
 def test_a_daemon_that_refuses_the_request_ends_it(network):
     queue = network.submit(EngineRequest((1,)))
     network.first.die()
-    network.next().answer(Kind.REFUSED, reason="it is full")
+    network.next().answer(Kind.REFUSED, **refused(BusyError("it is full")).body)
     assert isinstance(error_of(queue).__cause__, BusyError)
+
+
+def test_an_error_that_a_living_daemon_sends_is_no_loss_of_it(network):
+    request = EngineRequest((1,))
+    queue = network.submit(request)
+    network.first.send(request.id, Finished(FinishReason.ERROR, ProcessLostError("a process behind it has ended")))
+    assert type(queue.get(SECONDS).error) is ClosedError
+    assert network.engine._recovery.lost() == []
 
 
 def test_the_recovery_has_a_limit(network, monkeypatch):

@@ -1,18 +1,21 @@
 """Tests what a pool is made of: its properties, its devices, and the frames between it and its worker processes."""
 
 import io
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from staticllm.core import EncoderVariant
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, DeviceError, StaticLLMError, UnsupportedModelError
 from staticllm.pipelines.embedding.load import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_loader
 from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo, decode_texts, encode_texts
+from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError, decode_texts, encode_texts
 from staticllm.pipelines.embedding.pool.pool_loader import depths_key, devices_of, make_state, needs_pool, take_options
+from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec
 from staticllm.pipelines.embedding.windve.depth_file import write_estimates
 from staticllm.pipelines.embedding.windve.device_load import Line
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
@@ -166,3 +169,41 @@ def test_depths_that_cannot_be_written_get_one_line(tmp_path, monkeypatch, name)
     options = take_options({"QUEUE_POLICY": "windve", "LATENCY_MS": 10, "QUEUE_DEPTHS": tmp_path / name})
     with pytest.raises(ConfigError, match=r"QUEUE_DEPTHS '.*depths.json': cannot be written \(.*\): give a file"):
         pool_loader._estimates(tmp_path, [Device("A")], EncoderChoices(), options)
+
+
+REPORTER = """
+import sys
+from staticllm.errors import *
+from staticllm.pipelines.embedding.pool.frames import read_frame, write_frame
+from staticllm.pipelines.embedding.pool.worker_process import _problem
+read_frame(sys.stdin.buffer)
+write_frame(sys.stdout.buffer, {report})
+read_frame(sys.stdin.buffer)
+"""
+
+
+def reported(report):
+    """Return the error that the parent of a worker process raises if that reports this."""
+    spec = WorkerSpec("CPU#1", Path(), "CPU", (), EncoderChoices())
+    code = REPORTER.format(report=report)
+    worker = WorkerInstance(spec, lambda: [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"])
+    try:
+        with pytest.raises(StaticLLMError) as raised:
+            worker.wait_ready()
+    finally:
+        worker.close()
+    return raised.value
+
+
+def test_an_error_of_a_worker_keeps_its_class_and_fields():
+    error = reported("_problem(UnsupportedModelError('add_pooling', 'no output'))")
+    assert type(error) is UnsupportedModelError
+    assert (str(error), error.stage, error.reason) == ("CPU#1: add_pooling: no output", "add_pooling", "no output")
+    error = reported("_problem(OSError('the driver is gone'))")
+    assert type(error) is DeviceError
+    assert str(error) == "CPU#1: the device failed: the driver is gone"
+
+
+@pytest.mark.parametrize("report", ["{'error': 'text'}", "{'error': {'type': 5}}"])
+def test_a_worker_that_reports_something_else_is_lost(report):
+    assert type(reported(report)) is WorkerLostError

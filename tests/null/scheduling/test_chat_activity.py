@@ -57,7 +57,7 @@ def test_first_tokens_gaps_and_throughput_of_conversations_beside_bulk_calls(cos
     ttft = [request.token_times[0] - request.arrival for request in beside.requests]
     assert max(ttft[1:]) <= 1.3 * (alone.token_times[0] - alone.arrival), "the first prompt tells how long prompts take"
     gaps = [after - before for request in beside.requests for before, after in pairwise(request.token_times)]
-    assert max(gaps) <= max(0.1, 4 * costs(Variant(1, 256)))
+    assert max(gaps) <= 0.1
     useful = sum(job.seconds - 0.5e-3 for job in beside.jobs[0]) / arrivals[-1].time
     assert useful >= 0.7 * (1 - 0.5e-3 / MAX_JOB_SECONDS)
 

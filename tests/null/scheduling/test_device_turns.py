@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from staticllm.pipelines.engine.device_use import Demand, DeviceUse, Rows, demand_of, rows_of
 from staticllm.pipelines.scheduling.device_turns import MIN_CALL_SHARE, Ask, DeviceTurns, Share
+from staticllm.pipelines.scheduling.request_table import Limits
 
 
 class Clock:
@@ -169,13 +170,13 @@ def test_an_engine_says_when_it_needs_the_device_again():
     use = DeviceUse(turns, -1)
     worker = Worker([100.0, 90.0], Demand(3))
     posted = worker.posted
-    with use.turn(worker, 50.0):
+    with use.turn(worker, Limits(4, tpot_ms=50.0)):
         assert turns.is_busy
         assert turns._due == {}
     assert posted == []  # nobody else had the device
     assert turns._due[-1].moment == pytest.approx(90.0 + 0.05 - use._step_seconds)
     assert turns._due[-1].priority == 3
-    with use.turn(Worker(), None):
+    with use.turn(Worker(), Limits(4)):
         pass
     assert turns._due == {}
     held = Ask(1, 0.1)
@@ -187,14 +188,14 @@ def test_an_engine_says_when_it_needs_the_device_again():
     assert posted == [1]  # tokens are posted before it waits
     turns.give(held, 0.1)
     thread.join(5)
-    with pytest.raises(KeyError), use.turn(Worker(), None):
+    with pytest.raises(KeyError), use.turn(Worker(), Limits(4)):
         raise KeyError
     assert not turns.is_busy
     use.close()
 
 
 def _use(use, worker):
-    with use.turn(worker, None):
+    with use.turn(worker, Limits(4)):
         pass
 
 
@@ -297,7 +298,7 @@ def test_rows_and_demand_are_those_of_clients_and_phases():
     assert demand_of([]) == Demand(0, ())
     uses = []
     turns = DeviceTurns(on_use=lambda ask, seconds, shares: uses.append((seconds, shares)))
-    with DeviceUse(turns, -1, weight_bytes=80).turn(Worker(rows=rows_of(batch, 10)), None):
+    with DeviceUse(turns, -1, weight_bytes=80).turn(Worker(rows=rows_of(batch, 10)), Limits(4)):
         pass
     ((seconds, shares),) = uses
     assert [(each.owner, each.rows, each.num_bytes) for each in shares] == [(1, 2, 60), (2, 5, 150), (0, 1, 30)]

@@ -8,7 +8,7 @@ import pytest
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, TokenBound, View
 from staticllm.pipelines.scheduling.job_turns import MIN_JOB_SHARE, JobTurns
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
@@ -42,13 +42,21 @@ def test_without_requests_the_most_urgent_job_runs():
     assert chosen(JobTurns(), view_of(jobs=())) is None
 
 
-@pytest.mark.parametrize(("targets", "num_jobs"), [({}, 3), ({"tpot_ms": 65}, 1), ({"tpot_ms": 180}, 7)])
-def test_jobs_fill_the_time_between_two_tokens_and_no_more(targets, num_jobs):
+@pytest.mark.parametrize(
+    ("targets", "num_jobs", "bound"),
+    [
+        ({}, 3, 0.1),
+        ({"tpot_ms": 65}, 1, 0.065),
+        ({"tpot_ms": 180}, 7, 0.18),
+        ({"token_bound": TokenBound(2.5, 0.04)}, 1, 0.05),
+        ({"token_bound": TokenBound(10, 0.04)}, 8, 0.2),
+    ],
+)
+def test_jobs_fill_the_time_between_two_tokens_and_no_more(targets, num_jobs, bound):
     turns, now, last, count = JobTurns(), 100.0, 100.0, 0
     while now < 101 and chosen(turns, view_of(now, streams=(running(last), running(last + 0.005, 3)), **targets)):
         now, count = now + BULK.seconds, count + 1
     assert count == num_jobs
-    bound = targets.get("tpot_ms", max(4 * STEP * 1e3, 100)) / 1e3
     assert now + STEP - last <= bound
 
 

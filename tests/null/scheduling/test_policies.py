@@ -9,10 +9,9 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, View
-from staticllm.pipelines.scheduling.planner import POLICIES, make_policy, make_shared_policy
+from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, TokenBound, View
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.scheduling.policies.common import admissible_prompts, to_swap_in
-from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.testing import (
     FAKE_VARIANTS,
@@ -250,24 +249,24 @@ def test_no_running_request_waits_longer_for_a_token_than_the_target(tpot_ms, wa
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_tokens"),
+    ("name", "bound", "num_tokens"),
     [
-        (make_policy("dynamic"), 14),  # of 0.1 s, the call takes 75 ms
-        (Dynamic(gap_steps=3, gap_seconds=0.05), 2),
-        (Dynamic(gap_steps=10, gap_seconds=0.05), 14),
-        (make_shared_policy("dynamic"), 2),
-        (make_shared_policy("fcfs"), 14),
+        ("dynamic", TokenBound(4, 0.1), 14),  # the call takes 75 ms
+        ("dynamic", TokenBound(3, 0.05), 2),
+        ("dynamic", TokenBound(10, 0.05), 14),
+        ("dynamic", TokenBound(2.5, 0.04), 2),
+        ("fcfs", TokenBound(2.5, 0.04), 14),
     ],
 )
-def test_the_bound_without_a_target_is_the_policys(policy, num_tokens):
+def test_the_bound_without_a_target_is_that_of_the_view(name, bound, num_tokens):
     def seconds(variant):
         return 0.01 if variant.rows <= 2 else 0.025 if variant.rows <= 4 else 0.075
 
     running = tuple(replace(request, last_token_time=100.0) for request in a_view().running)
     prompt = RequestView(2, "prefilling", 98.0, 30, 16, 16)
     device = Device(INDEX, seconds, 64)
-    view = a_view(waiting=(), prefilling=(prompt,), swapped=(), running=running, device=device)
-    assert sum(count for _, count in policy.plan(view).prefill) == num_tokens
+    view = a_view(waiting=(), prefilling=(prompt,), swapped=(), running=running, device=device, token_bound=bound)
+    assert sum(count for _, count in make_policy(name).plan(view).prefill) == num_tokens
 
 
 def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
