@@ -37,7 +37,8 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
     model = call.state.hub.find(body.model, "chat")
     before: tuple[Message, ...] = ()
     if body.previous_response_id is not None:
-        before = store.previous(body.previous_response_id, call.client).messages
+        find = partial(store.previous, body.previous_response_id, call.client)
+        before = (await call.state.workers.run(find)).messages
     conversation = [*before, *messages_of(body.input)]
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not conversation and not system:

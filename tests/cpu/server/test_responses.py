@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 
 import pytest
 
@@ -272,10 +273,23 @@ def test_one_client_cannot_continue_the_conversation_of_another():
 
 
 def test_the_store_counts_everything_that_it_keeps():
-    store = ResponseStore(max_chars=1000)
+    store = ResponseStore(max_bytes=1000)
     for name in "abcde":
         store.put(StoredResponse({"id": name}, (), ({"id": "rs", "encrypted_content": "x" * 300},), "me"))
     assert len(store) == 2 and store.find("e", "me") is not None
+
+
+def test_the_store_takes_no_more_memory_than_it_counts():
+    items = tuple(json.loads(json.dumps([{"id": "a", "summary": [{}] * 100_000}])))
+    tracemalloc.start()
+    try:
+        store = ResponseStore(max_bytes=1 << 20)
+        for name in "abcdef":
+            store.put(StoredResponse({"id": name}, (), json.loads(json.dumps(items)), "me"))
+        assert tracemalloc.get_traced_memory()[0] < 2 << 20
+        assert len(store) == 3 and store.find("f", "me").items == items
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeats_it(served):
@@ -286,7 +300,7 @@ def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeat
 
 
 def test_the_store_forgets_the_oldest():
-    store = ResponseStore(max_responses=3, max_chars=400)
+    store = ResponseStore(max_responses=3, max_bytes=400)
 
     def put(name, text="x"):
         store.put(StoredResponse({"id": name}, ({"role": "user", "content": text},), (), "me"))
@@ -305,4 +319,4 @@ def test_the_store_forgets_the_oldest():
         store.previous("a", "me")
     put("f")
     store.remove("f", "me")
-    assert len(store) == 0 and store._num_chars == 0
+    assert len(store) == 0 and store._num_bytes == 0
