@@ -161,6 +161,11 @@ class StaticRerankPipeline(EncoderPipeline):
         self._is_paired = served.info.output == "scores" and tokenizer.supports_paired_input()
         super().__init__(served, tokenizer, overflow)
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether the tokenizer encodes a query and a text as a pair. If not, as in GenAI, the text is joined to the query."""
+        return self._is_paired
+
     def rerank(self, query: str, texts: Sequence[str]) -> Ranking:
         """Return the indices of the ``top_n`` best texts and their scores, the best first.
 

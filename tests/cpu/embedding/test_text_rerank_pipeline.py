@@ -19,6 +19,7 @@ from openvino import opset13 as ops
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, ConfigError, ModelError, PromptError, StaticLLMError
+from staticllm.pipelines.diagnostics.model_check import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.embedding.score_activation import activated, chosen_activation
 from staticllm.pipelines.text_rerank_pipeline import ranking
@@ -111,6 +112,9 @@ def test_a_causal_language_model_ranks_by_yes_and_no(tmp_path):
     write(folder / "modules.json", [{"type": "a.Transformer", "path": ""}, score])
     with StaticRerankPipeline(folder, "CPU", **F32) as pipe:
         assert np.abs(pipe.scores(QUERY, TEXTS) - (1 - np.array(expected))).max() <= 2e-6
+    checked = check_model(str(folder), "CPU", None, lambda event: None)
+    assert (checked.level, checked.remedy) == ("ok", "")
+    assert checked.value.endswith("with a query and two texts"), "its files say that it is a reranker"
     with pytest.raises(ModelError, match=r"'bad' or 'good' is not a single token: .* by score_words="):
         StaticRerankPipeline(folder, "CPU", score_words=("bad", "good"), **F32)
     with pytest.raises(ModelError, match=r"is not an encoder but a causal language model.*PoolingType\.LAST_TOKEN"):
