@@ -8,7 +8,14 @@ from pathlib import Path
 
 from staticllm.compiler_passes.model_kind import DECODER, SCORES, ModelKind, is_lowered_as, kind_in
 from staticllm.core import OnProgress
-from staticllm.errors import ModelError, PromptError, PromptTooLongError, StaticLLMError, UnsupportedModelError
+from staticllm.errors import (
+    GenerationConfigError,
+    ModelError,
+    PromptError,
+    PromptTooLongError,
+    StaticLLMError,
+    UnsupportedModelError,
+)
 from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.blobs.cache import BlobCache
@@ -64,6 +71,8 @@ def _remedy(error: StaticLLMError) -> str:
     again = "export the original with optimum-cli export openvino (docs/models.md)"
     if isinstance(error, UnsupportedModelError):
         return again
+    if isinstance(error, GenerationConfigError):
+        return "correct the field in generation_config.json, or remove it there"
     if isinstance(error, PromptError):
         return "correct the chat template in openvino_tokenizer.xml or chat_template.jinja, or set another on the tokenizer"
     return f"copy the model again, or {again}"
@@ -100,6 +109,7 @@ def _tried(directory: Path, device: str, on_progress: OnProgress) -> _Tried:
 
 def _said_to(pipe: StaticLLMPipeline) -> str:
     """Run one turn through the chat template if there is one, else one token of text, and return how it was run."""
+    pipe.set_generation_config(pipe.get_generation_config())  # which checks what the model's own file says
     if not pipe.get_tokenizer().chat_template:
         pipe.generate("a", max_new_tokens=1, apply_chat_template=False)
         return ", without a chat template"
