@@ -343,3 +343,28 @@ def test_closing_ends_what_waits(directory):
     pipe.close()
     with pytest.raises(ClosedError):
         pipe.rerank(QUERY, ["fox"])
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "near"),
+    [
+        (StaticRerankPipeline, "max_lenght", "max_length"),
+        (StaticRerankPipeline, "top_m", "top_n"),
+        (StaticRerankPipeline, "score_word", "score_words"),
+        (StaticEmbeddingPipeline, "poolng_type", "pooling_type"),
+        (StaticEmbeddingPipeline, "LATENCY", "LATENCY_MS"),
+        (StaticEmbeddingPipeline, "CACHEDIR", "CACHE_DIR"),
+    ],
+)
+def test_a_misspelled_option_has_a_hint(make, given, near, directory):
+    with pytest.raises(ConfigError) as error:
+        make(directory, "CPU", **{given: 5})
+    assert str(error.value) == f"unknown property {given!r}: did you mean {near!r}?"
+
+
+def test_whole_floats_are_whole_numbers(directory):
+    with StaticRerankPipeline(directory, "CPU", top_n=2.0, max_length=32.0, **F32) as pipe:
+        assert pipe.max_length == 32
+        assert len(pipe.rerank(QUERY, TEXTS)) == 2
+    with pytest.raises(ConfigError, match=r"top_n=2\.5"):
+        StaticRerankPipeline(directory, "CPU", top_n=2.5)
