@@ -35,6 +35,7 @@ class ResponseStore:
         self._max_responses, self._max_chars, self._num_chars = max_responses, max_chars, 0
         self._lock = threading.Lock()
         self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._items: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}  # (owner, id) → id of its answer, item
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -43,11 +44,27 @@ class ResponseStore:
         """Keep an answer; the oldest are forgotten."""
         size = sum(len(to_json(part)) for part in (stored.messages, stored.response, stored.items))
         with self._lock:
+            if stored.response["id"] in self._stored:
+                self._forget(stored.response["id"])
             self._stored[stored.response["id"]] = stored, size
+            self._items |= {(stored.owner, item["id"]): (stored.response["id"], item) for item in _items_of(stored)}
             self._num_chars += size
             while self._stored and (len(self._stored) > self._max_responses or self._num_chars > self._max_chars):
-                _, (_, dropped) = self._stored.popitem(last=False)
-                self._num_chars -= dropped
+                self._forget(next(iter(self._stored)))
+
+    def _forget(self, id: str) -> None:
+        """Forget an answer and its items, except those that a later answer has too. The lock is held."""
+        stored, size = self._stored.pop(id)
+        self._num_chars -= size
+        for item in _items_of(stored):
+            if self._items.get((stored.owner, item["id"]), ("",))[0] == id:
+                del self._items[stored.owner, item["id"]]
+
+    def item(self, id: str, owner: str) -> dict[str, Any] | None:
+        """Return an item of the input or the output of an answer of this client; None if it is unknown or was forgotten."""
+        with self._lock:
+            found = self._items.get((owner, id))
+        return None if found is None else found[1]
 
     def find(self, id: str, owner: str) -> StoredResponse | None:
         """Return an answer of this client; None if it is unknown or was forgotten."""
@@ -95,5 +112,10 @@ class ResponseStore:
         """
         self.get(id, owner)
         with self._lock:
-            _, size = self._stored.pop(id, (None, 0))
-            self._num_chars -= size
+            if id in self._stored:
+                self._forget(id)
+
+
+def _items_of(stored: StoredResponse) -> list[dict[str, Any]]:
+    """Return the items of an answer that have an id."""
+    return [item for item in (*stored.items, *stored.response.get("output", ())) if isinstance(item.get("id"), str)]
