@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -96,14 +97,24 @@ def check_writable(target: Path) -> None:
     """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
 
     Raises:
-        ConfigError: the folder around it is read-only.
+        ConfigError: the folder around it is read-only, or takes no files.
     """
     parent = target.resolve().parent
-    if not os.access(parent, os.W_OK):
+    reason = "is read-only" if not os.access(parent, os.W_OK) else _refusal(parent)
+    if reason:
         raise ConfigError(
-            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} is read-only: give another path with "
+            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} {reason}: give another path with "
             "BLOB_PATH or --export-blob PATH"
         )
+
+
+def _refusal(folder: Path) -> str:
+    """Return why no folder can be made in this one, by trying: root may write everywhere, but ``/proc`` takes nothing."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".staticllm-", dir=folder)).rmdir()
+    except OSError as error:
+        return f"takes no files ({error.strerror or error})"
+    return ""
 
 
 def compile_for_export(job: LoadJob) -> Exported:
