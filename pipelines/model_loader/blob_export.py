@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Phase, ProgressEvent, Variant
 from staticllm.devices import default_kv_type, get_core
 from staticllm.errors import BlobError, ConfigError
+from staticllm.files import refusal_of
 from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, json_properties, write_set
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import (
@@ -100,21 +100,12 @@ def check_writable(target: Path) -> None:
         ConfigError: the folder around it is read-only, or takes no files.
     """
     parent = target.resolve().parent
-    reason = "is read-only" if not os.access(parent, os.W_OK) else _refusal(parent)
+    reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:
         raise ConfigError(
             f"the blob set {str(target)!r} cannot be written, {str(parent)!r} {reason}: give another path with "
             "BLOB_PATH or --export-blob PATH"
         )
-
-
-def _refusal(folder: Path) -> str:
-    """Return why no folder can be made in this one, by trying: root may write everywhere, but ``/proc`` takes nothing."""
-    try:
-        Path(tempfile.mkdtemp(prefix=".staticllm-", dir=folder)).rmdir()
-    except OSError as error:
-        return f"takes no files ({error.strerror or error})"
-    return ""
 
 
 def compile_for_export(job: LoadJob) -> Exported:
