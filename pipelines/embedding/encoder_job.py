@@ -42,7 +42,7 @@ _OF_DECODERS = {item.name.upper() for item in fields(StaticLLMConfig) if item.na
 
 @dataclass(frozen=True)
 class EncoderChoices:
-    """What the user chose; None for what the model's files say.
+    """What the user chose; None for what the model's files say. ``names``: what else the caller's constructor takes.
 
     ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
     ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
@@ -57,6 +57,7 @@ class EncoderChoices:
     properties: Mapping[str, object] | None = None
     score_tokens: tuple[int, ...] = ()
     output: Literal["embeddings", "scores"] | None = None
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def encoder_job(
             f"{str(models_path)!r} is a blob set: give the directory of its model, and the set with BLOB_PATH"
         )
     name = check(get_core(), device)
-    config = encoder_config(name, choices.properties or {})
+    config = encoder_config(name, choices.properties or {}, choices.names)
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
     files, limit = read_encoder_files(directory), max_positions(directory)
@@ -157,8 +158,8 @@ def encoder_job(
     return EncoderJob(LoadJob(directory, name, config, on_progress), choices, files, longest)
 
 
-def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMConfig:
-    """Return the config of an encoder.
+def encoder_config(device: str, properties: Mapping[str, object], names: Sequence[str] = ()) -> StaticLLMConfig:
+    """Return the config of an encoder. ``names``: other options, for which a misspelled property may stand.
 
     Raises:
         ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.
@@ -167,7 +168,8 @@ def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMCo
     for name in ours:
         if name in _OF_DECODERS:
             raise ConfigError(f"{name} is an option of decoders, this model is an encoder: leave it out")
-    resolved = resolve(ours, known_properties(get_core(), device))
+    others = (*(name.upper() for name in OPTIONS), *names)
+    resolved = resolve(ours, known_properties(get_core(), device), others)
     if resolved.config.programs not in ("auto", "separate", "shared"):
         raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
     return resolved.config

@@ -16,6 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Phase, ProgressEvent, Variant
 from staticllm.devices import default_kv_type, get_core
 from staticllm.errors import BlobError, ConfigError
+from staticllm.files import refusal_of
 from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, json_properties, write_set
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import (
@@ -96,12 +97,13 @@ def check_writable(target: Path) -> None:
     """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
 
     Raises:
-        ConfigError: the folder around it is read-only.
+        ConfigError: the folder around it is read-only, or takes no files.
     """
     parent = target.resolve().parent
-    if not os.access(parent, os.W_OK):
+    reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
+    if reason:
         raise ConfigError(
-            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} is read-only: give another path with "
+            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} {reason}: give another path with "
             "BLOB_PATH or --export-blob PATH"
         )
 

@@ -31,15 +31,19 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class _Kept:
-    """An answer as it is kept: ``text`` is the JSON of its response, messages and items."""
+    """An answer as it is kept: ``text`` is the JSON of its response, messages and items, ``items`` are the ids of these."""
 
     text: bytes
     owner: str
+    items: tuple[str, ...]
 
     @classmethod
     def of(cls, stored: StoredResponse) -> _Kept:
         text = to_json([stored.response, stored.messages, stored.items])
-        return cls(text.encode(errors="surrogatepass"), stored.owner)  # models write halves of pairs into arguments
+        ids = tuple(item["id"] for item in _items_of(stored))
+        return cls(
+            text.encode(errors="surrogatepass"), stored.owner, ids
+        )  # models write halves of pairs into arguments
 
     def restored(self) -> StoredResponse:
         response, messages, items = json.loads(self.text.decode(errors="surrogatepass"))
@@ -57,6 +61,7 @@ class ResponseStore:
         self._max_responses, self._max_bytes, self._num_bytes = max_responses, max_bytes, 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._items: dict[tuple[str, str], str] = {}  # (owner, id of an item) → id of its answer
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -65,11 +70,30 @@ class ResponseStore:
         """Keep an answer; the oldest are forgotten."""
         kept = _Kept.of(stored)
         with self._lock:
-            self._kept[stored.response["id"]] = kept
+            id = stored.response["id"]
+            self._forget(id)
+            self._kept[id] = kept
             self._num_bytes += len(kept.text)
+            self._items |= {(kept.owner, item): id for item in kept.items}
             while self._kept and (len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes):
-                _, dropped = self._kept.popitem(last=False)
-                self._num_bytes -= len(dropped.text)
+                self._forget(next(iter(self._kept)))
+
+    def _forget(self, id: str) -> None:
+        """Forget an answer, if it is there, and its items, except those that a later answer has too. The lock is held."""
+        dropped = self._kept.pop(id, None)
+        if dropped is None:
+            return
+        self._num_bytes -= len(dropped.text)
+        for item in dropped.items:
+            if self._items.get((dropped.owner, item)) == id:
+                del self._items[dropped.owner, item]
+
+    def item(self, id: str, owner: str) -> dict[str, Any] | None:
+        """Return an item of the input or the output of an answer of this client; None if it is unknown or was forgotten."""
+        with self._lock:
+            kept = self._kept.get(self._items.get((owner, id), ""))
+        found = () if kept is None else _items_of(kept.restored())
+        return next((item for item in found if item["id"] == id), None)
 
     def find(self, id: str, owner: str) -> StoredResponse | None:
         """Return an answer of this client; None if it is unknown or was forgotten."""
@@ -117,5 +141,9 @@ class ResponseStore:
         """
         self.get(id, owner)
         with self._lock:
-            if (dropped := self._kept.pop(id, None)) is not None:
-                self._num_bytes -= len(dropped.text)
+            self._forget(id)
+
+
+def _items_of(stored: StoredResponse) -> list[dict[str, Any]]:
+    """Return the items of an answer that have an id."""
+    return [item for item in (*stored.items, *stored.response.get("output", ())) if isinstance(item.get("id"), str)]
