@@ -9,10 +9,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from demo_facts_computing import COMPUTING, SELF
-from demo_facts_nature import NATURE
 from demo_smalltalk import Exchange, introduction, small_exchange
 from demo_stories import StoryRequest, capital, make_story
+from demo_text import COMPUTING, NATURE, PROMPTS, SELF
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 ROLES = ("system", "user", "assistant")
@@ -24,71 +23,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-STORY_PROMPTS = (
-    "Tell me a story about {}",
-    "Tell me a story about {}.",
-    "Write a story about {}.",
-    "Tell me a short story about {}.",
-    "Please tell me a story about {}.",
-    "Can you tell me a story about {}?",
-    "I would like to hear a story about {}.",
-    "Write a short story about {}.",
-    "Story about {}",
-    "A story about {}, please.",
-    "Make up a story about {}.",
-    "Do you know a story about {}?",
-    "Once more, a story about {}.",
-    "Tell a tale about {}.",
-    "Write me a tale about {}.",
-    "Could you write a story about {}?",
-    "I want a story about {}.",
-    "Give me a story about {}.",
-)
-OPEN_STORY_PROMPTS = (
-    "Tell me a story.",
-    "Tell me a story",
-    "Tell me a bedtime story.",
-    "Write a story.",
-    "A story, please.",
-    "Do you know a story?",
-    "Tell me another story.",
-    "Another one, please.",
-    "One more story, please.",
-)
-MORE_PROMPTS = (
-    "Tell me more.",
-    "Is that all?",
-    "Can you tell me more about it?",
-    "What else?",
-    "More, please.",
-    "Go on.",
-    "Tell me more about that.",
-    "Really?",
-    "Are you sure?",
-    "Why?",
-)
-MORE_ANSWER = "I am sorry, that is all I know about it, because I am only a small demo model."
-NEUTRAL_SYSTEM = (
-    "You are a helpful assistant.",
-    "You are a friendly assistant.",
-    "You are a small demo model.",
-    "You are a kind storyteller.",
-    "Answer the questions of the user.",
-    "You are staticllm's demo model.",
-    "You are a helpful and honest assistant.",
-    "Be polite.",
-    "You are an AI assistant.",
-)
-BRIEF_SYSTEM = (
-    "Answer briefly.",
-    "Be brief.",
-    "Keep your answers short.",
-    "Answer in one sentence.",
-    "You are a helpful assistant. Answer briefly.",
-    "Give short answers.",
-)
-PIRATE_SYSTEM = ("You are a pirate.", "Talk like a pirate.", "Answer like a pirate.", "You speak like a pirate.")
-CHEERFUL_SYSTEM = ("Be very cheerful.", "You are a very cheerful assistant.", "Always be cheerful.")
+MORE_ANSWER, *_ = PROMPTS.lines("more answer")
 Message = dict[str, str]
 
 
@@ -127,8 +62,8 @@ def _ask_story(rng: random.Random) -> Exchange:
     """A wish for a story, nearly always with its subject."""
     story = make_story(rng)
     if rng.random() < 0.06:
-        return Exchange(rng.choice(OPEN_STORY_PROMPTS), story.text)
-    return Exchange(rng.choice(STORY_PROMPTS).format(story.phrase), story.text)
+        return Exchange(rng.choice(PROMPTS.lines("any story")), story.text)
+    return Exchange(rng.choice(PROMPTS.lines("story")).format(story.phrase), story.text)
 
 
 def _exchange(rng: random.Random, mix: Mix) -> Exchange:
@@ -145,12 +80,12 @@ def _system(rng: random.Random) -> tuple[str, str, bool]:
     """Return a system prompt, what it puts in front of each answer, and whether it asks for brief answers."""
     draw = rng.random()
     if draw < 0.55:
-        return rng.choice(NEUTRAL_SYSTEM), "", False
+        return rng.choice(PROMPTS.lines("neutral system")), "", False
     if draw < 0.75:
-        return rng.choice(BRIEF_SYSTEM), "", True
+        return rng.choice(PROMPTS.lines("brief system")), "", True
     if draw < 0.9:
-        return rng.choice(PIRATE_SYSTEM), "Arr, matey! ", False
-    return rng.choice(CHEERFUL_SYSTEM), "With pleasure! ", False
+        return rng.choice(PROMPTS.lines("pirate system")), "Arr, matey! ", False
+    return rng.choice(PROMPTS.lines("cheerful system")), "With pleasure! ", False
 
 
 def _dialogue(rng: random.Random, turns: int, mix: Mix) -> Iterator[Exchange]:
@@ -161,7 +96,7 @@ def _dialogue(rng: random.Random, turns: int, mix: Mix) -> Iterator[Exchange]:
         if named and turn in (name_at, ask_at):
             yield hello if turn == name_at else question
         elif turn and rng.random() < 0.07:
-            yield Exchange(rng.choice(MORE_PROMPTS), MORE_ANSWER)
+            yield Exchange(rng.choice(PROMPTS.lines("more")), MORE_ANSWER)
         else:
             yield _exchange(rng, mix)
 

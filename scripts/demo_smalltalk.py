@@ -6,9 +6,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from demo_stories import article, capital, invented_word
-from demo_tables import ANIMAL_FACTS, CANNOT, CAPITALS, COLOURS, DAYS, LISTS, MONTHS, OPPOSITES, TALK, TASKS, UNKNOWN
-from demo_words import MACHINES, NAMES, PERSONS
+from demo_stories import MACHINES, NAMES, PERSONS, article, capital, invented_word
+from demo_text import TABLES
+
+CAPITALS, COLOURS, LISTS = (dict(TABLES.rows(name)) for name in ("capitals", "colours", "lists"))
+OPPOSITES, ANIMAL_FACTS = TABLES.rows("opposites"), TABLES.rows("animals")
+DAYS, MONTHS, UNKNOWN = map(TABLES.words, ("days", "months", "unknown"))
+TALK = [(questions, answers) for questions, *answers in TABLES.blocks("talk")]
+TASKS, (CANNOT,) = TABLES.lines("tasks"), TABLES.lines("cannot")
 
 
 @dataclass(frozen=True)

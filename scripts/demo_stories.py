@@ -13,26 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from demo_plots import DUO_PLOTS, ENDINGS, INTROS, SOLO_PLOTS, THING_PLOTS, TRAIT_LINES, Plot
-from demo_words import (
-    ADJECTIVES,
-    ANIMALS,
-    FEARS,
-    HABITATS,
-    LANDMARKS,
-    MACHINES,
-    MAGIC,
-    NAMES,
-    OBJECTS,
-    PERSONS,
-    SETTINGS,
-    SKILLS,
-    SYLLABLES,
-    TRAITS,
-    TREASURES,
-    WEATHERS,
-)
+from demo_text import HABITATS, PLOTS, WORDS, Plot, plots, words_under
 
+ANIMALS, PERSONS, NAMES = map(words_under, ("animals", "persons", "names"))
+INTROS, TRAIT_LINES, ENDINGS = map(PLOTS.lines, ("intros", "traits", "endings"))
+SOLO_PLOTS, DUO_PLOTS = plots("solo"), plots("duo")
+THING_PLOTS = {kind: plots(kind) for kind in ("object", "landmark")}
+MACHINES, MAGIC, OBJECTS, LANDMARKS = map(WORDS.words, ("machines", "magic", "objects", "landmarks"))
+ADJECTIVES, TRAITS, WEATHERS, TREASURES = map(WORDS.words, ("adjectives", "traits", "weathers", "treasures"))
+SKILLS, FEARS, SETTINGS, SYLLABLES = map(WORDS.words, ("skills", "fears", "settings", "syllables"))
 T = TypeVar("T")
 
 

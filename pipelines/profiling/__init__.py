@@ -1,1 +1,1 @@
-"""Records device calls and requests, and makes statistics, traces and pictures of them."""
+"""Records device calls and requests, and makes statistics and traces of them."""

@@ -54,7 +54,7 @@ class Trace:
         return [record for record in tuple(self._records) if isinstance(record, RequestRecord)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace (JSON) for Perfetto (ui.perfetto.dev), chrome://tracing and ``staticllm trace draw``.
+        """Write a Chrome trace (JSON) for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
         Raises:
             ConfigError: the file cannot be written.

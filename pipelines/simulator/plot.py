@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from staticllm.errors import ConfigError
+from staticllm.files import write_whole
 from staticllm.pipelines.profiling.records import RequestRecord
-from staticllm.pipelines.profiling.timeline import matplotlib, save_figure
 from staticllm.pipelines.simulator.cluster import Run
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: matplotlib is not installed or does not know this format, or the folder does not exist.
     """
-    known = matplotlib("figure").Figure().canvas.get_supported_filetypes()
+    known = _matplotlib("figure").Figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix[1:].lower()
     if suffix not in known:
         raise ConfigError(f"cannot draw a file that ends in {suffix!r}: choose a path that ends in .png, .svg or .pdf")
@@ -42,7 +44,7 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: matplotlib is not installed or does not know this format, or the file cannot be written.
     """
-    figure = matplotlib("figure").Figure(figsize=(15, 4.2), layout="constrained")
+    figure = _matplotlib("figure").Figure(figsize=(15, 4.2), layout="constrained")
     first, gaps, rates = figure.subplots(1, 3)
     for name, run in runs.items():
         served = [request for request in run.requests if request.token_times]
@@ -56,7 +58,7 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
     for axes in (first, gaps, rates):
         axes.grid(alpha=0.3)
     first.legend()
-    save_figure(figure, path)
+    _save(figure, path)
 
 
 def _plot_first_tokens(axes: Axes, name: str, served: list[RequestRecord]) -> None:
@@ -75,3 +77,34 @@ def _plot_rates(axes: Axes, name: str, served: list[RequestRecord]) -> None:
     if times and max(times) > 0:
         counts, edges = np.histogram(times, BINS, (0.0, max(times)))
         axes.stairs(counts / np.diff(edges), edges, label=name)
+
+
+def _matplotlib(module: str) -> Any:
+    """Return a module of matplotlib.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import_module("matplotlib")
+        return import_module(f"matplotlib.{module}")
+    except ImportError:
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from None
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure of matplotlib, in the format of the file's ending; PNG without one.
+
+    Raises:
+        ConfigError: matplotlib does not know this format, or the file cannot be written.
+    """
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, dpi=130, format=Path(path).suffix[1:] or "png")
+        write_whole(path, picture.getvalue())
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r} ({error.strerror}): choose another path") from error
+    except ValueError:
+        raise ConfigError(
+            f"cannot draw a file that ends in {Path(path).suffix!r}: choose a path that ends in .png, .svg or .pdf"
+        ) from None

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from staticllm.cli.comparisons.engine import compare_with_engine
-from staticllm.cli.comparisons.flexnpu import compare_with_tables
-from staticllm.cli.comparisons.windve import compare_with_windve
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
 from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.cli.usage.option_file import option_file
+from staticllm.cli.validate import compare_with_engine
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ HEADER = (
 
 GROUPS = {
     "Targets": ("ttft_ms", "tpot_ms", "gap_ms"),
-    "Comparisons": ("validate", "model", "device", "flexnpu", "windve"),
+    "Comparisons": ("validate", "model", "device"),
     "Output": ("as_json", "plot", "save_costs"),
 }
 RARE = {
@@ -132,8 +130,6 @@ RARE = {
 @option_file
 @model_option
 @click.option("--device", default="CPU", show_default=True, help="Device for --validate.")
-@click.option("--flexnpu", is_flag=True, help="Compare with FlexNPU's Tables 2, 3 and 4.")
-@click.option("--windve", is_flag=True, help="Compare with WINDVE's Tables I to III, and simulate what they leave out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=click.Path(), help="Plot the runs to a file: PNG, SVG, PDF.")
 def command(**options: Any) -> None:
@@ -141,17 +137,10 @@ def command(**options: Any) -> None:
 
     The model is loaded only for --validate; otherwise --costs, or --weights-ms and the options after it, set the costs.
     """
-    comparisons = [f"--{name}" for name in ("flexnpu", "validate", "windve") if options[name]]
-    if len(comparisons) > 1:
-        raise click.UsageError(f"{' and '.join(comparisons)} are {len(comparisons)} comparisons: give one of them")
-    if options["plot"] and comparisons:
-        raise click.UsageError(f"--plot draws simulated runs: leave out {comparisons[0]}")
+    if options["plot"] and options["validate"]:
+        raise click.UsageError("--plot draws simulated runs: leave out --validate")
     options["policies"] = list(dict.fromkeys(options["policies"])) or ["dynamic", "fcfs"]
-    if options["flexnpu"]:
-        compare_with_tables(options["as_json"])
-    elif options["windve"]:
-        compare_with_windve(options["seed"], options["as_json"])
-    elif options["validate"]:
+    if options["validate"]:
         compare_with_engine(options)
     else:
         _simulate(options)

@@ -1,4 +1,4 @@
-"""``staticllm trace`` records every device call while requests are served, and draws the recording."""
+"""``staticllm trace`` records every device call while requests are served, for Perfetto."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.group("trace")
 def command() -> None:
-    """Record which requests ran in which device call, and draw the recording."""
+    """Record which requests ran in which device call."""
 
 
 @command.command("record", cls=GroupedCommand, groups=PROGRAM_GROUP)
@@ -46,7 +46,7 @@ def command() -> None:
 def record(output: str, model: str, as_json: bool, **options: Any) -> None:
     """Serve random prompts and write a Chrome trace.
 
-    Perfetto (ui.perfetto.dev) and chrome://tracing show it, `staticllm trace draw` draws it.
+    Perfetto (ui.perfetto.dev) and chrome://tracing show it.
     """
     check_output(output)
     properties = _properties(options)
@@ -65,26 +65,6 @@ def record(output: str, model: str, as_json: bool, **options: Any) -> None:
         return
     click.echo(_summary(stats))
     click.echo(f"{len(trace.steps)} device calls, {len(trace.requests)} requests in {output}")
-
-
-@command.command("draw")
-@click.argument("trace", type=click.Path())
-@click.option("-o", "--output", type=click.Path(), required=True, help="Picture to write: PNG, SVG, PDF.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def draw(trace: str, output: str, as_json: bool) -> None:
-    """Draw the timeline of TRACE.
-
-    It shows device calls with their prefill, decode and padding rows, a track per request, KV slots in use and queues.
-    """
-    from staticllm.pipelines.profiling.timeline import draw as draw_timeline
-    from staticllm.pipelines.profiling.trace import Trace
-
-    check_output(output)
-    with progress("drawing"):
-        found = Trace.load(trace)
-        draw_timeline(found, output)
-    counts = {"picture": output, "device_calls": len(found.steps), "requests_ended": len(found.requests)}
-    click.echo(json.dumps(counts) if as_json else f"timeline in {output}")
 
 
 def _properties(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Renders a conversation into one prompt with the model's chat template, within bounds of time, size and depth.
 
 A template comes with a model directory, so it is foreign code. It runs in Jinja's sandbox, with the settings that
-transformers uses, and it cannot crash the process: recursion, endless loops and huge strings end in a ``PromptError``.
+transformers uses: recursion, endless loops and huge strings end in a ``PromptError``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.text.templates.bounds import TemplateLimitError, tick
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError, concat, tick
 from staticllm.pipelines.text.templates.sandbox import BoundedEnvironment
 
 MAX_TEMPLATE_CHARS = 1 << 16
@@ -56,7 +56,7 @@ def run(template: str, context: Mapping[str, Any]) -> str:
 def outside_cause(error: BaseException | None) -> BaseException | None:
     """Return the exception behind this one that is not the template's fault, which Jinja may have wrapped; None without one.
 
-    No template raises it: it reads no file, and its texts are bounded. Nothing that fails so is remembered.
+    No ordinary template raises it: it reads no file, and its texts are bounded. Nothing that fails so is remembered.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -99,7 +99,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     layout: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-    return json.dumps(value, ensure_ascii=ensure_ascii, default=_listed, **layout)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, default=_listed, **layout)
+    return encoder.encode(value) if indent is None else concat(encoder.iterencode(value))
 
 
 def _listed(value: Any) -> list[Any]:

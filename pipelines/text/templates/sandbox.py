@@ -1,267 +1,183 @@
-"""Extends Jinja's sandbox so that every expression of a template is subject to the bounds.
+"""Jinja's immutable sandbox, as transformers uses it, with a deadline and with bounds on the texts and lists that are made.
 
-Expressions that Jinja compiles to plain Python (lists, slices, comparisons, ``~``, pieces of text) are compiled to calls of
-``bounds``; operators, calls, attributes, filters and tests pass through the methods of the environment.
+The time is checked in every loop body, call and filter, and while output is joined. Operations whose result may be
+many times their operands are checked before they run. Values inside values are not weighed: ``[a] * 9`` counts nine items.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame, operators
-from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from staticllm.pipelines.text.templates import bounds
-from staticllm.pipelines.text.templates.bounds import TemplateLimitError, budget, listed, made, tick
-from staticllm.pipelines.text.templates.operations import (
-    FILTER_CHECKS,
-    FILTERS,
-    ITERATING,
-    METHODS,
-    check_format,
-    check_method,
-    check_operands,
+from staticllm.pipelines.text.templates.bounds import TemplateLimitError, expect, listed, made, tick
+
+MAX_WIDTH = 9999
+"""The largest indent, count or padding."""
+MAX_BITS = 4096
+"""The most bits of a whole number."""
+_NUMBER_CHARS = 400 + MAX_BITS
+"""The most characters of a formatted number; ``'%f' % 1e308`` has 316, and a number in binary one for each bit."""
+_TAKES_WIDTH = re.compile(r"%[^a-zA-Z]*\*|:[^{}]*\{")
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_SIZED = (str, list, tuple)
+_WIDENING = frozenset(
+    ["batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson", "wordwrap", "zfill"]
 )
-
-_MAX_KEY_ITEMS = 64
-_OF_JINJA = ("_loop_vars", "_block_vars")
-"""Arguments that Jinja's compiler adds to calls."""
-
-
-class _Namespace(Namespace):
-    """A namespace whose text omits its values, because namespaces may contain each other."""
-
-    def __repr__(self) -> str:
-        return "<Namespace>"
-
-
-def _namespace(values: dict[str, Any] | None = None, /, **named: Any) -> Namespace:
-    return _Namespace(_dict(values, **named))
-
-
-def _dict(values: dict[str, Any] | None = None, /, **named: Any) -> dict[str, Any]:
-    if not isinstance(values, (dict, type(None))):
-        raise TypeError("dict() and namespace() take names with values, or one dict")
-    return {**(values or {}), **named}
-
-
-def _cycler(*items: Any) -> Cycler:
-    return Cycler(*items)
-
-
-def _joiner(between: str = ", ") -> Joiner:
-    return Joiner(between)
+"""Filters and methods that take a width, a count or an indent, as a number or as text."""
 
 
 class _Instrument(NodeTransformer):
-    """Adds a check of the time to the body of every loop."""
+    """Adds a check of the time to the body of every loop, and joins the operands of ``~`` within the bounds."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802  (the visitor asks for this name)
         self.generic_visit(node)
-        look = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(look, lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(self._call("tick", [], node.lineno), lineno=node.lineno))
         return node
 
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
+        self.generic_visit(node)
+        return self._call("join_pieces", node.nodes, node.lineno)
 
-class _BoundedCode(CodeGenerator):
-    """Compiles expressions that create or compare values to calls of the bounds."""
-
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        tick()
-        return super().visit(node, *args, **kwargs)
-
-    def _wrapped(self, function: str, write: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
-        self.write(f"environment.{function}(")
-        write(node, frame)
-        self.write(")")
-
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
-        self._wrapped("made", super().visit_List, node, frame)
-
-    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
-        if node.ctx == "load":
-            self._wrapped("made", super().visit_Tuple, node, frame)
-        else:
-            super().visit_Tuple(node, frame)
-
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.made({")
-        for item in node.items:
-            self._wrapped("key", self.visit, item.key, frame)
-            self.write(": ")
-            self.visit(item.value, frame)
-            self.write(", ")
-        self.write("})")
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.join_pieces((")
-        for piece in node.nodes:
-            self.visit(piece, frame)
-            self.write(", ")
-        self.write("))")
-
-    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:  # noqa: N802
-        self.write(f" {operators[node.op]} ")
-        self._wrapped("ticked", self.visit, node.expr, frame)
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        if isinstance(node.arg, nodes.Slice):
-            self._wrapped("made", super().visit_Getitem, node, frame)
-        else:
-            super().visit_Getitem(node, frame)
-
-    def _output_const_repr(self, group: Any) -> str:
-        return f"environment.text({super()._output_const_repr(group)})"
-
-    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:  # noqa: N802
-        """Refuse ``autoescape``, which lengthens texts after they were measured."""
-        self.fail("a prompt needs no autoescape", node.lineno)
+    def _call(self, name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None, lineno=line)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A Jinja environment that bounds the time, sizes and numbers of its templates; to be used inside ``limited``."""
+    """A Jinja environment that bounds the time and the sizes of its templates; to be used inside ``limited``."""
 
-    intercepted_binops = frozenset(["*", "**", "+", "-", "%", "//", "/"])
-    code_generator_class = _BoundedCode
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
     concat = staticmethod(bounds.concat)
-    tick, ticked, made = staticmethod(bounds.tick), staticmethod(bounds.ticked), staticmethod(bounds.made)
-    text, join_pieces = staticmethod(bounds.text), staticmethod(bounds.join_pieces)
+    tick = staticmethod(tick)
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(finalize=bounds.shown, optimized=False, **options)
-        self.filters["sum"] = self._sum
-        self.filters = {name: self.bounded_filter(name, self.filters[name]) for name in FILTERS}
-        self.tests = {name: _timed(function) for name, function in self.tests.items()}
-        self.globals = {
-            "namespace": _namespace,
-            "range": self.globals["range"],
-            "dict": _dict,
-            "cycler": _cycler,
-            "joiner": _joiner,
-        }
+        super().__init__(optimized=False, **options)
+        self.filters = {name: self.bounded_filter(name, value) for name, value in self.filters.items()}
+        del self.globals["lipsum"]
 
-    def key(self, value: Any) -> Any:
-        """Return a dict key after a check: hashing a large one is slow, and Python hashes it at each access.
-
-        Raises:
-            TemplateLimitError: the key is too large.
-        """
-        tick()
-        if not isinstance(value, str) and budget().weigh(value).items > _MAX_KEY_ITEMS:
-            raise TemplateLimitError(f"it makes a key of more than {_MAX_KEY_ITEMS} items")
-        return value
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Refuse the attributes of classes too: ``dict.update`` would change what it is given."""
+        return not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
 
     def bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the filter with a check of its arguments before it runs, and of its result.
 
         It runs when it is called and not when its result is read: a long chain of lazy filters would exhaust the stack.
         """
-        original = inspect.unwrap(function)  # Jinja wraps some, and the wrapper takes one more argument
-        signature, num_hidden = inspect.signature(original), int(hasattr(function, "jinja_pass_arg"))
-        num_dropped = num_hidden - int(hasattr(original, "jinja_pass_arg"))
+        num_hidden = int(hasattr(function, "jinja_pass_arg"))
 
         @wraps(function)
         def bounded(*arguments: Any, **named: Any) -> Any:
             tick()
-            given = list(arguments)
-            if name in ITERATING and len(given) > num_hidden:
-                given[num_hidden] = _iterable(name, given[num_hidden])
-            for argument in (*given[num_hidden:], *named.values()):
-                bounds.expect_chars(bounds.text_size(argument))
-            if name in FILTER_CHECKS:
-                FILTER_CHECKS[name](signature.bind(*given[num_dropped:], **named).arguments)
-            result = function(*given, **named)
-            if isinstance(result, Iterator):
-                return iter(listed(result))
-            return result if any(result is argument for argument in given) else made(result)
+            hidden, given = arguments[:num_hidden], [*arguments[num_hidden:]]
+            if name == "join" and given:
+                given[0] = _joinable(given[0], _argument(given, named, 1, "d"))
+            elif name == "format" and given:
+                _check_format(str(given[0]), [*given[1:], *named.values()])
+            elif given:
+                _check_text(name, given[0], given[1:], named)
+            result = function(*hidden, *given, **named)
+            return iter(listed(result)) if isinstance(result, Iterator) else made(result)
 
         return bounded
 
-    def _sum(self, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-        total = start
-        for item in iterable:
-            part = item
-            for name in str(attribute).split(".") if attribute is not None else ():
-                part = self.getitem(part, int(name) if name.isdigit() else name)
-            total = self._operate("+", total, part)
-        return total
-
-    def _operate(self, operator: str, left: Any, right: Any) -> Any:
-        check_operands(operator, left, right)
-        return made(self.binop_table[operator](left, right))
+    @staticmethod
+    def join_pieces(*pieces: Any) -> str:
+        """Return the result of the operator ``~``."""
+        return bounds.concat(map(str, pieces))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        return self._operate(operator, left, right)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        tick()
-        return super().getitem(obj, argument)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        tick()
-        return super().getattr(obj, attribute)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        for kind, allowed in METHODS.items():
-            if isinstance(obj, kind):
-                return attr in allowed
-        return super().is_safe_attribute(obj, attr, value)
+        _check_operands(operator, left, right)
+        return made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         tick()
-        named = {name: value for name, value in kwargs.items() if name not in _OF_JINJA}
-        if args or named:
-            budget().together((*args, *named.values()))
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        if isinstance(owner, str):
-            if name == "join" and args:
-                args = (_iterable(name, args[0]), *args[1:])
-            check_method(owner, name, args, named)
-        result = super().call(__context, __obj, *args, **kwargs)
-        is_new = not isinstance(__obj, Macro) and not (isinstance(owner, dict) and name == "get")
-        return made(result) if is_new else result
+        if not isinstance(owner, (str, int)):
+            return super().call(__context, __obj, *args, **kwargs)
+        if name == "join" and args:
+            args = (_joinable(args[0], owner), *args[1:])
+        else:
+            _check_text(name, owner, args, kwargs)
+        return made(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
-        if value.__name__ != "format":
-            raise TemplateLimitError(f"it calls {value.__name__}()")
 
         def bounded(*args: Any, **kwargs: Any) -> str:
-            check_format(value.__self__, [*args, *kwargs.values()])
-            return wrapped(*args, **kwargs)
+            values = [*args, *kwargs.values()]
+            _check_format(value.__self__, [*args[0].values()] if value.__name__ == "format_map" else values)
+            return str(made(wrapped(*args, **kwargs)))
 
         return bounded
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed = super()._parse(source, name, filename)
-        instrumented: nodes.Template = _Instrument().visit(parsed)
+        instrumented: nodes.Template = _Instrument().visit(super()._parse(source, name, filename))
         return instrumented
 
 
-def _iterable(name: str, items: Any) -> Any:
-    """Return the items that a filter iterates over: an iterator as a list, and a text only if it is not too long."""
-    if name == "join" and isinstance(items, Iterable) and not isinstance(items, (list, tuple, dict, str)):
-        return listed(items)
-    if isinstance(items, Iterator) and not isinstance(items, LoopContext):
-        return listed(items)
-    if isinstance(items, str) and name not in ("join", "reverse"):
-        bounds.check_items(len(items))
-    return items
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if operator in ("*", "**") and abs(left) > 1 and bits > MAX_BITS:
+            raise TemplateLimitError(f"a product or power makes a number of {bits:.3g} bits, at most {MAX_BITS}")
+    elif operator == "*":
+        value, times = (left, right) if isinstance(right, int) else (right, left)
+        if isinstance(value, _SIZED) and isinstance(times, int):
+            expect(type(value), len(value) * times)
+    elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, type(left)):
+        expect(type(left), len(left) + len(right))
+    elif operator == "%" and isinstance(left, str):
+        _check_format(
+            left, [*right.values()] if isinstance(right, dict) else right if isinstance(right, tuple) else [right]
+        )
 
 
-def _timed(function: Any) -> Callable[..., Any]:
-    @wraps(function)
-    def timed(*arguments: Any, **named: Any) -> Any:
-        tick()
-        return function(*arguments, **named)
+def _check_text(name: str, value: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Check the filter or method ``name`` of a value before it runs."""
+    text = value if isinstance(value, str) else ""
+    if name in _WIDENING:
+        width = max((_width(each) for each in (*args, *named.values())), default=8)
+        expect(str, len(text) + (1 + sum(map(text.count, "\t" if name == "expandtabs" else _LINE_ENDS))) * width)
+    elif name == "replace":
+        old, new = (str(_argument(args, named, place, key)) for place, key in enumerate(("old", "new")))
+        count = _argument(args, named, 2, "count")
+        found = text.count(old)
+        expect(str, len(text) + len(new) * (min(found, count) if isinstance(count, int) and count >= 0 else found))
 
-    return timed
+
+def _joinable(items: Any, between: Any) -> list[Any]:
+    found = listed(items)
+    expect(str, sum(len(item) for item in found if isinstance(item, str)) + len(found) * len(str(between or "")))
+    return found
+
+
+def _check_format(pattern: str, values: Sequence[Any]) -> None:
+    """Check a pattern of ``%`` or ``format``: its fields, its widths, and the widths that it takes from its values."""
+    widths = [_width(int(found[:12])) for found in re.findall(r"\d+", pattern)]
+    if _TAKES_WIDTH.search(pattern):
+        widths += [_width(value) for value in values if isinstance(value, int)]
+    sizes = [len(value) if isinstance(value, str) else _NUMBER_CHARS for value in values]
+    num_fields = pattern.count("%") + pattern.count("{")
+    expect(str, len(pattern) + num_fields * (max(widths, default=0) + max(sizes, default=0)))
+
+
+def _argument(args: Sequence[Any], named: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else named.get(name)
+
+
+def _width(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, (int, float)) and abs(value) > MAX_WIDTH:
+        raise TemplateLimitError(f"it asks for a width of {value:.3g}, at most {MAX_WIDTH}")
+    return int(abs(value)) if isinstance(value, (int, float)) else 0

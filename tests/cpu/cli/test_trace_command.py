@@ -1,4 +1,4 @@
-"""Tests ``staticllm trace`` as a user runs it: record a trace, read the file, draw it."""
+"""Tests ``staticllm trace`` as a user runs it: record a trace, and read the file."""
 
 from __future__ import annotations
 
@@ -46,19 +46,6 @@ def test_slices_of_one_track_do_not_overlap(recorded):
     assert all(request.ended >= request.token_times[-1] for request in Trace.load(recorded).requests)
 
 
-def test_draw_writes_a_picture_and_prints_a_report(recorded, tmp_path, trace):
-    pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    done = trace("draw", recorded, "-o", tmp_path / "timeline.png", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["picture"].endswith("timeline.png")
-    assert report["requests_ended"] == 6
-    image = imread(tmp_path / "timeline.png")[..., :3]
-    assert image.std() > 0.05, "it is blank"
-
-
 def test_the_rate_spreads_arrivals(zoo, tmp_path, trace):
     load = ("--requests", 4, "--prompt-len", 8, "--new-tokens", 2, "--rate", 20, "--json")
     done = trace("record", "-o", tmp_path / "trace.json", "-m", zoo / "llama", "--max-prompt-len", 16, *load)
@@ -84,8 +71,6 @@ def test_a_pipeline_records_its_requests(zoo, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
-        (["draw", "no_such.json", "-o", "x.png"], 1, "cannot read 'no_such.json'"),
-        (["draw", "no_such.json", "-o", "no/such/x.png"], 1, "make it first"),
         (["record", "-o", "no/such/trace.json"], 1, "make it first"),
         (["record", "-o", "."], 1, "is a folder"),
         (["record", "-o", "x.json", "--scheduler", "lottery"], 2, "is not one of"),

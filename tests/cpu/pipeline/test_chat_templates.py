@@ -66,13 +66,14 @@ def test_extra_context_and_tools_are_variables():
         ("{{ 'a' * 10 ** 9 }}", "text of 1e+09 characters"),
         ("{{ [1] * 10 ** 9 }}", "list of 1e+09 items"),
         ("{{ 10 ** 10 ** 9 }}{{ 10 ** 99999 }}", "power"),
-        ("{% set a = [1] * 100000 %}{{ [a] * 100000 }}", "list of"),
-        ("{% set a = [1] * 100000 %}{{ ([a] * 100000)|tojson }}", "list of"),
+        ("{{ [1] * 200000 + [1] * 200000 }}", "list of 4e+05 items"),
+        ("{{ 'a'.zfill(10 ** 9) }}", "width of 1e+09"),
+        ("{{ 'a' * 1 ~ 'b'|indent(10 ** 9) }}", "width of 1e+09"),
         ("{{ 'a'|center(10 ** 9) }}{{ 1 }}", "width of 1e+09"),
         ("{{ 'a'.ljust(10 ** 9) }}", "width of 1e+09"),
-        ("{{ '%1000000000d' % 1 }}", "width of 1000000000"),
+        ("{{ '%1000000000d' % 1 }}", "width of 1e+09"),
         ("{{ '%*d' % (10 ** 9, 1) }}", "width of 1e+09"),
-        ("{{ '{:1000000000}'.format(1) }}", "width of 1000000000"),
+        ("{{ '{:1000000000}'.format(1) }}", "width of 1e+09"),
         ("{{ '{0:{1}}'.format(1, 10 ** 9) }}", "width of 1e+09"),
         ("{{ ('a\n' * 100000)|indent(9999) }}", "text of"),
         ("{{ ('a' * 100000)|replace('a', 'b' * 100000) }}", "text of 1e+10"),
@@ -116,6 +117,7 @@ def test_text_that_keeps_doubling_is_stopped(step):
         "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% for c in r if false %}{% endfor %}{% endfor %}"
         "{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f(n) %}{% if n %}{% set a = f(n - 1) %}{% set a = f(n - 1) %}{% endif %}{% endmacro %}{{ f(60) }}",
     ],
 )
 def test_a_template_that_loops_is_stopped(template, monkeypatch):
@@ -126,49 +128,11 @@ def test_a_template_that_loops_is_stopped(template, monkeypatch):
     assert time.monotonic() - start < 2
 
 
-NESTED = (
-    "{%% set ns = namespace(a=%s, b=%s) %%}"
-    "{%% for i in range(45) %%}{%% set ns.a = %s %%}{%% set ns.b = %s %%}{%% endfor %%}"
-)
-ONE_MB, TWO_MB = "('a' * 1000000)", "('a' * 2000000)"
-
-
-def nested(step, start="[0]"):
-    """Return a template that builds a value from the previous one 45 times."""
-    return NESTED % (start, start, step.replace("X", "ns.a"), step.replace("X", "ns.b"))
-
-
-HANGS = {
-    "compare": nested("[X, X]") + "{{ ns.a == ns.b }}",
-    "compare tuples": nested("(X, X)", "(0,)") + "{{ ns.a < ns.b }}",
-    "compare sums": nested("[X] + [X]") + "{{ ns.a == ns.b }}",
-    "compare products": nested("[X] * 2") + "{{ ns.a == ns.b }}",
-    "compare dicts": nested("{'x': X, 'y': X}") + "{{ ns.a == ns.b }}",
-    "compare results of dict": nested("dict(x=X, y=X)") + "{{ ns.a == ns.b }}",
-    "compare slices": nested("[X, X, 0][:2]") + "{{ ns.a == ns.b }}",
-    "compare items of cyclers": nested("cycler(X, X).items") + "{{ ns.a == ns.b }}",
-    "compare views": nested("[{'x': X, 'y': X}.items()]") + "{{ ns.a == ns.b }}",
-    "hash arguments": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ {varargs: 1}|length }}{% endif %}"
-    "{% endmacro %}{{ f(60, 1) }}",
-    "in": nested("[X, X]") + "{{ ns.a in [ns.b] }}",
-    "key": nested("(X, X)", "(0,)") + "{{ {ns.a: 1} }}",
-    "get": nested("(X, X)", "(0,)") + "{{ {}.get(ns.a) }}",
-    "text of namespaces": nested("namespace(x=X, y=X)") + "{{ ns.a }}{{ 1 // 0 }}",
-    "long texts": "{% set a = 'x' * 4000000 %}{% set b = 'x' * 4000000 %}{{ [a] * 200000 == [b] * 200000 }}",
-    "chained": "{% set a = [1000 * 1] * 200000 %}{% set b = [1000 * 1] * 200000 %}{{ a" + " == b == a" * 6000 + " }}",
-    "keys": "{% set a = (1,) * 200000 %}{{ {" + "a: 1, " * 9000 + "} }}",
-    "rfind": "{{ ('a' * 4000000).rfind('ab' + 'a' * 2000000) }}",
-    "rsplit": "{{ ('a' * 4000000).rsplit('ab' + 'a' * 2000000) }}",
-    "strip": "{{ ('a' * 4000000).strip('b' * 3000000 + 'a') }}",
-    "trim": "{{ ('a' * 4000000)|trim('b' * 3000000 + 'a') }}",
-    "compile": "{{1}}" * 200000,
-}
+ONE_MB = "('a' * 1000000)"
 MEMORY = {
     "replace": f"{{{{ ('a' * 2000)|replace(old='a', new={ONE_MB}) }}}}",
     "map of replace": f"{{{{ ['a' * 2000]|map('replace', old='a', new={ONE_MB})|list|length }}}}",
     "filter block": "{% filter replace(old='a', new='b' * 1000000) %}" + "a" * 2000 + "{% endfilter %}",
-    "wordwrap": f"{{{{ ('a ' * 1000)|wordwrap(1, wrapstring={TWO_MB}) }}}}",
-    "translate": f"{{{{ ('a' * 2000).translate({{97: {ONE_MB}}}) }}}}",
     "%": "{{ ('%9999d' * 200000 % ((1,) * 200000))|length }}",
     "% with a dict": f"{{{{ ('%(a)s' * 2000 % {{'a': {ONE_MB}}})|length }}}}",
     "% of large floats": "{{ ('%f%f%f%f%f%f%f%f' * 30000 % ((1e308,) * 240000) * 1)|length }}",
@@ -176,23 +140,13 @@ MEMORY = {
     "format of a list": f"{{{{ ('{{0}}' * 2000).format([{ONE_MB}])|length }}}}",
     "tojson": "{{ ([1] * 200000)|tojson(indent=9999)|length }}",
     "tojson with text": f"{{{{ ([1] * 2000)|tojson(indent={ONE_MB})|length }}}}",
-    "tojson with separators": f"{{{{ ([1] * 2000)|tojson(separators=({ONE_MB}, ':'))|length }}}}",
     "indent": f"{{{{ ('a\n' * 2000)|indent({ONE_MB})|length }}}}",
     "join of a filter": f"{{{{ {ONE_MB}.join(range(2000)|map('string'))|length }}}}",
-    "text of a view": f"{{{{ ({{'a': [{ONE_MB}] * 2000}}.values()|string)|length }}}}",
-    "names of macros": "{% macro "
-    + "a" * 20000
-    + "() %}{% endmacro %}{{ (["
-    + "a" * 20000
-    + "] * 200000)|string|length }}",
-    "large numbers": "{% set a = [2 ** 2040] * 200000 %}{% for i in range(9) %}{% set b = a|string %}{% endfor %}",
     "large numbers in binary": "{{ ('{0:b}' * 400000).format(2 ** 2040)|length }}",
     "to_bytes": "{{ (1).to_bytes(2000000000, 'big')|length }}",
     "many texts": "{% set ns = namespace(l=[]) %}{% for i in range(100000) %}{% set ns.l = ns.l + ['x' * 4000000] %}{% endfor %}",
     "many small texts": "{% set ns = namespace(l='') %}{% for i in range(2000) %}"
     "{% set ns.l = namespace(a=ns.l, b='x' * 4000000) %}{% endfor %}",
-    "slices": "{% set s = 'x' * 2000000 %}{% set ns = namespace(l='') %}{% for i in range(1, 2000) %}"
-    "{% set ns.l = namespace(a=ns.l, b=s[i:]) %}{% endfor %}",
     "blocks": "{% set ns = namespace(l='') %}{% for i in range(2000) %}{% set x %}{{ 'a' * 1000000 }}{% endset %}"
     "{% set ns.l = namespace(a=ns.l, b=x) %}{% endfor %}",
     "dates": "{{ strftime_now('%9999999d' * 100000)|length }}",
@@ -216,31 +170,27 @@ print(json.dumps([said[:300], time.monotonic() - start]))
 """
 
 
-CASES = [*list(HANGS)[:3], *list(MEMORY)[:3]]
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in CASES else pytest.param(name, marks=pytest.mark.slow) for name in (*HANGS, *MEMORY)]
+    "name", [name if place < 3 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(MEMORY)]
 )
-def test_a_single_long_operation_is_bounded(name):
-    """The operation runs in a child process, because it might hold the interpreter lock or fill the memory."""
-    asked = json.dumps([name, {**HANGS, **MEMORY}[name]])
+def test_a_single_operation_makes_no_text_beyond_the_bounds(name):
+    """The operation runs in a child process, because it might fill the memory."""
+    asked = json.dumps([name, MEMORY[name]])
     child = subprocess.run(
         [sys.executable, "-c", CHILD], input=asked, capture_output=True, text=True, timeout=20, check=False
     )
     assert child.returncode == 0, child.stderr[-500:]
     said, seconds = json.loads(child.stdout)
     assert said.startswith("PromptError"), said
-    assert "MemoryError" not in said, said
+    assert "runs for more than" not in said  # bounds of memory must not depend on the machine's speed
     assert seconds < 3
-    assert name in HANGS or "runs for more than" not in said  # bounds of memory must not depend on the machine's speed
 
 
 @pytest.mark.parametrize(
     "operation",
     [
         "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-        "{{ ['a' * 4000000] * 1000 }}",
+        "{{ 'a' * 10 ** 9 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )

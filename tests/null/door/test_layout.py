@@ -45,7 +45,6 @@ LEVELS = (
     "pipelines.chat_session pipelines.snapshots pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
-    "pipelines.simulator.papers",
     "daemon.packed",
     "daemon server",
     "cli pyinstaller",

@@ -50,7 +50,7 @@ def test_saved_costs_give_the_same_figures(tmp_path):
         (["--max-num-seqs", "0"], 2, "'--max-num-seqs': 0"),
         (["--kv-slots", "3"], 1, "KV_SLOTS=3: one sequence can have"),
         (["--trace", "nowhere.csv"], 1, "nowhere.csv"),
-        (["--flexnpu", "--validate"], 2, "give one of them"),
+        (["--plot", "x.png", "--validate"], 2, "--plot draws simulated runs: leave out --validate"),
         (["--disaggregate", "1x1", "--host-kv-slots", "4"], 1, "HOST_KV_SLOTS is 4: raise it"),
     ],
 )

@@ -1,8 +1,7 @@
 """Compares the simulation of FlexNPU's Table 4 with the published results."""
 
 import pytest
-
-from staticllm.pipelines.simulator.papers.flexnpu_single import FITTED, table_4
+from flexnpu_single import FITTED, table_4
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,6 @@ class WindveSummary:
     busy: float
     mean_s: float
     worst_s: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the figures that ``staticllm simulate --windve --json`` prints."""
-        return asdict(self)
 
 
 def poisson_queries(rate: float, count: int, seed: int, spread: float = 0.0) -> list[Query]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from windve_simulation import SimulatedDevice, lockstep_concurrency, lockstep_seconds
+
 from staticllm.pipelines.embedding.windve.deployment_cost import saving
 from staticllm.pipelines.embedding.windve.device_load import Line
 from staticllm.pipelines.embedding.windve.queue_depth import depth, stress_test
-from staticllm.pipelines.simulator.windve import SimulatedDevice, lockstep_concurrency, lockstep_seconds
 
 LENGTH_EXPONENT = 1.15
 """Fitted by eye to the statements about Figure 5: slightly more than linear, because attention grows with the square."""

@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from staticllm.pipelines.embedding.windve.device_load import Line
-from staticllm.pipelines.embedding.windve.device_queue import Query
-from staticllm.pipelines.embedding.windve.queue_depth import depth
-from staticllm.pipelines.embedding.windve.queue_policies import Predicted, QueuePolicy, Windve, WindveQueued
-from staticllm.pipelines.simulator.papers.windve_tables import LIMITS_S, PAIRS, PublishedDevice
-from staticllm.pipelines.simulator.windve import (
+from windve_simulation import (
     SPREAD,
     SimulatedDevice,
     WindveSummary,
@@ -24,6 +19,12 @@ from staticllm.pipelines.simulator.windve import (
     poisson_queries,
     simulate,
 )
+from windve_tables import LIMITS_S, PAIRS, PublishedDevice
+
+from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.windve.device_queue import Query
+from staticllm.pipelines.embedding.windve.queue_depth import depth
+from staticllm.pipelines.embedding.windve.queue_policies import Predicted, QueuePolicy, Windve, WindveQueued
 
 NUM_QUERIES = 8000
 OVERLOAD = 1.2

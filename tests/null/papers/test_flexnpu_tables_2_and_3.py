@@ -1,8 +1,7 @@
 """Compares the simulation of FlexNPU's Tables 2 and 3 with the published results."""
 
 import pytest
-
-from staticllm.pipelines.simulator.papers.flexnpu_cluster import tables_2_and_3
+from flexnpu_cluster import tables_2_and_3
 
 
 def test_co_location_improves_on_disaggregation_as_published():

@@ -1,18 +1,16 @@
-"""Compares the simulator with the tables of WINDVE's paper, for ``staticllm simulate --windve``."""
+"""Prints WINDVE's published figures beside ours, the paper's errors, and the loads that it leaves out.
+
+python scripts/papers/compare_windve.py --seed 0
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+import argparse
+from collections.abc import Iterable
 
-import click
-
-from staticllm.cli.progress import progress
-
-if TYPE_CHECKING:
-    from staticllm.pipelines.simulator.papers.windve_loads import LoadRow
-    from staticllm.pipelines.simulator.papers.windve_tables import GainRow
+import windve_tables as paper
+from windve_loads import LoadRow, load_table
+from windve_tables import GainRow
 
 HEADER = (
     f"{'':<16}{'':<16}{'main device alone':^32}  {'with the CPU':^32}\n"
@@ -20,36 +18,24 @@ HEADER = (
 )
 
 
-def compare_with_windve(seed: int, as_json: bool) -> None:
-    """Print ours beside the published figures, the paper's errors, and the loads that it leaves out (``--windve``)."""
-    from staticllm.pipelines.simulator.papers import windve_tables as paper
-    from staticllm.pipelines.simulator.papers.windve_loads import NUM_ROWS, load_table
-
-    if as_json:
-        with progress("simulating loads"):
-            loads = [asdict(row) for row in load_table(seed=seed)]
-        tables = {
-            "table_3": [asdict(row) for row in paper.table_3()],
-            "tables_1_and_2": [asdict(row) for row in paper.tables_1_and_2()],
-            "savings": [asdict(row) for row in paper.savings()],
-            "long_texts": [asdict(row) for row in paper.long_texts()],
-            "errors": paper.ERRORS,
-        }
-        click.echo(json.dumps({**tables, "loads": loads}, indent=2))
-        return
-    click.echo("\n".join(_published_lines()))
-    with progress("simulating loads") as shown:
-        last = ""
-        for number, row in enumerate(load_table(seed=seed), 1):
-            title = f"\n{row.main} + {row.helping}, limit {row.limit_s:g} s, {row.rate:.1f} queries/s arrive"
-            shown.write("\n".join([*([title, HEADER] if title != last else []), _load_line(row)]))
-            last = title
-            shown.show("simulating loads", number, NUM_ROWS)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and lengths")
+    show(load_table(seed=parser.parse_args().seed))
 
 
-def _published_lines() -> list[str]:
-    from staticllm.pipelines.simulator.papers import windve_tables as paper
+def show(loads: Iterable[LoadRow]) -> None:
+    print("\n".join(published_lines()))
+    last = ""
+    for row in loads:
+        title = f"\n{row.main} + {row.helping}, limit {row.limit_s:g} s, {row.rate:.1f} queries/s arrive"
+        if title != last:
+            print(f"{title}\n{HEADER}")
+        print(_load_line(row), flush=True)
+        last = title
 
+
+def published_lines() -> list[str]:
     lines = ["Table III, queue depths, published in brackets; alpha from Figure 4's beta and these regression depths"]
     lines.append(
         f"{'limit':<7}{'device':<10}{'regression':>14}{'stress test':>14}  fine-tuned, and its seconds on the line"
@@ -95,3 +81,7 @@ def _load_line(row: LoadRow) -> str:
         for run in (row.alone, row.together)
     )
     return f"{row.arrivals:<16}{row.policy:<16}{''.join(cells)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,26 +1,24 @@
 """Compares the simulation of WINDVE with the published tables, and policies with each other on the loads it leaves out."""
 
-import json
 from itertools import groupby
 
+import compare_windve
 import pytest
-from click.testing import CliRunner
+import windve_loads as loads
+import windve_tables as paper
 from hypothesis import given
 from hypothesis import strategies as st
-
-from staticllm.cli import cli
-from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.windve.device_load import Line, ShapeCosts
-from staticllm.pipelines.embedding.windve.queue_policies import MOST_MARGIN, Predicted, Windve, WindveQueued
-from staticllm.pipelines.simulator.papers import windve_loads as loads
-from staticllm.pipelines.simulator.papers import windve_tables as paper
-from staticllm.pipelines.simulator.windve import (
+from windve_simulation import (
     SimulatedDevice,
     burst_queries,
     lockstep_seconds,
     poisson_queries,
     simulate,
 )
+
+from staticllm.errors import ConfigError
+from staticllm.pipelines.embedding.windve.device_load import Line, ShapeCosts
+from staticllm.pipelines.embedding.windve.queue_policies import MOST_MARGIN, Predicted, Windve, WindveQueued
 
 
 def test_the_intervals_of_alpha_are_those_of_the_published_depths():
@@ -156,26 +154,12 @@ def test_loads_have_the_rate_and_the_lengths_that_they_name():
         poisson_queries(0.0, 5, 0)
 
 
-def test_the_command_prints_published_figures_and_errors(monkeypatch):
+def test_the_script_prints_published_figures_and_errors(capsys):
     few = list(loads.load_table(count=50, arrivals=("poisson",)))
-    monkeypatch.setattr(loads, "load_table", lambda seed: iter(few))
-    result = CliRunner().invoke(cli, ["simulate", "--windve"])
-    assert result.exit_code == 0
-    lines = result.stdout.splitlines()
+    compare_windve.show(few)
+    lines = capsys.readouterr().out.splitlines()
     assert "2 s    Atlas          195 (195)     192 (176)  (172) 1.79 s" in lines
     assert "bge    2 s    V100 + Xeon            96       118    22.9     (22.3)           20.8" in lines
     assert "bge      18.6  (18.6, 22.3)" in lines
     assert any("22/96 = 22.9 %, not 22.3 %" in line for line in lines)
     assert len([line for line in lines if line.startswith("poisson ")]) == len(few) == 16
-    found = json.loads(CliRunner().invoke(cli, ["simulate", "--windve", "--json"]).stdout)
-    assert set(found) == {"table_3", "tables_1_and_2", "savings", "long_texts", "errors", "loads"}
-    assert found["loads"][0]["policy"] == "windve"
-
-
-@pytest.mark.parametrize("other", ["--flexnpu", "--validate"])
-def test_two_comparisons_are_refused(other):
-    result = CliRunner().invoke(cli, ["simulate", "--windve", other])
-    assert result.exit_code == 2
-    assert f"{other} and --windve are 2 comparisons: give one of them" in result.output
-    plotted = CliRunner().invoke(cli, ["simulate", "--windve", "--plot", "x.png"])
-    assert "--plot draws simulated runs: leave out --windve" in plotted.output

@@ -1,1 +1,0 @@
-"""Reproduces published tables with the simulator."""
