@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +19,14 @@ from staticllm.pipelines.diagnostics.memory import device_memory
 from staticllm.pipelines.diagnostics.process_memory import private_bytes
 from staticllm.pipelines.diagnostics.settings import label_of
 from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind, mode_of
+from staticllm.pipelines.embedding.encoder_kind import (
+    AnyJob,
+    EncoderChoices,
+    EncoderJob,
+    EncoderKind,
+    EncoderPrograms,
+    mode_of,
+)
 from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, default_pooling
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.model_loader.load import load_job
@@ -249,10 +256,12 @@ class _NotingKind(EncoderKind):
 
     noted: list[int] = field(default_factory=list, compare=False)
 
-    def runner(self, *arguments: Any) -> EncoderRunner:
+    def runner(
+        self, job: AnyJob, programs: EncoderPrograms, memory: object, planned: Sequence[EncoderVariant] = ()
+    ) -> EncoderRunner:
         """Bind the programs and run them."""
         self.noted.append(private_bytes())
-        return super().runner(*arguments)
+        return super().runner(job, programs, memory, planned)
 
 
 def _estimate(

@@ -82,7 +82,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         """Whether texts may be continued if the model has states: a vector must be that of the last token then."""
         return bool(self.chosen.score_tokens) or self.pooling in (None, "last")
 
-    def plan(self, job: _Job, for_blobs: bool = False, start: StartWith = "all programs") -> EncoderPlan:
+    def plan(self, job: AnyJob, for_blobs: bool = False, start: StartWith = "all programs") -> EncoderPlan:
         """Read and lower the model, and choose its variants; all of its programs are there from the start."""
         del start
         given = self.chosen
@@ -102,7 +102,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         return random_texts(programs.shape, variant)
 
     def runner(
-        self, job: _Job, programs: EncoderPrograms, memory: object, planned: Sequence[EncoderVariant] = ()
+        self, job: AnyJob, programs: EncoderPrograms, memory: object, planned: Sequence[EncoderVariant] = ()
     ) -> EncoderRunner:
         """Bind the programs, and run each of them once.
 
@@ -125,7 +125,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
         return runner
 
-    def fingerprint(self, job: _Job) -> EncoderFingerprint:
+    def fingerprint(self, job: AnyJob) -> EncoderFingerprint:
         """Return the digests of the model and its Dense modules, the machine, and the choices."""
         model = fingerprint_model(job.directory, job.weights)
         properties = sorted(json_properties(self.properties(job)["encode"]).items())
@@ -148,13 +148,13 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         """Return the shape that ``shape_to_json`` made ``content`` of."""
         return encoder_shape_from_json(content)
 
-    def choices(self, job: _Job) -> dict[str, Any]:
+    def choices(self, job: AnyJob) -> dict[str, Any]:
         """Return the longest text and the sizes that were asked for."""
         del job
         sizes = self.chosen.sizes
         return {"max_length": self.max_length, "sizes": None if sizes is None else [list(size) for size in sizes]}
 
-    def decided_by(self, manifest: Manifest, job: _Job) -> _Job:
+    def decided_by(self, manifest: Manifest, job: AnyJob) -> AnyJob:
         """Return the job with the set's sizes and longest text for whatever the user left out."""
         stored, given = manifest.config, self.chosen
         sizes = given.sizes if stored["sizes"] is None or given.sizes is not None else stored["sizes"]
@@ -166,7 +166,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         """Check the ports of imported programs."""
         check_ports(programs.shape, programs.compiled)
 
-    def _check_output(self, job: _Job, shape: EncoderShape) -> None:
+    def _check_output(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that the model computes what the caller can use.
 
         Raises:
@@ -177,7 +177,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             kind = model_kind.SCORES if output == "scores" else model_kind.EMBEDDINGS
             raise ModelError(f"{str(job.directory)!r} is {kind.what}: {kind.remedy}")
 
-    def _check_pooling(self, job: _Job, shape: EncoderShape) -> None:
+    def _check_pooling(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that a model that pools by itself pools as the user and its files say.
 
         Raises:
@@ -198,7 +198,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             )
 
 
-_Job: TypeAlias = LoadJob[ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]]
+AnyJob: TypeAlias = LoadJob[ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]]
 EncoderJob: TypeAlias = LoadJob[EncoderKind]
 """One encoder for one device."""
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, OnProgress, Part, Variant
+from staticllm.core import ModelShape, OnProgress, Part, Phase, Variant
 from staticllm.devices import check_device, default_kv_type, get_core
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.blobs.blob_set import json_properties
@@ -73,7 +73,9 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         properties = phase_properties(device, config)
         kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
         layout = program_layout(device, job.directory, config, kv_type)
-        values = {phase: json_properties(of_phase) for phase, of_phase in properties.items()}
+        values: dict[Phase, Mapping[str, Any]] = {
+            phase: json_properties(of_phase) for phase, of_phase in properties.items()
+        }
         return StepFingerprint(
             **asdict(fingerprint_model(job.directory, job.weights)),
             **machine_values(core, device),
