@@ -131,6 +131,15 @@ class EncoderFingerprint(Fingerprint):
     properties: str = _labelled("properties", "user")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherFingerprint(Fingerprint):
+    """The fingerprint of the programs of any other kind of model. ``choices`` are the user's, as JSON."""
+
+    programs: str = _labelled("PROGRAMS", "user")
+    properties: str = _labelled("properties", "user")
+    choices: str = _labelled("choices", "user")
+
+
 def with_article(kind: str) -> str:
     """Return the name of a kind of model with its article."""
     return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"

@@ -6,6 +6,7 @@ A new kind says how a model is lowered and which sizes its programs have (``plan
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +20,14 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Part
 from staticllm.devices import get_core
 from staticllm.model_dir import weights_of
-from staticllm.pipelines.blobs.fingerprint import Fingerprint
+from staticllm.pipelines.blobs.blob_set import json_properties
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, OtherFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.blobs.measurements import probes_in
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
 from staticllm.pipelines.programs.build import CompiledPrograms
 from staticllm.pipelines.programs.compile_plan import CompilePlan, StartWith, phase_properties
+from staticllm.pipelines.programs.layout import program_mode
 from staticllm.pipelines.programs.lowered import S, V
 
 
@@ -79,16 +82,24 @@ class ProgramKind(ABC, Generic[V, S, R]):
         """
 
     @abstractmethod
+    def shape_from_json(self, content: Mapping[str, Any]) -> S:
+        """Return the shape that ``shape_to_json`` made ``content`` of; its fields were checked (``manifest.KINDS``)."""
+
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
         Raises:
             ModelError: a file of the model cannot be read.
         """
-
-    @abstractmethod
-    def shape_from_json(self, content: Mapping[str, Any]) -> S:
-        """Return the shape that ``shape_to_json`` made ``content`` of; its fields were checked (``manifest.KINDS``)."""
+        properties = sorted(json_properties(self.properties(job)["encode"]).items())
+        return OtherFingerprint(
+            kind=self.name,
+            **asdict(fingerprint_model(job.directory, job.weights)),
+            **machine_values(get_core(), job.device),
+            programs=program_mode(job.device, job.config),
+            properties=", ".join(f"{name}={value}" for name, value in properties),
+            choices=json.dumps(self.choices(job), sort_keys=True),
+        )
 
     def shape_to_json(self, shape: S) -> dict[str, Any]:
         """Return a shape in the form that JSON holds."""
