@@ -110,7 +110,9 @@ class StaticLLMPipeline:
         self._engine: EngineClient = self._launched.engine
         self._stop_checker = StopChecker(self._engine)
         close_when_collected(self, _close, self._launched, self._stop_checker, tools)
-        self._input_processor = InputProcessor(tools, text.generation_config, candidates[0].config.adapters)
+        self._input_processor = InputProcessor(
+            tools, text.generation_config, candidates[0].config.adapters, text.file_options
+        )
         self._chat = ChatSession(tools)
         self._launched.use_tokenizer(text.tokenizer, tools.decode, is_models_own=given.tokenizer is None)
         self._snapshots = ModelSnapshots(source, self._launched, self._input_processor)

@@ -29,7 +29,7 @@ from staticllm.pipelines.embedding.output_types import (
     ranges_of,
 )
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.pool.pool_loader import take_options
+from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text, lower_case
 from staticllm.pipelines.encoder_pipeline import (
@@ -41,6 +41,11 @@ from staticllm.pipelines.encoder_pipeline import (
     is_whole,
 )
 from staticllm.pipelines.engine.jobs import JobHost
+
+_NAMES = (
+    *(item.name for item in fields(EmbeddingConfig)), *POOL_PROPERTIES, "engine", "overflow", "max_waiting", "on_progress",
+)  # fmt: skip
+"""The options of the constructor that are no properties of OpenVINO."""
 
 
 class EmbeddingHandle(EncoderHandle[Vectors]):
@@ -122,8 +127,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
         check_serving(overflow, max_waiting, on_progress)
-        names = {item.name for item in fields(EmbeddingConfig)}
-        own = {name: properties.pop(name) for name in list(properties) if name in names}
+        own = {item.name: properties.pop(item.name) for item in fields(EmbeddingConfig) if item.name in properties}
         self._config = resolved_config(config, own)
         options = take_options(properties)
         served = serve_encoder(
@@ -328,7 +332,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
 def _choices(config: EmbeddingConfig, properties: Mapping[str, object]) -> EncoderChoices:
     pooling = None if config.pooling_type is None else POOLINGS[config.pooling_type]
     return EncoderChoices(
-        pooling, config.normalize, config.max_length, properties=properties or None, output="embeddings"
+        pooling, config.normalize, config.max_length, properties=properties or None, output="embeddings", names=_NAMES
     )
 
 

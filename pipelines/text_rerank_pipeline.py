@@ -10,6 +10,7 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
+from staticllm.config import as_whole
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
@@ -17,7 +18,7 @@ from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import take_options
+from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
 from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
 from staticllm.pipelines.embedding.text_tokenizer import Overflow
@@ -61,6 +62,13 @@ class RerankConfig:
             raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
         if self.max_length is not None and (not is_whole(self.max_length) or self.max_length < 1):
             raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
+
+
+_NAMES = (
+    *(item.name for item in fields(RerankConfig)), *POOL_PROPERTIES,
+    "activation", "score_words", "engine", "overflow", "max_waiting", "on_progress",
+)  # fmt: skip
+"""The options of the constructor that are no properties of OpenVINO."""
 
 
 class RerankHandle(EncoderHandle[Ranking]):
@@ -136,8 +144,7 @@ class StaticRerankPipeline(EncoderPipeline):
         """
         check_serving(overflow, max_waiting, on_progress)
         _check_scoring(activation, score_words)
-        names = {item.name for item in fields(RerankConfig)}
-        own = {name: properties.pop(name) for name in list(properties) if name in names}
+        own = {item.name: properties.pop(item.name) for item in fields(RerankConfig) if item.name in properties}
         self._config = _resolved(config, own)
         directory = check_model_dir(models_path)
         tokenizer = _paired_tokenizer(directory)
@@ -147,7 +154,7 @@ class StaticRerankPipeline(EncoderPipeline):
         served = serve_encoder(
             directory,
             device,
-            EncoderChoices("last", False, self._config.max_length, None, properties or None, tokens),
+            EncoderChoices("last", False, self._config.max_length, None, properties or None, tokens, names=_NAMES),
             engine=engine,
             max_waiting=max_waiting,
             options=options,
@@ -160,6 +167,11 @@ class StaticRerankPipeline(EncoderPipeline):
             raise
         self._is_paired = served.info.output == "scores" and tokenizer.supports_paired_input()
         super().__init__(served, tokenizer, overflow)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the tokenizer encodes a query and a text as a pair. If not, as in GenAI, the text is joined to the query."""
+        return self._is_paired
 
     def rerank(self, query: str, texts: Sequence[str]) -> Ranking:
         """Return the indices of the ``top_n`` best texts and their scores, the best first.
@@ -317,6 +329,6 @@ def _resolved(config: object, own: Mapping[str, object]) -> RerankConfig:
         config = RerankConfig()
     elif not isinstance(config, RerankConfig):
         raise ConfigError(f"config is a {type(config).__name__}: must be a StaticRerankPipeline.Config")
-    found = RerankConfig(**{**vars(config), **own})
+    found = RerankConfig(**{name: as_whole(value) for name, value in {**vars(config), **own}.items()})
     found.validate()
     return found

@@ -237,14 +237,19 @@ class StaticLLMConfig:
         return frozenset(item.name for item in fields(self) if getattr(self, item.name) != _default_of(item))
 
 
+def as_whole(value: Any) -> Any:
+    """Return a float that is a whole number as an int, and other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
-    """Return ``value`` as an int from ``least`` to ``most``.
+    """Return ``value`` as an int from ``least`` to ``most``. A float may be given if it is whole, as 128.0 is.
 
     Raises:
         ConfigError: the value is not a whole number, or is outside the limits; the message names both limits.
     """
     try:
-        number = cast(Any, value).__index__()
+        number = as_whole(value).__index__()
     except (AttributeError, TypeError):
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,15 @@ def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iter
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def refusal_of(folder: Path) -> str:
+    """Return why nothing can be made in a folder; "" if it can. It is tried: root may write everywhere, but not to ``/proc``."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".staticllm-", dir=folder)).rmdir()
+    except OSError as error:
+        return f"takes no files ({error.strerror or error})"
+    return ""
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:

@@ -199,8 +199,14 @@ def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False)
     stat = xml.stat()
     ir = _parsed(xml, stat.st_mtime_ns, stat.st_size)
     weights = weights or xml.with_suffix(".bin")
-    size = weights.stat().st_size if weights.is_file() else 0
     needed = 1 if is_encrypted else ir.num_weight_bytes
+    is_there = weights.is_file()
+    if needed and not is_there:
+        what = "is no file" if weights.exists() else "is missing"
+        raise ModelError(
+            f"{str(weights)!r} {what}, {xml.name} needs {needed} bytes of weights: export or copy it again"
+        )
+    size = weights.stat().st_size if is_there else 0
     if size < needed:
         raise ModelError(f"{str(weights)!r} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
     return ir

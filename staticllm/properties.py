@@ -42,8 +42,12 @@ class ResolvedConfig:
         return cls(config, config.non_default)
 
 
-def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> ResolvedConfig:
+def resolve(
+    properties: Mapping[str, Any], supported: Collection[str] = (), others: Collection[str] | None = None
+) -> ResolvedConfig:
     """Read properties with GenAI's names into a config. ``supported``: the names that the device accepts.
+
+    ``others``: the other names that a misspelled one may stand for; None for those of language models.
 
     Raises:
         ConfigError: a name is unknown (the message has the nearest known one), or a value is impossible.
@@ -59,7 +63,7 @@ def resolve(properties: Mapping[str, Any], supported: Collection[str] = ()) -> R
         elif name in supported:
             device_properties[name] = value
         else:
-            _refuse(name, supported)
+            _refuse(name, supported, _OF_DECODERS if others is None else others)
     for name in ("prefill_config", "generate_config"):
         if isinstance(extra := options.get(name), Mapping):
             options[name] = _phase_properties(name.upper(), extra, supported)
@@ -74,7 +78,7 @@ def properties_by_device(value: object) -> dict[str, dict[str, Any]]:
     ``value`` may also be the text of a JSON object, as OpenVINO reads it.
 
     Raises:
-        ConfigError: it is no dict of one dict per device.
+        ConfigError: it is no dict of one dict per device, or is in itself.
     """
     given: Any = value
     if isinstance(value, str):
@@ -90,7 +94,13 @@ def properties_by_device(value: object) -> dict[str, dict[str, Any]]:
             f"{DEVICE_PROPERTIES}={shown(value)}: must be a dict of one dict of properties per device, for example "
             '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'
         )
-    return {name.strip().upper(): dict(own) for name, own in given.items()}
+    found = {name.strip().upper(): dict(own) for name, own in given.items()}
+    for device, own in found.items():
+        if DEVICE_PROPERTIES in own:
+            raise ConfigError(
+                f"{DEVICE_PROPERTIES} in those of {device!r}: give the properties of {device} there directly"
+            )
+    return found
 
 
 def with_own(properties: Mapping[Any, Any], device: str) -> dict[Any, Any]:
@@ -128,11 +138,11 @@ def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection
         raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the KV slots, give it beside {name}")
     for key in extra:
         if key not in supported:
-            _refuse(key, supported)
+            _refuse(key, supported, _OF_DECODERS)
     return {key: value for key, value in extra.items() if key in supported}
 
 
-def _refuse(name: object, supported: Collection[str]) -> None:
+def _refuse(name: object, supported: Collection[str], others: Collection[str]) -> None:
     if not isinstance(name, str):
         raise ConfigError(f"unknown property {name!r}: names are strings")
     if name in _NOT_HERE:
@@ -140,7 +150,11 @@ def _refuse(name: object, supported: Collection[str]) -> None:
     if name.startswith(_REPLACED_PREFIXES):
         warnings.warn(f"{name} controls NPUW, which staticllm replaces: it has no effect", stacklevel=4)
         return
-    known = {each.upper(): each for each in (*supported, *_HINTS, *_OWN, DEVICE_PROPERTIES, *_OF_PIPELINES)}
+    if name in others:
+        raise ConfigError(
+            f"{name} cannot be given here: it is an option of a pipeline, for all of its devices and phases"
+        )
+    known = {each.upper(): each for each in (*supported, *others)}
     near = difflib.get_close_matches(name.upper(), known, n=1)
     raise ConfigError(f"unknown property {shown(name)}" + (f": did you mean {known[near[0]]!r}?" if near else ""))
 
@@ -175,3 +189,4 @@ def _is_number(item: Field[Any]) -> bool:
 
 _NUMBERS = frozenset(item.name.upper() for item in fields(StaticLLMConfig) if _is_number(item))
 _HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}
+_OF_DECODERS = (*_HINTS, *_OWN, DEVICE_PROPERTIES, *_OF_PIPELINES)

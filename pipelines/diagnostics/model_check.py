@@ -1,13 +1,21 @@
-"""Checks a model by loading it as a verb would, and running one token or one text, for ``staticllm doctor``."""
+"""Checks a model by loading it as a verb would, and running a chat turn, a text or pairs, for ``staticllm doctor``."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from staticllm.compiler_passes.model_kind import DECODER, SCORES, ModelKind, is_lowered_as, kind_in
 from staticllm.core import OnProgress
-from staticllm.errors import ModelError, StaticLLMError, UnsupportedModelError
+from staticllm.errors import (
+    GenerationConfigError,
+    ModelError,
+    PromptError,
+    PromptTooLongError,
+    StaticLLMError,
+    UnsupportedModelError,
+)
 from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.blobs.cache import BlobCache
@@ -28,15 +36,13 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     start = time.perf_counter()
     try:
         directory = check_model_dir(path)
-        kind = _tried(directory, device, on_progress)
+        tried = _tried(directory, device, on_progress)
         here = fingerprint_model(directory)
     except StaticLLMError as error:
         found = path_kind(path, needs_tokenizer=True)
         if not found.is_loadable:
             return Finding("fail", "model", found.what, found.remedy)
-        again = "export the original with optimum-cli export openvino (docs/models.md)"
-        is_refused = isinstance(error, UnsupportedModelError)
-        return Finding("fail", "model", str(error), again if is_refused else f"copy the model again, or {again}")
+        return Finding("fail", "model", str(error), _remedy(error))
     for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
         there = entry.manifest.fingerprint if entry.manifest is not None else None
         if there is not None and there.ir_digest == here.ir_digest and there.weights_digest != here.weights_digest:
@@ -47,11 +53,33 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
                 "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests",
             )
     ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
-    return Finding("ok", "model", f"complete, weights {here.weights_digest[:12]}, {kind.what}, {ran}")
+    complete = f"complete, weights {here.weights_digest[:12]}, {tried.kind.what}, {ran}{tried.how}"
+    return Finding("warn" if tried.remedy else "ok", "model", complete, tried.remedy)
 
 
-def _tried(directory: Path, device: str, on_progress: OnProgress) -> ModelKind:
-    """Load a model by the class for its kind, run one token or one text, and return the kind.
+@dataclass(frozen=True)
+class _Tried:
+    """The kind of a model that ran, how it was run, and what should be done although it ran."""
+
+    kind: ModelKind
+    how: str = ""
+    remedy: str = ""
+
+
+def _remedy(error: StaticLLMError) -> str:
+    """Return what helps a model that cannot be loaded or run."""
+    again = "export the original with optimum-cli export openvino (docs/models.md)"
+    if isinstance(error, UnsupportedModelError):
+        return again
+    if isinstance(error, GenerationConfigError):
+        return "correct the field in generation_config.json, or remove it there"
+    if isinstance(error, PromptError):
+        return "correct the chat template in openvino_tokenizer.xml or chat_template.jinja, or set another on the tokenizer"
+    return f"copy the model again, or {again}"
+
+
+def _tried(directory: Path, device: str, on_progress: OnProgress) -> _Tried:
+    """Load a model by the class for its kind, and run a chat turn, a text, or a query with two texts.
 
     Raises:
         StaticLLMError: it cannot be loaded, or cannot run.
@@ -59,14 +87,34 @@ def _tried(directory: Path, device: str, on_progress: OnProgress) -> ModelKind:
     kind = kind_in(directory)
     if kind is None:
         raise ModelError(NOT_TEXT)
-    if not is_lowered_as(kind, "encoder", read_encoder_files(directory).pooling is not None):
-        assert kind is DECODER
-        with StaticLLMPipeline(directory, device, config=SMALL, on_progress=on_progress) as pipe:
-            pipe.generate("a", max_new_tokens=1, apply_chat_template=False)
-    elif kind is SCORES:
+    files = read_encoder_files(directory)
+    if kind is SCORES or (kind is DECODER and files.score_tokens):
         with StaticRerankPipeline(directory, device, on_progress=on_progress, max_length=64) as reranker:
-            reranker.scores("a", ["a"])
-    else:
+            reranker.scores("a", ["b", "a c"])
+            is_cross = kind is SCORES and not reranker.is_paired
+        if not is_cross:
+            return _Tried(kind, " with a query and two texts")
+        how = ", but its tokenizer encodes no pairs: each text is joined to its query without a separator"
+        return _Tried(
+            kind, how, "write the prompt of the model around both, or export its tokenizer again (docs/models.md)"
+        )
+    if is_lowered_as(kind, "encoder", files.pooling is not None):
         with StaticEmbeddingPipeline(directory, device, on_progress=on_progress, max_length=64) as embedder:
             embedder.embed_query("a")
-    return kind
+        return _Tried(kind)
+    assert kind is DECODER
+    with StaticLLMPipeline(directory, device, config=SMALL, on_progress=on_progress) as pipe:
+        return _Tried(kind, _said_to(pipe))
+
+
+def _said_to(pipe: StaticLLMPipeline) -> str:
+    """Run one turn through the chat template if there is one, else one token of text, and return how it was run."""
+    pipe.set_generation_config(pipe.get_generation_config())  # which checks what the model's own file says
+    if not pipe.get_tokenizer().chat_template:
+        pipe.generate("a", max_new_tokens=1, apply_chat_template=False)
+        return ", without a chat template"
+    try:
+        pipe.generate("a", max_new_tokens=1)
+    except PromptTooLongError:  # the template works, and its text is longer than what is loaded for a trial
+        pipe.generate("a", max_new_tokens=1, apply_chat_template=False)
+    return " with its chat template"

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import openvino_genai as genai
 
+from staticllm.config import as_whole
 from staticllm.core import Pooling
 from staticllm.errors import ConfigError
 
@@ -82,6 +83,6 @@ def resolved_config(config: object, own: Mapping[str, object]) -> EmbeddingConfi
         config = EmbeddingConfig()
     elif not isinstance(config, EmbeddingConfig):
         raise ConfigError(f"config is a {type(config).__name__}: must be a StaticEmbeddingPipeline.Config")
-    found = EmbeddingConfig(**{**vars(config), **own})
+    found = EmbeddingConfig(**{name: as_whole(value) for name, value in {**vars(config), **own}.items()})
     found.validate()
     return found

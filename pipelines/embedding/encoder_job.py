@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def encoder_job(
             f"{str(models_path)!r} is a blob set: give the directory of its model, and the set with BLOB_PATH"
         )
     name = check(get_core(), device)
-    config = encoder_config(name, choices.properties or {})
+    config = encoder_config(name, choices.properties or {}, choices.names)
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
     files, limit = read_encoder_files(directory), max_positions(directory)
@@ -68,8 +68,8 @@ def encoder_job(
     return LoadJob(EncoderKind(choices, files, longest), directory, name, config, on_progress)
 
 
-def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMConfig:
-    """Return the config of an encoder.
+def encoder_config(device: str, properties: Mapping[str, object], names: Sequence[str] = ()) -> StaticLLMConfig:
+    """Return the config of an encoder. ``names``: other options, for which a misspelled property may stand.
 
     Raises:
         ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.
@@ -78,7 +78,8 @@ def encoder_config(device: str, properties: Mapping[str, object]) -> StaticLLMCo
     for name in ours:
         if name in _OF_DECODERS:
             raise ConfigError(f"{name} is an option of decoders, this model is an encoder: leave it out")
-    resolved = resolve(ours, known_properties(get_core(), device))
+    others = (*(name.upper() for name in OPTIONS), *names)
+    resolved = resolve(ours, known_properties(get_core(), device), others)
     if resolved.config.programs not in ("auto", "separate", "shared"):
         raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
     return resolved.config

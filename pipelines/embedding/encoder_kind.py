@@ -35,7 +35,7 @@ EncoderPrograms: TypeAlias = CompiledPrograms[EncoderVariant, EncoderShape]
 
 @dataclass(frozen=True)
 class EncoderChoices:
-    """What the user chose; None for what the model's files say.
+    """What the user chose; None for what the model's files say. ``names``: what else the caller's constructor takes.
 
     ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
     ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
@@ -50,6 +50,7 @@ class EncoderChoices:
     properties: Mapping[str, object] | None = None
     score_tokens: tuple[int, ...] = ()
     output: Literal["embeddings", "scores"] | None = None
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

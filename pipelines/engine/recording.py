@@ -85,7 +85,7 @@ def progress_of(requests: Iterable[RequestState], runner: ModelRunner) -> Engine
     found = {
         state.id: _sequence_progress(state)
         for request in requests
-        if request.request.prompt
+        if not request.sequences[0].info.is_fed
         for state in request.unfinished
     }
     return EngineProgress(tuple(found.values()), runner.cache.num_slots)

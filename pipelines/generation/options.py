@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -15,7 +15,17 @@ from staticllm.config import whole
 from staticllm.core import MAX_ANSWERS
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.pipelines.generation.beam_search import BeamParams
-from staticllm.pipelines.generation.config_values import DEFAULTS, DRAFTING, NAMES, WIDE, in_effect
+from staticllm.pipelines.generation.config_values import (
+    DEFAULTS,
+    DRAFTING,
+    DRAWING,
+    NAMES,
+    WIDE,
+    FileOptions,
+    defaults_of,
+    in_effect,
+    values_of,
+)
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.extra_options import (
     EXTRA_NAMES,
@@ -152,11 +162,14 @@ def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
     return copied
 
 
-def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> GenerationOptions:
+def resolve(
+    config: genai.GenerationConfig, overrides: Mapping[str, Any], file: FileOptions | None = None
+) -> GenerationOptions:
     """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
 
     A value of ``config`` that has no effect in this request is not checked, as in GenAI; one of ``overrides`` always is.
-    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, in ``overrides`` always.
+    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, in ``overrides`` always. ``file`` holds the options that
+    ``config`` has from the model's own file: those that contradict the others are left out.
 
     Raises:
         GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
@@ -169,16 +182,76 @@ def resolve(config: genai.GenerationConfig, overrides: Mapping[str, Any]) -> Gen
                 f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
             )
         _check_plain(name, value)
-    merged = in_effect(config, overrides)
+    values = values_of(config)
     try:
-        extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
-        options = _checked(merged, extra, _ngram_size(overrides, merged))
+        return _resolved(values, overrides)
+    except GenerationConfigError as error:
+        if file is None:
+            raise
+        wrong = error
+    clashing = _clashing(values, overrides, file)
+    if not clashing:
+        raise wrong
+    if _is_at_fault(file, clashing, overrides):
+        raise GenerationConfigError(f"{file.path!r}: {wrong}; correct {' and '.join(clashing)} in this file")
+    adapted = defaults_of(clashing)
+    if "max_new_tokens" in clashing:  # without a limit it would be as wrong
+        adapted["max_new_tokens"] = max(values["max_new_tokens"], overrides.get("min_new_tokens", 1))
+    return _resolved({**values, **adapted}, overrides)
+
+
+def _resolved(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> GenerationOptions:
+    merged = in_effect(values, overrides)
+    try:
+        options = _merged(merged, overrides)
         asks_for_drafts = any(overrides.get(name) for name in DRAFTING)
         return replace(options, grammar=requested_grammar(overrides, merged), asks_for_drafts=asks_for_drafts)
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
+
+
+def _merged(merged: Mapping[str, Any], overrides: Mapping[str, Any]) -> GenerationOptions:
+    extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
+    return _checked(merged, extra, _ngram_size(overrides, merged))
+
+
+def _is_possible(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Return whether options can be had together; a grammar contradicts none of them."""
+    try:
+        _merged(in_effect(values, overrides), overrides)
+    except ConfigError:
+        return False
+    return True
+
+
+def _clashing(values: Mapping[str, Any], overrides: Mapping[str, Any], file: FileOptions) -> list[str]:
+    """Return the options of a model's file that must be left out for the others to be possible.
+
+    Raises:
+        GenerationConfigError: the others are impossible without the file too.
+    """
+    names = [name for name in file.names_in(values) if name not in overrides]
+    kept = {**values, **defaults_of(names)}
+    _resolved(kept, overrides)
+    clashing = []
+    for name in names:
+        if _is_possible({**kept, name: values[name]}, overrides):
+            kept[name] = values[name]
+        else:
+            clashing.append(name)
+    return clashing
+
+
+def _is_at_fault(file: FileOptions, clashing: Sequence[str], overrides: Mapping[str, Any]) -> bool:
+    """Return whether options are impossible whatever a request says, because of one value or of several in the file."""
+    sampling = {**defaults_of(NAMES), "do_sample": True}
+    drawing = [name for name in clashing if name in DRAWING]
+    if any(not _is_possible({**sampling, name: file.values[name]}, {}) for name in drawing):
+        return True
+    others = {**file.values, **defaults_of(name for name in overrides if name in NAMES)}
+    return not _is_possible(file.values, {}) and not _is_possible(others, {})
 
 
 def _check_plain(name: str, value: object) -> None:

@@ -14,9 +14,10 @@ import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core, named_devices
-from staticllm.errors import ConfigError, DeviceError, ModelError, enough_memory, last_line
+from staticllm.errors import ConfigError, DeviceError, GenerationConfigError, ModelError, enough_memory, last_line
 from staticllm.files import read_regular
 from staticllm.model_dir import check_model_dir, keep_in_memory
+from staticllm.pipelines.generation.config_values import FileOptions, unreadable_field, values_of
 from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
 from staticllm.pipelines.programs.compile_plan import device_properties
 from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
@@ -204,17 +205,37 @@ def read_tool_template(directory: Path) -> str:
     return ""
 
 
-def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> genai.GenerationConfig:
+@dataclass(frozen=True)
+class ReadConfig:
+    """The generation options that a model's calls start from, and those among them that its own file sets."""
+
+    config: genai.GenerationConfig
+    file: FileOptions | None = None
+
+
+def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> ReadConfig:
     """Read the model's own generation options; the tokenizer's end of sequence is added if they have none.
 
     Raises:
         ModelError: ``generation_config.json`` cannot be read.
+        GenerationConfigError: a field of it has a wrong type; the message names it.
     """
     path = directory / "generation_config.json"
+    is_there = path.is_file()
     try:
-        config = genai.GenerationConfig(path) if path.is_file() else genai.GenerationConfig()
+        config = genai.GenerationConfig(path) if is_there else genai.GenerationConfig()
     except RuntimeError as error:
+        if wrong := _unreadable_field(path):
+            raise GenerationConfigError(f"{str(path)!r}: {wrong}; correct it in this file") from None
         raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
+    file = FileOptions(str(path), values_of(config)) if is_there else None
     if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
         config.set_eos_token_id(tokenizer.get_eos_token_id())
-    return config
+    return ReadConfig(config, file)
+
+
+def _unreadable_field(path: Path) -> str:
+    try:
+        return unreadable_field(read_regular(path, MAX_TOKENIZER_CONFIG).decode())
+    except (OSError, UnicodeDecodeError):
+        return ""

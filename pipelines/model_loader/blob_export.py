@@ -12,6 +12,7 @@ from typing import Any, Generic, cast
 from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError
+from staticllm.files import refusal_of
 from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, json_properties, write_set
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
@@ -70,12 +71,13 @@ def check_writable(target: Path) -> None:
     """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
 
     Raises:
-        ConfigError: the folder around it is read-only.
+        ConfigError: the folder around it is read-only, or takes no files.
     """
     parent = target.resolve().parent
-    if not os.access(parent, os.W_OK):
+    reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
+    if reason:
         raise ConfigError(
-            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} is read-only: give another path with "
+            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} {reason}: give another path with "
             "BLOB_PATH or --export-blob PATH"
         )
 

@@ -11,7 +11,14 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.model_loader.arguments import Given, read_generation_config, read_tokenizer, read_tool_template
+from staticllm.pipelines.generation.config_values import FileOptions
+from staticllm.pipelines.model_loader.arguments import (
+    Given,
+    ReadConfig,
+    read_generation_config,
+    read_tokenizer,
+    read_tool_template,
+)
 from staticllm.threads import start_thread
 
 
@@ -20,13 +27,15 @@ class TextFiles:
     """A model's tokenizer, and the generation options that its calls start from.
 
     ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined. ``tool_template`` is the
-    chat template for conversations with tools, "" if there is none beside the tokenizer's own.
+    chat template for conversations with tools, "" if there is none beside the tokenizer's own. ``file_options`` are those
+    that the model's own file sets, None without one.
     """
 
     tokenizer: genai.Tokenizer
     generation_config: genai.GenerationConfig
     joins_tokens: bool
     tool_template: str = ""
+    file_options: FileOptions | None = None
 
 
 class TextReader:
@@ -63,6 +72,7 @@ class TextReader:
 
         Raises:
             ModelError: the tokenizer or ``generation_config.json`` cannot be read.
+            GenerationConfigError: a field of ``generation_config.json`` has a wrong type.
         """
         if self._thread is not None:
             self._thread.join()
@@ -78,10 +88,11 @@ class TextReader:
             given = self._given
             assert given is not None, "read after the block"
             tokenizer = given.tokenizer or read_tokenizer(self._source)
-            config = given.generation_config or read_generation_config(self._source, tokenizer)
+            own = given.generation_config
+            read = read_generation_config(self._source, tokenizer) if own is None else ReadConfig(own)
             joins = given.tokenizer is None and joins_tokens(self._source)
             tool_template = read_tool_template(self._source) if given.tokenizer is None else ""
-            self._files = TextFiles(tokenizer, config, joins, tool_template)
+            self._files = TextFiles(tokenizer, read.config, joins, tool_template, read.file)
         except BaseException as error:  # raised again by ``files``
             self._error = error
 

@@ -16,7 +16,7 @@ from staticllm.errors import DeviceError, ProcessLostError
 from staticllm.pipelines.remote.failures import check
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
-from staticllm.wire.endpoint import EndpointError, SilentError
+from staticllm.wire.endpoint import EndpointError, GoneError, SilentError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
 from staticllm.wire.silence import SilenceWatch
 
@@ -73,7 +73,7 @@ class DaemonLink:
             self._watch = SilenceWatch(self._folder)
             self._first = self._open(home)
         except EndpointError as error:
-            raise DeviceError(f"the daemon cannot be reached: {error}") from error
+            raise _unreachable(error) from error
         try:
             welcome = greet(self._first, self._hello, self._folder).body
             self._first.watch(self._watch.check)
@@ -99,7 +99,7 @@ class DaemonLink:
         try:
             channel = Channel(endpoint.connect(self._folder))
         except EndpointError as error:
-            raise DeviceError(f"the daemon cannot be reached: {error}") from error
+            raise _unreachable(error) from error
         try:
             greet(channel, self._hello, self._folder)
         except BaseException:
@@ -141,6 +141,12 @@ class DaemonLink:
         except EndpointError:
             home.start()
         return Channel(endpoint.connect(self._folder))
+
+
+def _unreachable(error: EndpointError) -> DeviceError | ProcessLostError:
+    """Return the error of a daemon that cannot be reached; one that has just ended is started again by the next try."""
+    message = f"the daemon cannot be reached: {error}"
+    return ProcessLostError(message) if isinstance(error, GoneError) else DeviceError(message)
 
 
 def _priority() -> int:

@@ -17,6 +17,7 @@ from staticllm.errors import AdapterError, GenerationConfigError, shown
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
+from staticllm.pipelines.generation.config_values import FileOptions
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
@@ -138,9 +139,14 @@ class InputProcessor:
     """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
 
     def __init__(
-        self, tools: TokenizerTools, generation_config: genai.GenerationConfig, adapters: AdapterSet | None = None
+        self,
+        tools: TokenizerTools,
+        generation_config: genai.GenerationConfig,
+        adapters: AdapterSet | None = None,
+        file_options: FileOptions | None = None,
     ) -> None:
-        self._tools, self._adapters = tools, adapters
+        """``file_options``: those of ``generation_config`` that the model's own file sets."""
+        self._tools, self._adapters, self._file_options = tools, adapters, file_options
         self._generation_config = copy_config(generation_config)
         if adapters is not None:
             self._generation_config.adapters = adapters.origin
@@ -153,7 +159,7 @@ class InputProcessor:
 
     @generation_config.setter
     def generation_config(self, config: genai.GenerationConfig) -> None:
-        resolve(config, {})
+        resolve(config, {}, self._file_options)
         self._generation_config = self._complete(config)
 
     @property
@@ -183,7 +189,7 @@ class InputProcessor:
             GenerationConfigError: an option is unknown or a value is impossible.
         """
         started = time.perf_counter()
-        options = resolve(*self._base_config(config, overrides))
+        options = resolve(*self._base_config(config, overrides), self._file_options)
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise GenerationConfigError(
                 f"priority={shown(priority)}: must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"

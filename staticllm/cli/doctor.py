@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """Check packages, devices, memory and a cache, load MODEL, and run the embedded model. Exit with code 1 if a check fails.
 
-    MODEL is compiled with short lengths and runs one token or one text, on the first --device, else on the CPU. With
+    MODEL is compiled with short lengths and runs a chat turn, a text or pairs, on the first --device, else on the CPU. With
     --cache-dir, its weights are compared with those that the sets in the cache were compiled from.
     """
     model = one_model(model, named)

@@ -15,6 +15,7 @@ import click
 from staticllm.cli.usage.model_arguments import folder_of, one_model
 from staticllm.config import PROGRAMS, StaticLLMConfig
 from staticllm.errors import MAX_LEN, ConfigError, PromptError
+from staticllm.files import refusal_of
 from staticllm.properties import resolve
 
 if TYPE_CHECKING:
@@ -232,13 +233,15 @@ def check_output(output: str) -> None:
     """Check that a file can be written to ``output``, before the model is loaded, which may take minutes.
 
     Raises:
-        ConfigError: ``output`` is a folder, or its folder does not exist.
+        ConfigError: ``output`` is a folder, or its folder does not exist or takes no files.
     """
     path = Path(output)
     if path.is_dir():
         raise ConfigError(f"{output!r} is a folder: choose the path of a file")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"the folder {str(path.resolve().parent)!r} does not exist: make it first")
+    if not path.exists() and (reason := refusal_of(path.resolve().parent)):
+        raise ConfigError(f"{output!r} cannot be written, {str(path.resolve().parent)!r} {reason}: choose another path")
 
 
 @contextmanager

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import islice
 from pathlib import Path
 
 MOST_CHARS = 4096
 SUFFIXES = (".gguf", ".xml", ".blob", ".safetensors", ".onnx", ".zip")
 """Endings of a single word that is a file of a model."""
+_MOST_BLANKS = 16
+"""The blanks at which a path may end that begins a text."""
 _HERE = re.compile(r"(\.{1,2}|~\w*)[/\\]|[A-Za-z]:[/\\]")
 """The beginning of a path that no text has: ``./``, ``../``, ``~/``, ``C:\\``."""
 _NO_PATH = re.compile(r"[?!]$|://|[\d/.,:]+$")
@@ -25,18 +28,27 @@ def is_path(text: str) -> bool:
     | begins with ``/``, and the folder of it exists | a path |
     | one word with a separator (``models/chat``), or with an ending of ``SUFFIXES`` | a path |
     | words with blanks, a question, a web address, ``24/7`` | text |
+    | words that begin with the path of something that exists (``/etc/hosts what is this``) | text |
     """
     if not text or len(text) > MOST_CHARS or "\n" in text or "\0" in text:
         return False
-    if _exists(expanded(text)) or _HERE.match(text):
+    if _exists(expanded(text)):
         return True
+    if _HERE.match(text):
+        return not _begins_with_path(text)
     if re.search(r"\s", text):
         parent = text.rpartition("/")[0]
-        return text.startswith("/") and bool(parent) and _exists(parent)
+        return text.startswith("/") and bool(parent) and _exists(parent) and not _begins_with_path(text)
     if _NO_PATH.search(text):
         return False
     separators = {os.sep, os.altsep or os.sep}
     return any(mark in text for mark in separators) or text.lower().endswith(SUFFIXES)
+
+
+def _begins_with_path(text: str) -> bool:
+    """Return whether words follow a path that exists."""
+    blanks = islice(re.finditer(r"\s+", text), _MOST_BLANKS)
+    return any(_exists(expanded(text[: blank.start()])) for blank in blanks)
 
 
 def expanded(text: str) -> str:

@@ -30,6 +30,8 @@ _MOST_ENTRIES = 4096
 _MOST_FOLDERS = 256
 _DEPTH = 3
 """Folders below a given one that are searched: models--owner--name/snapshots/revision of a Hugging Face cache."""
+_FILE_ENDINGS = (*ARCHIVES, ".gguf", ".blob", ".onnx", ".xml", *WEIGHTS)
+"""Endings of files; no name on Hugging Face that is a model for us has one."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SPLIT = re.compile(r"-00001-of-\d+")
 
@@ -56,7 +58,8 @@ class ModelPath:
     def what(self) -> str:
         """What it is, with the path."""
         if self.kind.name == "missing":
-            return f"no model directory at {str(self.path)!r}"
+            is_file = self.path.name.lower().endswith(_FILE_ENDINGS)
+            return f"there is no file {str(self.path)!r}" if is_file else f"no model directory at {str(self.path)!r}"
         return f"{str(self.path)!r} {self._filled(self.kind.what)}"
 
     @property
@@ -86,9 +89,14 @@ def path_kind(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mo
     if _is(Path.is_file, given):
         return _of_file(given, needs_tokenizer)
     if not _is(Path.is_dir, given):
-        kind = kinds.HUB_NAME if _HUB_NAME.fullmatch(given.as_posix()) else kinds.MISSING
-        return ModelPath(given, given, kind)
+        return ModelPath(given, given, kinds.HUB_NAME if _is_hub_name(given) else kinds.MISSING)
     return _of_folder(given, needs_tokenizer)
+
+
+def _is_hub_name(path: Path) -> bool:
+    """Return whether a path that does not exist may be a name on Hugging Face: no file, and not in a folder that exists."""
+    is_named = _HUB_NAME.fullmatch(path.as_posix()) and not path.name.lower().endswith(_FILE_ENDINGS)
+    return bool(is_named) and not _is(Path.is_dir, path.parent)
 
 
 @dataclass(frozen=True)
@@ -225,20 +233,70 @@ def _hugging_face(folder: _Folder) -> _Found | None:
     if not weights:
         return None
     config = folder.config()
-    if "vision_config" in config:
+    head = _head(config)
+    is_body = head in ("Model", "EncoderModel")
+    if "vision_config" in config and not is_body:
         return _Found(kinds.HUGGING_FACE_IMAGES, weights)
     if "num_mel_bins" in config:
         return _Found(kinds.HUGGING_FACE_SPEECH, weights)
-    return _Found(kinds.HUGGING_FACE, weights, _task(folder, config))
+    if _is_sentence_transformer(folder):
+        return _Found(kinds.HUGGING_FACE, weights, "feature-extraction")
+    kind, task = _HEADS.get(head, (kinds.HUGGING_FACE_OTHER, ""))
+    if (
+        head == "Model" and "vocab_size" not in config
+    ):  # of images, sounds, or several models for which this is one name
+        kind = kinds.HUGGING_FACE_OTHER
+    if not head and _is_scored(folder, config):
+        task = "text-classification"
+    return _Found(kind, weights, task)
 
 
-def _task(folder: _Folder, config: dict[str, Any]) -> str:
-    """Return optimum's task for a model: files of sentence-transformers tell embedders, and labels a cross-encoder."""
-    if {"modules.json", "config_sentence_transformers.json"} & {*folder.files} or "1_Pooling" in folder.folders:
-        return "feature-extraction"
+def _head(config: dict[str, Any]) -> str:
+    """Return the kind of a model's head by the end of its first architecture (``ForMaskedLM``); "" without architectures.
+
+    A model with its own code says by ``auto_map`` that it is a causal language model, whatever its class is called.
+    """
+    named, code = config.get("architectures"), config.get("auto_map")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    if (
+        isinstance(code, dict)
+        and "AutoModelForCausalLM" in code
+        and name.endswith(("Model", "ForConditionalGeneration"))
+    ):
+        return "ForCausalLM"
+    if not name or (head := _HEAD.search(name)) is None:
+        return name
+    if head[0] == "Model" and config.get("is_encoder_decoder") is True:
+        return "ForConditionalGeneration"
+    return head[0]
+
+
+_HEAD = re.compile(r"(For[A-Z]\w*?|LMHeadModel|EncoderModel|Model)$")
+_HEADS = {
+    "": (kinds.HUGGING_FACE, "text-generation-with-past"),
+    "ForCausalLM": (kinds.HUGGING_FACE, "text-generation-with-past"),
+    "LMHeadModel": (kinds.HUGGING_FACE, "text-generation-with-past"),
+    "ForConditionalGeneration": (kinds.HUGGING_FACE_TRANSLATION, "text2text-generation-with-past"),
+    "ForSequenceClassification": (kinds.HUGGING_FACE, "text-classification"),
+    "ForMaskedLM": (kinds.HUGGING_FACE, "feature-extraction"),
+    "ForPreTraining": (kinds.HUGGING_FACE, "feature-extraction"),
+    "EncoderModel": (kinds.HUGGING_FACE, "feature-extraction"),
+    "Model": (kinds.HUGGING_FACE, "feature-extraction"),
+}
+"""The heads of transformers' classes for text, with optimum's task for each."""
+
+
+def _is_sentence_transformer(folder: _Folder) -> bool:
+    """Return whether a folder has files of sentence-transformers for an embedder."""
+    names = {"modules.json", "config_sentence_transformers.json"}
+    return bool(names & {*folder.files}) or "1_Pooling" in folder.folders
+
+
+def _is_scored(folder: _Folder, config: dict[str, Any]) -> bool:
+    """Return whether the labels of a config without architectures tell a cross-encoder."""
     is_chat = {"generation_config.json", "chat_template.jinja"} & {*folder.files}
     is_scored = "sentence_transformers" in config or ("id2label" in config and "problem_type" in config)
-    return "text-classification" if is_scored and not is_chat else "text-generation-with-past"
+    return is_scored and not is_chat
 
 
 def _gguf(folder: _Folder) -> _Found | None:

@@ -72,6 +72,16 @@ HUGGING_FACE_SPEECH = PathKind(
     "holds a Hugging Face model for speech ({found})",
     "export it and load it with openvino_genai.WhisperPipeline",
 )
+HUGGING_FACE_TRANSLATION = PathKind(
+    "hugging face",
+    "holds a Hugging Face model ({found}) with an encoder and a decoder, as for translation",
+    f"export it and load it with OVModelForSeq2SeqLM of optimum-intel: {EXPORT}; or export a model with a decoder alone",
+)
+HUGGING_FACE_OTHER = PathKind(
+    "hugging face",
+    "holds a Hugging Face model ({found}) that is no language model, embedder or reranker for text alone",
+    "give one that is, or export it and load it with the class for it in optimum-intel",
+)
 ADAPTER = PathKind(
     "adapter",
     "holds a LoRA adapter, which changes a model",

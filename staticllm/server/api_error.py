@@ -116,6 +116,18 @@ def api_error_of(error: BaseException) -> ApiError:
     return ApiError(500, f"unexpected {type(error).__name__}: the log has more", kind=SERVER, code="server_error")
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception that was answered, and of those behind it.
+
+    Their frames hold the futures and tasks that hold the exception. Such a cycle keeps the body and the tokens of a refused
+    request until Python's garbage collector runs, which counts objects and not bytes.
+    """
+    if error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        forget_frames(error.__cause__)
+        forget_frames(error.__context__)
+
+
 def prompt_too_long(error: PromptTooLongError, field: str) -> ApiError:
     """Return the answer to a prompt, in this ``field`` of a request, with too many tokens."""
     has = "have" if field.endswith("s") else "has"

@@ -13,7 +13,7 @@ import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from staticllm.server.api_error import ApiError, api_error_of, to_json
+from staticllm.server.api_error import ApiError, api_error_of, forget_frames, to_json
 from staticllm.server.endpoint import Call, count_cancelled, count_refusal
 
 SEPARATOR = "\n"
@@ -120,6 +120,8 @@ class ChunkStream(EventSourceResponse):
         except Exception as error:
             found = api_error_of(error)
             count_refusal(self._state, found)
+            forget_frames(found)
+            forget_frames(error)
             yield self._encoded(self._chunk_of(found))
         self._has_ended = True
         if self.END_MARK:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from staticllm.server.access import CLIENT
-from staticllm.server.api_error import ApiError, api_error_of
+from staticllm.server.api_error import ApiError, api_error_of, forget_frames
 from staticllm.server.http.json_limits import check_json
 from staticllm.server.http_limits import read_body, wait_for_disconnect
 from staticllm.server.served_model import ServedModel
@@ -96,13 +96,16 @@ async def guarded(state: ServerState, request: Request, work: Awaitable[Response
     path = str(getattr(route, "path", ""))
     try:
         response = await work
-    except ClientDisconnect:
+    except ClientDisconnect as error:
         count_cancelled(state)
         response = Response(status_code=CLIENT_GONE)
+        forget_frames(error)
     except Exception as error:
         found = api_error_of(error)
         count_refusal(state, found)
         response = found.response(request.scope["path"])
+        forget_frames(found)
+        forget_frames(error)
     state.metrics.requests.labels(path, str(response.status_code)).inc()
     return response
 

@@ -9,10 +9,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.model_dir import has_files
+from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.server.admission import Admission, AdmissionLimits
 from staticllm.server.api_error import SERVER, ApiError, busy, model_missing
 from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
@@ -193,8 +195,7 @@ class ModelHub:
             model.keep_alive = None
             model.home = self._home_of(model)
             try:
-                properties = _admitting(settings)
-                pipeline: Pipeline = await self._in_thread(lambda: model.load(settings.device, properties))
+                pipeline = await self._loaded_pipeline(model)
             except BaseException:
                 await self._leave_home(model)
                 raise
@@ -203,6 +204,19 @@ class ModelHub:
             model.admission = Admission(limits)
             model.created, model.last_used = int(time.time()), time.monotonic()
             _log.info("loaded %r in %.1f s", model.spec.name, time.monotonic() - start)
+
+    async def _loaded_pipeline(self, model: ServedModel) -> Pipeline:
+        """Load a model, and once more if its process ended meanwhile: a server ends if its first model cannot be loaded.
+
+        Raises:
+            StaticLLMError: it cannot be loaded.
+        """
+        load = partial(model.load, self._settings.device, _admitting(self._settings))
+        try:
+            return await self._in_thread(load)
+        except (ProcessLostError, WorkerLostError) as error:
+            _log.warning("loading %r again: %s", model.spec.name, error)
+            return await self._in_thread(load)
 
     async def _make_room(self, model: ServedModel, limit: int) -> None:
         """Unload the models that were not used for the longest time, until this one fits.

@@ -35,6 +35,10 @@ class SilentError(EndpointError):
     """A daemon listens, but does not answer: its process is stopped, or far too busy."""
 
 
+class GoneError(EndpointError):
+    """No daemon listens any more, or it closed the connection before it answered."""
+
+
 class InTime:
     """A connection whose messages must come within ``ANSWER_SECONDS``, for ``multiprocessing``'s challenges."""
 
@@ -104,7 +108,7 @@ def address(folder: Path) -> str:
         try:
             return (folder / "pipe").read_text("ascii")
         except OSError:
-            raise EndpointError(f"no daemon listens in {folder}") from None
+            raise GoneError(f"no daemon listens in {folder}") from None
     path = str(folder / "socket")
     if len(os.fsencode(path)) > MAX_UNIX_PATH:
         raise EndpointError(
@@ -189,7 +193,8 @@ def connect(folder: Path) -> Any:
 
     Raises:
         SilentError: the daemon does not answer.
-        EndpointError: no daemon listens there, it does not know the key, or it belongs to another user.
+        GoneError: no daemon listens there, or it ended meanwhile.
+        EndpointError: it does not know the key, or it belongs to another user.
     """
     where, key = address(folder), read_key(folder)
     try:
@@ -197,7 +202,7 @@ def connect(folder: Path) -> Any:
     except BlockingIOError:
         raise SilentError(silence_of(where)) from None
     except OSError as error:
-        raise EndpointError(f"no daemon listens at {where}: {error.strerror or error}") from None
+        raise GoneError(f"no daemon listens at {where}: {error.strerror or error}") from None
     try:
         check_peer(connection)
         mp.answer_challenge(InTime(connection), key)  # type: ignore[arg-type]  # needs only the methods that it has
@@ -205,7 +210,10 @@ def connect(folder: Path) -> Any:
     except TimeoutError:
         connection.close()
         raise SilentError(silence_of(where)) from None
-    except (AuthenticationError, EOFError, OSError) as error:
+    except (EOFError, OSError):
+        connection.close()
+        raise GoneError(f"the daemon at {where} closed the connection: it has ended, or has too many clients") from None
+    except AuthenticationError as error:
         connection.close()
         raise EndpointError(f"the daemon at {where} does not accept the key in {folder}: {error}") from None
     except BaseException:

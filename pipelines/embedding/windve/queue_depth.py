@@ -50,8 +50,14 @@ class Estimate:
 
     @property
     def sustained_rate(self) -> float:
-        """Queries per second, without end, that all meet the limit."""
-        return sustained_rate(self.line, self.limit_s)
+        """Queries per second, without end, that all meet the limit: by the line through the fine-tuned depth, if there is one."""
+        if self.tuned is None:
+            return sustained_rate(self.line, self.limit_s)
+        if not self.tuned:
+            return 0.0
+        ratio = self.limit_s / self.line.seconds(self.tuned) if self.tuned != depth(self.line, self.limit_s) else 1.0
+        slowed = replace(self.line, alpha=self.line.alpha * ratio, beta=self.line.beta * ratio)
+        return min(sustained_rate(slowed, self.limit_s), self.tuned / self.limit_s)
 
     def for_limit(self, limit_s: float) -> Estimate:
         """Return the estimate for another limit: the line stays, and the fine-tuned depth is good for its own limit only."""
@@ -81,12 +87,14 @@ def sustained_rate(line: Line, limit_s: float) -> float:
     """Return the queries per second, arriving evenly, of which none exceeds the limit.
 
     A query may arrive just after a batch has begun, so it waits for that batch and then takes part in one as long: each may take
-    half of the limit. A burst (``depth``) may be larger, because nothing runs when it arrives.
+    half of the limit. A burst (``depth``) may be larger, because nothing runs when it arrives; its queries per second are the
+    most that are returned.
     """
     half = limit_s / 2
     if line.beta >= half:
         return 0.0
-    return min((half - line.beta) / line.alpha if line.alpha else MAX_DEPTH, MAX_DEPTH) / half
+    rate = (half - line.beta) / line.alpha / half if line.alpha else math.inf
+    return min(rate, depth(line, limit_s) / limit_s)
 
 
 def choose_levels(run: Run, limit_s: float, count: int = NUM_LEVELS, most: int = 1024) -> list[int]:

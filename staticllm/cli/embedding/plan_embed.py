@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -126,22 +126,45 @@ def _plan(options: dict[str, Any], as_json: bool) -> None:
         raise click.UsageError("--embed: give either --depths or --estimates")
     main, *helping = _devices(options)
     price = options["price"] or 0.0
-    found: dict[str, DeploymentCost] = {}
+    found: dict[str, DeploymentCost | ConfigError] = {}
     if options["peak"] is not None:
-        found["peak"] = peak_cost(options["peak"], main.depth, sum(each.depth for each in helping), price)
+        found["peak"] = _or_error(peak_cost, options["peak"], main.depth, sum(each.depth for each in helping), price)
     if options["average"] is not None:
         rates = main.lockstep_rate, sum(each.lockstep_rate for each in helping)
-        found["average"] = average_cost(options["average"], *rates, price)
+        found["average"] = _or_error(average_cost, options["average"], *rates, price)
         even = [each.sustained_rate for each in (main, *helping)]
         if None not in even:
             first, *others = (rate or 0.0 for rate in even)
-            found["evenly"] = average_cost(options["average"], first, sum(others), price)
+            found["evenly"] = _or_error(average_cost, options["average"], first, sum(others), price)
+    _show(found, options, as_json)
+
+
+def _or_error(cost: Callable[..., DeploymentCost], *arguments: float) -> DeploymentCost | ConfigError:
+    """Return the machines for one kind of load, or why there are none: the other kinds have machines nevertheless."""
+    try:
+        return cost(*arguments)
+    except ConfigError as error:
+        return error
+
+
+def _show(found: dict[str, DeploymentCost | ConfigError], options: dict[str, Any], as_json: bool) -> None:
+    """Print a row, or the key of a JSON object, for each kind of load; one without machines is null, its reason on stderr.
+
+    Raises:
+        ConfigError: no kind of load has machines.
+    """
+    possible = {name: cost for name, cost in found.items() if not isinstance(cost, ConfigError)}
+    errors = {name: cost for name, cost in found.items() if isinstance(cost, ConfigError)}
+    if not possible:
+        raise next(iter(errors.values()))
     _explain(found, options["average"] is not None)
     if as_json:
-        click.echo(json.dumps({name: asdict(cost) for name, cost in found.items()}, indent=2))
-        return
-    for name, cost in found.items():
+        values = {name: asdict(possible[name]) if name in possible else None for name in found}
+        click.echo(json.dumps(values, indent=2))
+    for name, cost in () if as_json else possible.items():
         click.echo(_text(name, cost, options["price"] is not None))
+    for name, error in errors.items():
+        click.echo(f"{name}: {error}", err=True)
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ class _Device:
         return self.depth / self.limit_s
 
 
-def _explain(found: dict[str, DeploymentCost], has_average: bool) -> None:
+def _explain(found: Mapping[str, object], has_average: bool) -> None:
     """Say on stderr which arrivals the machines of an average load are for, because others need more."""
     if not has_average:
         return

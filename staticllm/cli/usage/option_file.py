@@ -36,7 +36,8 @@ def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
     """Make the values of a file the defaults of the command's options; click checks them like those of the command line.
 
     Raises:
-        BadParameter: the file cannot be read, is no JSON object, or names an option that the command does not have.
+        BadParameter: the file cannot be read, is no JSON object, names an option that the command does not have, or gives one an
+            impossible value.
     """
     if path is None or ctx.resilient_parsing:
         return
@@ -54,7 +55,11 @@ def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
         option = names.get(key.replace("_", "-"))
         if option is None or not option.expose_value:
             raise click.BadParameter(f"{path!r} names {key!r}: this command has no such option; --help-all lists them")
-        values[str(option.name)] = _checked(path, key, value, option)
+        values[str(option.name)] = given = _checked(path, key, value, option)
+        try:
+            option.process_value(ctx, given)
+        except click.BadParameter as error:
+            raise click.BadParameter(f"{path!r}: {key}: {error.message}") from None
     ctx.default_map = {**(ctx.default_map or {}), **values}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -118,14 +119,20 @@ def _text_of(content: str | Annotated[list[ContentPart], Field(fail_fast=True)] 
     for index, part in enumerate(content):
         text = part.shown
         if text is None:
-            raise ApiError(
-                400,
-                f"{where}.{index} is of type {part.type[:50]!r}: only text is supported",
-                param=f"{where}.{index}",
-                code="unsupported_content",
-            )
+            raise no_text(part.type, _TEXTS, f"{where}.{index}")
         texts.append(text)
     return "".join(texts)
+
+
+def no_text(kind: str, texts: Collection[str], where: str) -> ApiError:
+    """Return the error for a part without text: it is of another kind than ``texts``, or its text is missing."""
+    name = "refusal" if kind == "refusal" else "text"
+    if kind == "refusal" or kind in texts:
+        missing = f"{where}.{name}"
+        text = f"Missing required parameter: {missing!r}"
+        return ApiError(400, text, param=missing, code="missing_required_parameter")
+    text = f"{where} is of type {kind[:50]!r}: only text is supported"
+    return ApiError(400, text, param=where, code="unsupported_content")
 
 
 def _text_in(part: Any) -> Any:

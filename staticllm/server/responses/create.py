@@ -24,7 +24,7 @@ from staticllm.server.openai.reasons import finish_reason
 from staticllm.server.openai.sampling import max_new_tokens
 from staticllm.server.responses.events import EventMaker
 from staticllm.server.responses.fields import ResponsesRequest
-from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id
+from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id, resolved
 from staticllm.server.responses.store import ResponseStore, StoredResponse
 from staticllm.server.served_model import ServedModel
 
@@ -37,11 +37,15 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
     model = call.state.hub.find(body.model, "chat")
     before: tuple[Message, ...] = ()
     if body.previous_response_id is not None:
-        before = store.previous(body.previous_response_id, call.client).messages
+        find = partial(store.previous, body.previous_response_id, call.client)
+        before = (await call.state.workers.run(find)).messages
+    items = await call.state.workers.run(partial(resolved, body.input, store, call.client))
+    is_given = "input" in body.model_fields_set
+    body = body.model_copy(update={"input": items})
     conversation = [*before, *messages_of(body.input)]
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not conversation and not system:
-        raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+        raise _no_input(is_given)
     maker = ResponseMaker(body, model, store, call.client, tuple(conversation))
     await call.state.workers.run(maker.check)
 
@@ -50,6 +54,14 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
 
     options = response_options(body, context_length(model, call.state.settings))
     return await respond(call, body, model, [([*system, *conversation], options)], maker.whole, stream)
+
+
+def _no_input(is_given: bool) -> ApiError:
+    if not is_given:
+        return ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+    return ApiError(
+        400, "Invalid input: it is empty; give a text or at least one item", param="input", code="invalid_value"
+    )
 
 
 def response_options(body: ResponsesRequest, max_seq_len: int | None) -> dict[str, Any]:

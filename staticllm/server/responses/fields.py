@@ -22,10 +22,10 @@ Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=1000)]
 
 
 class InputItem(MessageFields):
-    """An item of a conversation: a message, a call of a function, its result, or reasoning. Which fields it has depends on
-    ``type``; without one it is a message."""
+    """An item of a conversation: a message, a call of a function, its result, reasoning, or the ``id`` of an item that the server
+    remembers. Which fields it has depends on ``type``; without one it is a message."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: str | None = None
     status: str | None = None
     phase: str | None = None

@@ -7,7 +7,9 @@ from typing import Any
 
 from staticllm.results import AssistantMessage
 from staticllm.server.api_error import ApiError
+from staticllm.server.openai.messages import no_text
 from staticllm.server.responses.fields import InputItem, InputPart
+from staticllm.server.responses.store import ResponseStore
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -17,6 +19,32 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 def new_id(kind: str) -> str:
     """Return a new id: ``msg_…``."""
     return f"{kind}_{uuid.uuid4().hex}"
+
+
+def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> str | list[InputItem]:
+    """Return the input of a request with the items that the server remembers in place of references to them.
+
+    Raises:
+        ApiError: an item is unknown or was forgotten (404), or is named twice (400).
+    """
+    if isinstance(items, str) or not any(item.type == "item_reference" for item in items):
+        return items
+    found, named = list[InputItem](), set[str]()
+    for index, item in enumerate(items):
+        if item.type != "item_reference":
+            found.append(item)
+            continue
+        id, where = _needed(item.id, f"input.{index}.id"), f"input.{index}.id"
+        kept = store.item(id, owner)
+        if kept is None:
+            text = f"Item with id {id[:100]!r} not found: it is of no answer that is stored; send the item itself"
+            raise ApiError(404, text, param=where, code="item_not_found")
+        if id in named:
+            text = f"Duplicate item found with id {id[:100]!r}: remove one of them"
+            raise ApiError(400, text, param=where, code="invalid_value")
+        named.add(id)
+        found.append(InputItem.model_validate(kept))
+    return found
 
 
 def messages_of(items: str | list[InputItem]) -> list[Message]:
@@ -80,12 +108,7 @@ def _text_of(content: str | list[InputPart] | None, where: str) -> str:
     for index, part in enumerate(content):
         text = part.text if part.type in TEXTS else part.refusal if part.type == "refusal" else None
         if text is None:
-            raise ApiError(
-                400,
-                f"{where}.{index} is of type {part.type[:50]!r}: only text is supported",
-                param=f"{where}.{index}",
-                code="unsupported_content",
-            )
+            raise no_text(part.type, TEXTS, f"{where}.{index}")
         texts.append(text)
     return "".join(texts)
 

@@ -65,8 +65,8 @@ def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     async def run(request: Request) -> Response:
         async def answer() -> Response:
             client = Call(state, request).client
-            found = find(store, request.path_params["response_id"], client, request.query_params)
-            return await state.workers.run(lambda: json_response(found))
+            id, query = request.path_params["response_id"], request.query_params
+            return await state.workers.run(lambda: json_response(find(store, id, client, query)))
 
         return await guarded(state, request, answer())
 

@@ -70,6 +70,38 @@ def test_a_read_only_folder_is_refused_before_compiling(monkeypatch):
     assert done.returncode == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is Linux's")
+def test_a_place_that_takes_no_files_is_refused_before_compiling(model, monkeypatch, tmp_path):
+    from command_line import in_here
+
+    monkeypatch.setattr("os.access", lambda path, mode: True)  # as for root
+    monkeypatch.setattr("staticllm.cli.compile._compile", lambda *_: 1 / 0)
+    before = sorted(tmp_path.iterdir())
+    done = in_here("compile", "my_model", "--export-blob", "/proc/x")
+    assert "the blob set '/proc/x' cannot be written, '/proc' takes no files (No such file or directory)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1
+    with pytest.raises(ConfigError, match="'/proc' takes no files"):
+        StaticLLMPipeline(model, "CPU", EXPORT_BLOB="YES", BLOB_PATH="/proc/x", MAX_PROMPT_LEN=64)
+    with pytest.raises(ZeroDivisionError):
+        in_here("compile", "my_model", "--export-blob", "set")
+    assert sorted(tmp_path.iterdir()) == before, "the check leaves nothing"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is Linux's")
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(
+    "arguments", [["trace", "record", "-o", "/proc/x.json"], ["run", "hi", "--profile", "/proc/x.json"]]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_loading(arguments, monkeypatch):
+    from command_line import in_here
+
+    monkeypatch.setattr("staticllm.StaticLLMPipeline.__init__", lambda *_, **__: 1 / 0)
+    done = in_here(*arguments, "-m", "my_model")
+    assert "'/proc/x.json' cannot be written, '/proc' takes no files" in done.stderr
+    assert done.returncode == 1
+
+
 def test_export_blob_of_a_read_only_folder_is_refused_too(read_only):
     with pytest.raises(ConfigError, match="is read-only: give another path with BLOB_PATH"):
         StaticLLMPipeline(read_only, "CPU", EXPORT_BLOB="YES", MAX_PROMPT_LEN=64)

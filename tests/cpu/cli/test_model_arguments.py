@@ -77,7 +77,7 @@ def test_a_model_that_exists_is_not_a_prompt_of_the_demo_model(chat, monkeypatch
     [
         (["run", "./none"], 1, "no model directory at 'none': check the path; if it is a prompt, pipe it"),
         (["run", "none/model"], 1, "optimum-cli export openvino --model none/model"),
-        (["run", "chat.gguf", "hi"], 1, "no model directory at 'chat.gguf'"),
+        (["run", "chat.gguf", "hi"], 1, "there is no file 'chat.gguf': check the path"),
         (
             ["run", "tell", "me"],
             1,

@@ -1,8 +1,13 @@
 """Tests that every verb and class says the same of a path that is no model, and that doctor loads what it calls complete."""
 
+import re
 import shutil
+import zipfile
+from html import escape
 
 import pytest
+from encoder_directories import scores_directory
+from encoder_models import ARCHIVES
 
 from staticllm import (
     AdapterError,
@@ -14,6 +19,8 @@ from staticllm import (
 )
 from staticllm.adapters.lora import read_adapter
 from staticllm.model_paths.path_kind import path_kind
+from staticllm.pipelines.diagnostics.model_check import check_model
+from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
 
 VERBS = {
     "run": ["run", "MODEL", "hi"],
@@ -97,6 +104,56 @@ def test_doctor_runs_a_model_that_it_calls_complete(zoo, staticllm):
     (line,) = [line for line in done.stdout.splitlines() if " model: " in line]
     assert line.startswith("ok    model: complete")
     assert "loaded and run on CPU" in line
+    assert line.endswith("with its chat template")
+
+
+@pytest.fixture
+def with_template(zoo, tmp_path):
+    """Return a function that copies a model and gives the copy another chat template."""
+
+    def copied(template):
+        model = shutil.copytree(zoo / "llama", tmp_path / "model")
+        xml = model / "openvino_tokenizer.xml"
+        text = re.sub(r"<chat_template value=\"[^\"]*\"", f'<chat_template value="{escape(template)}"', xml.read_text())
+        xml.write_text(text)
+        return model
+
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("template", "level", "words"),
+    [
+        ("{{ messages[0].content.nothing() }}", "fail", "the chat template fails in line 1"),
+        ("{{ 'word ' * 500 }}", "ok", "with its chat template"),
+        ("", "ok", "without a chat template"),
+    ],
+)
+def test_doctor_runs_a_turn_through_the_chat_template(template, level, words, with_template):
+    found = check_model(str(with_template(template)), "CPU", None, lambda event: None)
+    assert found.level == level
+    assert words in found.value
+    assert ("correct the chat template" in found.remedy) is (level == "fail")
+
+
+def test_doctor_runs_a_reranker_with_pairs(tmp_path, monkeypatch):
+    calls = []
+    encode = TextTokenizer.encode_pairs
+    monkeypatch.setattr(TextTokenizer, "encode_pairs", lambda *given: (calls.append(given[1:]), encode(*given))[1])
+    folder = scores_directory(tmp_path / "model")
+    with zipfile.ZipFile(ARCHIVES / "bert_tokenizer.zip") as archive:
+        archive.extractall(folder)
+    found = check_model(str(folder), "CPU", None, lambda event: None)
+    assert found.level == "ok"
+    assert found.value.endswith("with a query and two texts")
+    ((query, texts),) = calls
+    assert query not in texts
+    assert len(texts) == 2
+    monkeypatch.setattr("openvino_genai.Tokenizer.supports_paired_input", lambda tokenizer: False)
+    found = check_model(str(folder), "CPU", None, lambda event: None)
+    assert found.level == "warn"
+    assert "its tokenizer encodes no pairs" in found.value
+    assert found.remedy
 
 
 def test_doctor_calls_nothing_complete_that_no_verb_loads(zoo, tmp_path, staticllm):

@@ -19,6 +19,7 @@ from openvino import opset13 as ops
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, ConfigError, ModelError, PromptError, StaticLLMError
+from staticllm.pipelines.diagnostics.model_check import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.embedding.score_activation import activated, chosen_activation
 from staticllm.pipelines.text_rerank_pipeline import ranking
@@ -111,6 +112,9 @@ def test_a_causal_language_model_ranks_by_yes_and_no(tmp_path):
     write(folder / "modules.json", [{"type": "a.Transformer", "path": ""}, score])
     with StaticRerankPipeline(folder, "CPU", **F32) as pipe:
         assert np.abs(pipe.scores(QUERY, TEXTS) - (1 - np.array(expected))).max() <= 2e-6
+    checked = check_model(str(folder), "CPU", None, lambda event: None)
+    assert (checked.level, checked.remedy) == ("ok", "")
+    assert checked.value.endswith("with a query and two texts"), "its files say that it is a reranker"
     with pytest.raises(ModelError, match=r"'bad' or 'good' is not a single token: .* by score_words="):
         StaticRerankPipeline(folder, "CPU", score_words=("bad", "good"), **F32)
     with pytest.raises(ModelError, match=r"is not an encoder but a causal language model.*PoolingType\.LAST_TOKEN"):
@@ -339,3 +343,28 @@ def test_closing_ends_what_waits(directory):
     pipe.close()
     with pytest.raises(ClosedError):
         pipe.rerank(QUERY, ["fox"])
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "near"),
+    [
+        (StaticRerankPipeline, "max_lenght", "max_length"),
+        (StaticRerankPipeline, "top_m", "top_n"),
+        (StaticRerankPipeline, "score_word", "score_words"),
+        (StaticEmbeddingPipeline, "poolng_type", "pooling_type"),
+        (StaticEmbeddingPipeline, "LATENCY", "LATENCY_MS"),
+        (StaticEmbeddingPipeline, "CACHEDIR", "CACHE_DIR"),
+    ],
+)
+def test_a_misspelled_option_has_a_hint(make, given, near, directory):
+    with pytest.raises(ConfigError) as error:
+        make(directory, "CPU", **{given: 5})
+    assert str(error.value) == f"unknown property {given!r}: did you mean {near!r}?"
+
+
+def test_whole_floats_are_whole_numbers(directory):
+    with StaticRerankPipeline(directory, "CPU", top_n=2.0, max_length=32.0, **F32) as pipe:
+        assert pipe.max_length == 32
+        assert len(pipe.rerank(QUERY, TEXTS)) == 2
+    with pytest.raises(ConfigError, match=r"top_n=2\.5"):
+        StaticRerankPipeline(directory, "CPU", top_n=2.5)

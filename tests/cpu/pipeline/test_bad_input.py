@@ -82,6 +82,19 @@ def test_a_missing_file_is_named(copy_of, name):
     assert "optimum-cli" in str(error.value) or "convert_tokenizer" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["openvino_model.bin", "openvino_tokenizer.bin"])
+def test_missing_weights_are_not_called_short(copy_of, name):
+    weights = copy_of("llama") / name
+    for what, change in (("is missing", weights.unlink), ("is no file", weights.mkdir)):
+        change()
+        with pytest.raises(ModelError) as error:
+            StaticLLMPipeline(weights.parent)
+        assert one_line(error).startswith(f"{str(weights)!r} {what}, {weights.with_suffix('.xml').name} needs ")
+    weights = weights.with_name("other.bin")
+    with pytest.raises(ModelError, match=r"other\.bin' is missing"):
+        StaticLLMPipeline(weights.parent, WEIGHTS_PATH=str(weights))
+
+
 @pytest.mark.parametrize("name", ["openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.bin"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_a_truncated_file_is_refused(copy_of, name, share):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
@@ -13,6 +14,9 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 
 import httpx  # noqa: E402
 from served import serving  # noqa: E402
+
+from staticllm.errors import StaticLLMError  # noqa: E402
+from staticllm.server.api_error import ApiError  # noqa: E402
 
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
@@ -363,3 +367,27 @@ def test_the_schema_describes_every_endpoint(client):
     collect(schema)
     known = {f"#/components/schemas/{name}" for name in schema["components"]["schemas"]}
     assert {"#/components/schemas/ChatRequest"} <= references - {None} <= known
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (CHAT, {"nonsense": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 9000}]}),
+        (CHAT, {"messages": HELLO["messages"] * 20_000}),
+        ("/v1/responses", {"input": "a " * 9000}),
+        ("/v1/completions", {"prompt": ["a", "a " * 9000], "stream": True}),
+    ],
+)
+def test_what_was_refused_is_free_before_the_garbage_collector_runs(client, path, change):
+    body = {"model": "demo", **(HELLO if path == CHAT else {}), **change}
+    gc.collect()
+    gc.disable()
+    try:
+        assert "error" in client.post(path, json=body).text
+        errors = [each for each in gc.get_objects() if isinstance(each, (ApiError, StaticLLMError))]
+        assert not [each for each in errors if each.__traceback__ is not None], (
+            "their frames have the body and its tokens"
+        )
+    finally:
+        gc.enable()

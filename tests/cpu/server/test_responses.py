@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 
 import pytest
 
@@ -225,7 +226,10 @@ def test_a_broken_call_is_text_in_the_answer(echo):
     ("body", "param"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
+        ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "input.0.content.0.refusal"),
+        ({"input": ""}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
         ({"input": []}, "input"),
         ({"input": "x", "background": True}, "background"),
@@ -238,6 +242,60 @@ def test_a_broken_call_is_text_in_the_answer(echo):
 def test_what_is_not_there_is_refused_by_its_name(served, body, param):
     found = httpx.post(served.url + "/v1/responses", json={"model": "demo", **body}, timeout=60)
     assert found.status_code == 400 and found.json()["error"]["param"] == param
+
+
+def test_an_empty_input_is_not_called_missing(served):
+    for body, said in (({}, "Missing required parameter: 'input'"), ({"input": ""}, "Invalid input: it is empty"),
+                       ({"input": []}, "Invalid input: it is empty")):  # fmt: skip
+        found = httpx.post(served.url + "/v1/responses", json={"model": "demo", **body}, timeout=60)
+        assert found.json()["error"]["message"].startswith(said)
+
+
+def test_a_part_without_its_text_is_named(served):
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}],
+    }
+    error = httpx.post(served.url + "/v1/chat/completions", json=body, timeout=60).json()["error"]
+    assert error["message"] == "Missing required parameter: 'messages.0.content.1.text'"
+    assert error["param"] == "messages.0.content.1.text"
+
+
+def test_an_item_of_a_stored_answer_may_be_named_by_its_id(echo):
+    asked = asking("<think>first this</think>\n\nthen that")
+    made = echo.responses.create(model="demo", input=[{"id": "msg_mine", **asked[0]}, *asked[1:]])
+    ids = ["msg_mine", *(item.id for item in made.output)]
+    assert len(ids) == 3
+    references = [{"type": "item_reference", "id": id} for id in ids]
+    again = echo.responses.create(model="demo", input=[*references, *asking("go on")])
+    whole = [asked[0], *map(_plain, made.output), *asking("go on")]
+    assert again.output_text == "go on"
+    assert again.usage.input_tokens == echo.responses.create(model="demo", input=whole).usage.input_tokens
+    listed = echo.responses.input_items.list(again.id, order="asc")
+    assert [item.id for item in listed.data][: len(ids)] == ids, "what was named is kept itself"
+    with pytest.raises(openai.BadRequestError, match="Duplicate item found with id"):
+        echo.responses.create(model="demo", input=[references[0], references[0]])
+    apart = echo.responses.create(model="demo", input=asked, store=False)
+    for id in (apart.output[0].id, "msg_none"):
+        with pytest.raises(openai.NotFoundError, match=f"Item with id '{id}' not found") as error:
+            echo.responses.create(model="demo", input=[*asked, {"type": "item_reference", "id": id}])
+        assert error.value.param == f"input.{len(asked)}.id"
+
+
+def test_items_are_forgotten_with_their_answers():
+    store = ResponseStore(max_responses=2)
+    for name, ids in (("a", ("1", "2")), ("b", ("2", "3")), ("c", ("4",))):
+        store.put(
+            StoredResponse({"id": name, "output": [{"id": f"out-{name}"}]}, (), tuple({"id": id} for id in ids), "me")
+        )
+    assert [store.item(id, "me") is not None for id in ("1", "2", "3", "4", "out-a", "out-b")] == [
+        False, True, True, True, False, True
+    ]  # fmt: skip
+    assert store.item("2", "you") is None
+    store.remove("b", "me")
+    assert store.item("2", "me") is None
+    store.put(StoredResponse({"id": "c", "output": []}, (), (), "me"))
+    assert store.item("4", "me") is None, "the answer was replaced"
 
 
 @pytest.mark.parametrize("value", ["1e999", "-1e999"])
@@ -272,10 +330,23 @@ def test_one_client_cannot_continue_the_conversation_of_another():
 
 
 def test_the_store_counts_everything_that_it_keeps():
-    store = ResponseStore(max_chars=1000)
+    store = ResponseStore(max_bytes=1000)
     for name in "abcde":
         store.put(StoredResponse({"id": name}, (), ({"id": "rs", "encrypted_content": "x" * 300},), "me"))
     assert len(store) == 2 and store.find("e", "me") is not None
+
+
+def test_the_store_takes_no_more_memory_than_it_counts():
+    items = tuple(json.loads(json.dumps([{"id": "a", "summary": [{}] * 100_000}])))
+    tracemalloc.start()
+    try:
+        store = ResponseStore(max_bytes=1 << 20)
+        for name in "abcdef":
+            store.put(StoredResponse({"id": name}, (), json.loads(json.dumps(items)), "me"))
+        assert tracemalloc.get_traced_memory()[0] < 2 << 20
+        assert len(store) == 3 and store.find("f", "me").items == items
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeats_it(served):
@@ -286,7 +357,7 @@ def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeat
 
 
 def test_the_store_forgets_the_oldest():
-    store = ResponseStore(max_responses=3, max_chars=400)
+    store = ResponseStore(max_responses=3, max_bytes=400)
 
     def put(name, text="x"):
         store.put(StoredResponse({"id": name}, ({"role": "user", "content": text},), (), "me"))
@@ -305,4 +376,4 @@ def test_the_store_forgets_the_oldest():
         store.previous("a", "me")
     put("f")
     store.remove("f", "me")
-    assert len(store) == 0 and store._num_chars == 0
+    assert len(store) == 0 and store._num_bytes == 0

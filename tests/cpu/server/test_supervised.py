@@ -25,6 +25,7 @@ from served import serving  # noqa: E402
 from staticllm.daemon import lifetime  # noqa: E402
 from staticllm.pipelines.blobs.crashes import num_crashes  # noqa: E402
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
+from staticllm.server.sidecar.model_home import WorkerHome  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
@@ -108,6 +109,23 @@ def test_a_worker_is_started_again_before_anybody_asks(run_folder):
         served.wait_until_ready()
 
 
+def test_a_worker_that_is_killed_while_it_loads_for_the_first_time_does_not_end_the_server(
+    run_folder, monkeypatch, caplog
+):
+    start, killed = WorkerHome.start, []
+
+    def start_and_kill_the_first(home):
+        start(home)
+        if not killed:
+            killed.append(home.pid)
+            os.kill(home.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(WorkerHome, "start", start_and_kill_the_first)
+    with supervised() as served:
+        assert text_of(ask(served.url)) and worker_of(served).pid not in killed
+    assert "was not loaded" not in caplog.text, "that would have ended the server"
+
+
 def test_metrics_and_the_feed_work_while_a_worker_is_lost(run_folder):
     with supervised() as served:
         served.state.hub._is_closed = True  # nothing is loaded again
@@ -173,7 +191,6 @@ def test_a_blob_path_in_quarantine_is_refused_with_the_remedy(tmp_path):
 def test_a_model_that_a_worker_cannot_load_says_why(run_folder):
     from staticllm.errors import StaticLLMError
     from staticllm.server.served_model import demo_spec, load_pipeline
-    from staticllm.server.sidecar.model_home import WorkerHome
 
     home = WorkerHome("demo", lambda: None)
     with pytest.raises(StaticLLMError, match="NO_SUCH"):
@@ -185,7 +202,6 @@ def test_a_model_that_a_worker_cannot_load_says_why(run_folder):
 def test_a_worker_that_does_not_start_is_one_line(run_folder, monkeypatch):
     from staticllm.errors import DeviceError
     from staticllm.server.served_model import demo_spec, load_pipeline
-    from staticllm.server.sidecar.model_home import WorkerHome
 
     monkeypatch.setenv("STATICLLM_DAEMON_COMMAND", json.dumps([sys.executable, "-c", "raise SystemExit(7)"]))
     home = WorkerHome("demo", lambda: None)

@@ -19,6 +19,7 @@ from daemons import wait_for  # noqa: E402
 from encoder_directories import a_directory  # noqa: E402
 from served import serving  # noqa: E402
 
+from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance  # noqa: E402
 from staticllm.server.served_model import model_spec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
@@ -50,6 +51,24 @@ def test_with_the_daemon_encoders_run_in_the_server_which_the_log_says_once(run_
         assert set(psutil.Process().children()) <= before
     told = [record.getMessage() for record in caplog.records if "--daemon" in record.getMessage()]
     assert [line.split(" ")[0] for line in told] == ["'one'", "'two'"]
+
+
+def test_a_worker_that_is_killed_while_it_loads_for_the_first_time_does_not_end_the_server(
+    run_folder, tmp_path, monkeypatch, caplog
+):
+    start, killed = WorkerInstance._start, []
+
+    def start_and_kill_the_first(instance):
+        process = start(instance)
+        if not killed:
+            killed.append(process.pid)
+            process.kill()
+        return process
+
+    monkeypatch.setattr(WorkerInstance, "_start", start_and_kill_the_first)
+    with serving(two_embedders(tmp_path), runs_in="worker") as served:
+        assert len(embedded(served, "one", "a")) == 1 and killed
+    assert "was not loaded" not in caplog.text, "that would have ended the server"
 
 
 @pytest.mark.slow

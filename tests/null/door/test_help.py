@@ -126,7 +126,9 @@ def test_options_come_from_a_file_and_the_command_line_counts(given):
     [
         ({"sede": 7}, "names 'sede': this command has no such option; --help-all lists them"),
         ({"options": "x"}, "no such option"),
-        ({"seed": -1}, "Invalid value for '--seed': -1"),
+        ({"seed": -1}, "seed: -1 is not in the range"),
+        ({"seed": "x"}, "seed: 'x' is not a valid integer"),
+        ({"gap-ms": "nan"}, "gap-ms: 'nan' is not a number"),
         ({"seed": [1, 2]}, "seed is [1, 2], must be a text or a number"),
         ({"seed": None}, "seed is null, must be a text or a number"),
         ({"seed": True}, "seed is true, must be a value"),
@@ -136,10 +138,12 @@ def test_options_come_from_a_file_and_the_command_line_counts(given):
         ("{", "is no JSON"),
     ],
 )
-def test_a_mistake_in_a_file_of_options_is_one_line(given, content, words):
+def test_a_mistake_in_a_file_of_options_is_one_line_with_the_file(given, tmp_path, content, words):
     result, _ = given(content)
     assert result.exit_code == 2
-    assert words in result.output.splitlines()[-1]
+    last = result.output.splitlines()[-1]
+    assert words in last
+    assert last.startswith(f"Error: Invalid value for '--options': {str(tmp_path / 'options.json')!r}")
 
 
 def test_a_file_that_is_missing_is_one_line():

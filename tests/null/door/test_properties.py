@@ -45,6 +45,33 @@ def test_properties_of_devices_have_a_form(given):
     assert "\n" not in str(error.value)
 
 
+def test_properties_of_devices_are_not_in_themselves():
+    with pytest.raises(
+        ConfigError, match=r"^DEVICE_PROPERTIES in those of 'CPU': give the properties of CPU there directly$"
+    ):
+        with_own({"DEVICE_PROPERTIES": {"GPU": {}, "cpu": {"DEVICE_PROPERTIES": {"CPU": F32}}}}, "GPU")
+
+
+def test_a_hint_names_what_the_caller_takes_and_never_the_same_name_again():
+    with pytest.raises(ConfigError, match=r"^unknown property 'MAX_LENGHT'$"):
+        resolve({"MAX_LENGHT": 5}, DEVICE)
+    with pytest.raises(ConfigError, match=r"^unknown property 'MAX_LENGHT': did you mean 'max_length'\?$"):
+        resolve({"MAX_LENGHT": 5}, DEVICE, ("max_length", "LATENCY_MS"))
+    with pytest.raises(ConfigError, match=r"^LATENCY_MS cannot be given here: it is an option of a pipeline"):
+        resolve({"LATENCY_MS": 5}, DEVICE, ("max_length", "LATENCY_MS"))
+    with pytest.raises(ConfigError, match=r"^MAX_PROMPT_LEN cannot be given here"):
+        resolve({"PREFILL_CONFIG": {"MAX_PROMPT_LEN": 5}}, DEVICE)
+
+
+@pytest.mark.parametrize("value", [128, 128.0, "128", "128.0"])
+def test_a_whole_float_is_a_whole_number(value):
+    found = resolve({"MAX_PROMPT_LEN": value}).config.max_prompt_len
+    assert found == 128
+    assert type(found) is int
+    with pytest.raises(ConfigError, match=r"MAX_PROMPT_LEN=128.5: must be a whole number"):
+        resolve({"MAX_PROMPT_LEN": 128.5})
+
+
 SWITCHES = [
     name for name, value in vars(StaticLLMConfig()).items() if isinstance(value, bool) or name == "background_compile"
 ]

@@ -87,6 +87,24 @@ def test_the_same_line_needs_the_same_machines_by_depths_and_by_estimates(tmp_pa
     assert "evenly: queries that arrive evenly" in by_lines.stderr
 
 
+def test_a_row_without_machines_does_not_hide_the_others(tmp_path):
+    """A batch of one takes more than half of the limit, so that no query that arrives during it is in time."""
+    path = tmp_path / "depths.json"
+    write_estimates(path, "", [Estimate("NPU", Line(0.01, 0.6), 1.0, 1.0), Estimate("CPU", Line(0.04, 0.2), 1.0, 1.0)])
+    load = ["--embed", "--peak", "1000", "--average", "100", "--estimates", str(path)]
+    shown, as_json = run(*load), run(*load, "--json")
+    assert (shown.exit_code, as_json.exit_code) == (0, 0)
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == 3 * ["peak"] + 3 * ["average"]
+    found = json.loads(as_json.stdout)
+    assert found.pop("evenly") is None
+    assert {*found} == {"peak", "average"}
+    said = (
+        "evenly: the main device embeds 0 queries per second within the limit: raise the limit or use a faster device"
+    )
+    assert said in shown.stderr.splitlines()
+    assert said in as_json.stderr.splitlines()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

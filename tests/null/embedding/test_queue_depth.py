@@ -70,6 +70,21 @@ def test_published_rates():
     assert (depth(Line(0.0, 0.5), 1.0), depth(Line(0.1, 1.5), 1.0)) == (MAX_DEPTH, 0)
 
 
+@given(alpha=positive, beta=st.floats(0, 1.0), limit_s=st.floats(0.1, 5.0), tuned=st.none() | st.integers(0, 500))
+def test_evenly_arriving_queries_need_no_fewer_machines_than_those_in_lockstep(alpha, beta, limit_s, tuned):
+    found = Estimate("NPU", Line(alpha, beta), 1.0, limit_s, tuned)
+    assert 0 <= found.sustained_rate <= found.depth / limit_s
+
+
+def test_the_sustained_rate_is_that_of_the_line_through_the_fine_tuned_depth():
+    """80 queries took 1.8 s with all devices running, where the line says 0.9 s: each query takes twice as long."""
+    line = Line(0.01, 0.1)
+    tuned = Estimate("NPU", line, 1.0, 1.8, 80)
+    assert tuned.sustained_rate == pytest.approx(sustained_rate(Line(0.02, 0.2), 1.8))
+    assert tuned.sustained_rate < replace(tuned, tuned=None).sustained_rate / 2
+    assert replace(tuned, tuned=depth(line, 1.8)).sustained_rate == replace(tuned, tuned=None).sustained_rate
+
+
 @given(alpha=positive, beta=st.floats(0, 1.0), seed=st.integers(0, 99))
 def test_a_fit_to_the_least_of_noisy_runs_finds_the_line(alpha, beta, seed):
     rng = np.random.default_rng(seed)

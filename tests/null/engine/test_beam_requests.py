@@ -147,6 +147,18 @@ def test_groups_and_the_next_turn_of_a_conversation():
     assert follow.num_cached >= 20 + len(best) - 1
 
 
+def test_the_progress_of_a_search_is_that_of_one_request():
+    """Its beams, and the sequences that clients feed, are no requests of their own."""
+    engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
+    request = beam_request(range(10), 8)
+    engine.enqueue([request])
+    for _ in range(6):
+        engine.step()
+        assert [each.id for each in engine.progress().requests] == [request.request.id]
+    run_to_end(engine)
+    assert not engine.progress().requests
+
+
 def test_a_search_whose_numbers_are_not_finite_ends_alone():
     engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
     bad, good = beam_request([1, 2, POISON], 5), beam_request([1, 2, 3], 5)

@@ -1,5 +1,6 @@
 """Tests that one function says what a path holds, with the one command that helps, and that arguments are told from text."""
 
+import json
 import os
 import re
 
@@ -88,6 +89,45 @@ def test_a_folder_is_one_kind_with_one_remedy(name, tmp_path):
     assert not re.search(r"[{}]", found.problem), "every blank is filled"
 
 
+HEADS = {
+    "SomeForCausalLM": ({}, "--task text-generation-with-past "),
+    "SomeLMHeadModel": ({}, "--task text-generation-with-past "),
+    "SomeForMaskedLM": ({}, "--task feature-extraction "),
+    "SomeForPreTraining": ({}, "--task feature-extraction "),
+    "SomeModel": ({"vocab_size": 9}, "--task feature-extraction "),
+    "OtherModel": ({"vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "code.Chat"}}, "--task text-generation-with-past "),
+    "SomeEncoderModel": ({"is_encoder_decoder": True, "vocab_size": 9}, "--task feature-extraction "),
+    "SomeForSequenceClassification": ({}, "--task text-classification "),
+    "SomeForConditionalGeneration": ({"is_encoder_decoder": True}, "OVModelForSeq2SeqLM"),
+    "SomeMTModel": ({"is_encoder_decoder": True, "vocab_size": 9}, "--task text2text-generation-with-past "),
+    "TextAndImageModel": ({"vision_config": {}, "text_config": {}}, "no language model, embedder or reranker"),
+    "ImageModel": ({"image_size": 224}, "no language model, embedder or reranker"),
+    "SoundForCTC": ({"vocab_size": 32}, "no language model, embedder or reranker"),
+    "ChatForConditionalGeneration": ({"vision_config": {}}, "VLMPipeline"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_task_of_an_export_is_that_of_the_head(name, tmp_path):
+    fields, words = HEADS[name]
+    files = {"config.json": json.dumps({"architectures": [name], **fields}), "model.safetensors": ""}
+    found = path_kind(written(tmp_path / "held", files))
+    assert found.kind.name == "hugging face"
+    assert words in found.problem
+
+
+def test_files_of_sentence_transformers_tell_an_embedder_whatever_its_head_is(tmp_path):
+    config = json.dumps({"architectures": ["SomeForCausalLM"]})
+    files = {"config.json": config, "model.safetensors": "", "1_Pooling/config.json": "{}"}
+    assert "--task feature-extraction " in path_kind(written(tmp_path / "held", files)).problem
+
+
+@pytest.mark.parametrize("architectures", ["x", [], [1], {}, [None]])
+def test_damaged_architectures_are_no_error(architectures, tmp_path):
+    files = {"config.json": json.dumps({"architectures": architectures}), "model.safetensors": ""}
+    assert path_kind(written(tmp_path / "held", files)).kind.name == "hugging face"
+
+
 def test_an_openvino_model_is_loadable_by_its_folder_and_by_its_graph(tmp_path):
     files = dict.fromkeys(
         ("openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "a.txt"), IR
@@ -137,6 +177,19 @@ def test_a_missing_path_may_be_a_name_of_the_hub(path, words):
     assert f"no model directory at {path!r}" in path_kind(path).problem
 
 
+@pytest.mark.parametrize(
+    "path", ["models/chat.gguf", "chat.gguf", "a/openvino_model.xml", "a/b.safetensors", "/x/y.zip"]
+)
+def test_a_missing_file_is_no_name_of_the_hub(path):
+    assert path_kind(path).problem == f"there is no file {path!r}: check the path"
+
+
+def test_a_mistyped_name_in_a_folder_that_exists_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert path_kind("models/lama").problem == "no model directory at 'models/lama': check the path"
+
+
 @pytest.mark.parametrize("path", ["a" * 5000, "a\0b"])
 def test_an_impossible_path_is_missing(path):
     assert path_kind(path).kind.name == "missing"
@@ -159,9 +212,11 @@ def test_a_large_tree_is_not_searched_to_its_end(tmp_path, monkeypatch):
 
 
 PATHS = ("./x", "../x", "~/x", ".\\x", "C:\\models\\x", "d:/x", "models/chat", "owner/name", "/no/such/model", "chat.gguf",
-         "CHAT.GGUF", "model.xml", "1.blob", "a.safetensors", ".", "here", "with blanks", "./my model")  # fmt: skip
+         "CHAT.GGUF", "model.xml", "1.blob", "a.safetensors", ".", "here", "with blanks", "./my model",
+         "/etc/my model", "./with blanks")  # fmt: skip
 TEXTS = ("hello", "what is and/or?", "and/or?", "Why?", "24/7", "1/2", "3.5", "https://example.org/a", "a.gguf or b.gguf",
-         "What is model.xml", "/ is a slash", "line\n./x", "", "a" * 5000 + "/", "GGUF", "either / or")  # fmt: skip
+         "What is model.xml", "/ is a slash", "line\n./x", "", "a" * 5000 + "/", "GGUF", "either / or",
+         "/etc/passwd what is this", "./here what is in it", "./with blanks what is in it", "/etc\tis a folder")  # fmt: skip
 
 
 @pytest.fixture
