@@ -19,7 +19,7 @@ from staticllm.pipelines.embedding.embedding_config import (
     resolved_config,
 )
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.output_types import (
     Embeddings,
     OutputType,

@@ -16,7 +16,7 @@ from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder

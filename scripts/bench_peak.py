@@ -126,7 +126,7 @@ def matrix_shapes(path: str) -> list[tuple[int, int]]:
     from staticllm.config import StaticLLMConfig
     from staticllm.pipelines.programs.compile_plan import prepare
 
-    _, plan = prepare(path, "CPU", StaticLLMConfig())
+    plan = prepare(path, "CPU", StaticLLMConfig())
     shapes = []
     for node in plan.lowered.graph.model.get_ordered_ops():
         if node.get_type_name() == "MatMul" and len(node.input_value(1).get_partial_shape()) == 2:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from staticllm.devices import get_core
 from staticllm.errors import BusyError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
-from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import Instance

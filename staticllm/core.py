@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 Phase = Literal["prefill", "generate"]
-Part = Literal["prefill", "generate", "few_rows"]
-"""The parts of the work that may have their own program and device properties: a phase, or the calls of few rows."""
+Part = Literal["prefill", "generate", "few_rows", "encode"]
+"""The parts of the work that may have their own program and device properties: a phase of a decoder, its calls of few rows, or
+all calls of a model of another kind."""
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
 """``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of
@@ -37,6 +38,7 @@ class Variant:
     kv_len: int
     sequences: int = 1
     extra_logits: int = 0
+    may_be_zero: ClassVar[frozenset[str]] = frozenset(["kv_len", "extra_logits"])
 
     @property
     def num_logits(self) -> int:
@@ -252,6 +254,12 @@ class EncoderVariant:
     rows: int
     texts: int
     past: int = 0
+    may_be_zero: ClassVar[frozenset[str]] = frozenset(["past"])
+
+    @property
+    def phase(self) -> Literal["encode"]:
+        """The only part of an encoder's work."""
+        return "encode"
 
     def __str__(self) -> str:
         past = f",past={self.past}" if self.past else ""
@@ -299,7 +307,8 @@ class EncoderShape:
     computes the logits of a few ``tokens``; ``none`` for models that have no such head. ``shares_prefixes``: whether texts that
     begin alike may share the rows of their beginning. ``skipped_id``: tokens with this id have the position before the first, and
     those after them are counted without them; None if all tokens are counted. ``past``: the heads and the head size of the keys
-    or values in each past port, for a model whose calls can continue a text; else it is empty.
+    or values in each past port, for a model whose calls can continue a text; else it is empty. ``longest``: the most tokens of a
+    text that its programs hold; 0 before these are chosen. ``vocab_size``: the number of token ids; None if it is unknown.
     """
 
     output: Literal["embeddings", "scores"]
@@ -316,6 +325,27 @@ class EncoderShape:
     shares_prefixes: bool = False
     skipped_id: int | None = None
     past: tuple[tuple[int, int], ...] = ()
+    longest: int = 0
+    vocab_size: int | None = None
+
+
+class ProgramVariant(Protocol):
+    """The sizes of a program of any kind of model: a frozen dataclass of whole numbers, which can be compared.
+
+    ``may_be_zero`` names the fields that need not be at least 1.
+    """
+
+    may_be_zero: ClassVar[frozenset[str]]
+
+    @property
+    def rows(self) -> int:
+        """The tokens, or frames, of one sequence of a call."""
+        ...
+
+    @property
+    def phase(self) -> Part:
+        """The part of the work that calls of this size do."""
+        ...
 
 
 class FinishReason(str, Enum):
@@ -360,7 +390,7 @@ class ProgressEvent:
     index: int
     total: int
     seconds: float
-    variant: Variant | EncoderVariant | None = None
+    variant: ProgramVariant | None = None
     is_done: bool = True
     message: str = ""
 

@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import openvino as ov
 import psutil
 from filelock import Timeout
 
-from staticllm.core import Phase
+from staticllm.core import Part
 from staticllm.devices import type_name
 from staticllm.errors import BlobError, last_line
 from staticllm.files import read_regular, whole_file
 from staticllm.pipelines.blobs.file_lock import acquire, locked
-from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest, pass_digests
+from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest, pass_digests, with_article
 from staticllm.pipelines.blobs.manifest import (
     MAX_MANIFEST,
     Manifest,
@@ -179,9 +179,10 @@ def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
         BlobError: it has those of another kind.
     """
     if manifest.kind != kind:
-        remedy = {"decoder": "StaticLLMPipeline", "encoder": "StaticEmbeddingPipeline"}[manifest.kind]
+        doors = {"decoder": "StaticLLMPipeline", "encoder": "StaticEmbeddingPipeline"}
+        remedy = doors.get(manifest.kind, "a pipeline of that kind")
         raise BlobError(
-            f"the blobs in {str(folder)!r} are of {'an encoder' if manifest.kind == 'encoder' else 'a decoder'}: "
+            f"the blobs in {str(folder)!r} are of {with_article(manifest.kind)}: "
             f"load them with {remedy}, or give the set of this model"
         )
 
@@ -199,15 +200,14 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
         raise BlobError(f"{failed_verification_text(folder, manifest)}: export them again, in another precision")
 
 
-def check_properties(folder: Path, manifest: Manifest, own: Mapping[Phase, Mapping[str, Any]]) -> None:
-    """Check that the properties in a decoder's manifest, except those in ``PROBED``, equal the user's (``own``).
+def check_properties(folder: Path, manifest: Manifest, own: Mapping[Part, Mapping[str, Any]]) -> None:
+    """Check that the properties in a manifest, except those in ``PROBED``, equal the user's (``own``).
 
     Raises:
         BlobError: a property differs.
     """
     for part, values in manifest.properties.items():
-        phase: Phase = "prefill" if part == "prefill" else "generate"
-        mine = json_properties(own[phase])
+        mine = json_properties(own["generate" if part == "few_rows" else cast(Part, part)])
         for name in {*values, *mine} - PROBED:
             if values.get(name) != mine.get(name):
                 raise BlobError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
-from staticllm.core import EncoderMask, EncoderShape, EncoderVariant
+from staticllm.core import EncoderMask, EncoderShape
 from staticllm.pipelines.blobs.json_values import (
     check_flag,
     check_one_of,
@@ -15,9 +15,9 @@ from staticllm.pipelines.blobs.json_values import (
     whole_of,
 )
 
-CHOICES = ("max_length", "sizes", "longest", "vocab_size")
-"""The choices behind a set: the most tokens of a text that were asked for, the batches and rows that were (None for the usual
-ones), the most tokens of a text that the programs hold, and the number of token ids (None if unknown)."""
+CHOICES = ("max_length", "sizes")
+"""The choices behind a set: the most tokens of a text that were asked for, and the batches and rows that were (None for the usual
+ones)."""
 MAX_SIZES = 64
 MAX_MASKS = 64
 MAX_PORTS, MAX_WIDTH = 1024, 1 << 16
@@ -47,9 +47,6 @@ def check_encoder_choices(content: Mapping[str, Any]) -> None:
     if different := set(content) ^ set(CHOICES):
         raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
     whole_of(content["max_length"], 1)
-    whole_of(content["longest"], 1)
-    if content["vocab_size"] is not None:
-        whole_of(content["vocab_size"], 1, 1 << 32)
     for size in list_of(content["sizes"], MAX_SIZES) if content["sizes"] is not None else ():
         batch, rows = list_of(size, 2)
         whole_of(batch, 1)
@@ -75,6 +72,9 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
     whole_of(shape.width, 1)
     whole_of(shape.max_rows, 1)
     whole_of(shape.first_position, 0)
+    whole_of(shape.longest, 1)
+    if shape.vocab_size is not None:
+        whole_of(shape.vocab_size, 1, 1 << 32)
     if shape.skipped_id is not None:
         whole_of(shape.skipped_id, 0)
     for flag in (shape.has_positions, shape.has_token_types, shape.is_packable, shape.shares_prefixes):
@@ -83,16 +83,3 @@ def check_encoder_shape(content: Mapping[str, Any]) -> None:
         whole_of(rows, 1)
     for size in (size for sizes in list_of(content["past"], MAX_PORTS) for size in list_of(sizes, 2)):
         whole_of(size, 1, MAX_WIDTH)
-
-
-def encoder_variant_from_json(values: Mapping[str, Any]) -> EncoderVariant:
-    """Return the variant of these sizes.
-
-    Raises:
-        ValueError: a size is missing or impossible.
-    """
-    if set(values) != {item.name for item in fields(EncoderVariant)}:
-        raise ValueError("a variant has unknown sizes, or lacks one")
-    for name, value in values.items():
-        whole_of(value, 0 if name == "past" else 1)
-    return EncoderVariant(**values)

@@ -45,7 +45,7 @@ class ModelFingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint(ModelFingerprint):
-    """Everything that must be equal where a set is loaded: a ``StepFingerprint`` or an ``EncoderFingerprint``.
+    """Everything that must be equal where a set is loaded; each kind of model adds its own choices.
 
     Lengths and sizes are resolved, so a default equals the same value given by the user. ``driver`` and ``compiler`` are present
     if the device reports them.
@@ -66,17 +66,13 @@ class Fingerprint(ModelFingerprint):
         values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
         return {label: value for label, value in values.items() if value is not None}
 
-    @staticmethod
-    def from_json(content: Mapping[str, str]) -> Fingerprint:
+    @classmethod
+    def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint that ``to_json`` made ``content`` of.
 
         Raises:
-            ValueError: the kind of model or a label is unknown, or a field is missing.
+            ValueError: a label is unknown, or a field is missing.
         """
-        kinds: dict[str, type[Fingerprint]] = {cls.kind: cls for cls in (StepFingerprint, EncoderFingerprint)}
-        cls = kinds.get(content.get("kind of model", ""))
-        if cls is None:
-            raise ValueError(f"the kind of model is {str(content.get('kind of model'))[:40]!r}")
         names = {item.metadata["label"]: item.name for item in fields(cls)}
         if unknown := sorted(set(content) - set(names)):
             raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
@@ -88,7 +84,7 @@ class Fingerprint(ModelFingerprint):
     def difference(self, there: Fingerprint) -> str | None:
         """Describe the first difference from ``there``, the fingerprint of a set; None if there is no difference."""
         if self.kind != there.kind:
-            return f"this model is {_ARTICLES[self.kind]}, the blob is of {_ARTICLES[there.kind]}"
+            return f"this model is {with_article(self.kind)}, the blob is of {with_article(there.kind)}"
         for item in fields(self):
             mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
             if mine == theirs:
@@ -135,7 +131,18 @@ class EncoderFingerprint(Fingerprint):
     properties: str = _labelled("properties", "user")
 
 
-_ARTICLES = {"decoder": "a decoder", "encoder": "an encoder"}
+@dataclass(frozen=True, kw_only=True)
+class OtherFingerprint(Fingerprint):
+    """The fingerprint of the programs of any other kind of model. ``choices`` are the user's, as JSON."""
+
+    programs: str = _labelled("PROGRAMS", "user")
+    properties: str = _labelled("properties", "user")
+    choices: str = _labelled("choices", "user")
+
+
+def with_article(kind: str) -> str:
+    """Return the name of a kind of model with its article."""
+    return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"
 
 
 def file_digest(path: Path) -> str:

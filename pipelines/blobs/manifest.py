@@ -10,26 +10,25 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, get_args
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import (
     EncoderVariant,
     KVType,
-    Part,
     Phase,
     ProgramLayout,
+    ProgramVariant,
     Variant,
 )
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.encoder_fields import (
     check_encoder_choices,
     check_encoder_shape,
-    encoder_variant_from_json,
 )
-from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest
+from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, Fingerprint, StepFingerprint, bytes_digest
 from staticllm.pipelines.blobs.json_values import (
     MAX_SIZE,
     check_flag,
@@ -40,8 +39,9 @@ from staticllm.pipelines.blobs.json_values import (
     whole_of,
 )
 from staticllm.pipelines.blobs.shape_fields import check_shape
+from staticllm.pipelines.programs.lowered import V
 
-SCHEMA = 8
+SCHEMA = 9
 MAX_MANIFEST = 16 << 20
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
@@ -52,11 +52,6 @@ LAYOUT_FIELDS = (
 """Fields of the config that a blob set decides if the user does not give them."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-AnyVariant: TypeAlias = Variant | EncoderVariant
-"""The sizes of a program: of a step program, or of an encoder's."""
-V = TypeVar("V", Variant, EncoderVariant)
-ENCODE = "encode"
-"""The only part of the work of an encoder's programs."""
 
 
 class ManifestError(Exception):
@@ -67,7 +62,7 @@ class ManifestError(Exception):
 class VariantFile:
     """A variant and the file that holds its program. Variants that share a program name the same file."""
 
-    variant: AnyVariant
+    variant: ProgramVariant
     file: str
 
 
@@ -83,7 +78,7 @@ class StoredBlob:
 class Manifest:
     """The contents of a set.
 
-    ``config`` and ``shape`` have the fields of a decoder or of an encoder. ``kv_type`` is empty for an encoder. ``blobs``: file →
+    ``config`` and ``shape`` have the fields of the model's kind. ``kv_type`` is empty without KV slots. ``blobs``: file →
     its expected contents. ``properties``: OpenVINO's properties of each part that has its own, also those that a probe chose.
     ``few_rows``: the most rows of a call of the part of that name. ``costs``: measured seconds per call of a variant.
     ``verification``: the result of ``compile --verify``.
@@ -99,7 +94,7 @@ class Manifest:
     blobs: Mapping[str, StoredBlob]
     is_weightless: bool
     is_encrypted: bool
-    costs: Mapping[Variant, float] | Mapping[EncoderVariant, float] = field(default_factory=dict)
+    costs: Mapping[Any, float] = field(default_factory=dict)
     few_rows: int = 1
     passes: Mapping[str, str] | None = None
     created: str = ""
@@ -107,7 +102,7 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        """``decoder`` or ``encoder``."""
+        """The name of the kind of model: ``decoder``, ``encoder`` …"""
         return self.fingerprint.kind
 
     def files_of(self, kind: type[V]) -> dict[V, str]:
@@ -174,18 +169,18 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
     return {
         **plain,
         "fingerprint": manifest.fingerprint.to_json(),
-        "variants": [{**_variant_to_json(entry.variant), "file": entry.file} for entry in manifest.variants],
+        "variants": [{**_sizes(entry.variant), "file": entry.file} for entry in manifest.variants],
         "blobs": {name: {"digest": blob.digest, "bytes": blob.num_bytes} for name, blob in manifest.blobs.items()},
         "costs": [cost_to_json(variant, seconds) for variant, seconds in manifest.costs.items()],
     }
 
 
-def cost_to_json(variant: AnyVariant, seconds: float) -> dict[str, int | float]:
+def cost_to_json(variant: ProgramVariant, seconds: float) -> dict[str, int | float]:
     """Return the cost of a variant, in seconds per call, in the form that JSON holds."""
-    return {**_variant_to_json(variant), "seconds": seconds}
+    return {**_sizes(variant), "seconds": seconds}
 
 
-def _variant_to_json(variant: AnyVariant) -> dict[str, int]:
+def _sizes(variant: Any) -> dict[str, int]:
     return asdict(variant)
 
 
@@ -211,11 +206,11 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     values = object_of(content["fingerprint"], 64)
     for name, value in values.items():
         text_of(value, f"fingerprint {name!r}", 1 << 16)
-    fingerprint = Fingerprint.from_json(values)
-    if fingerprint.kind == "encoder":
-        _check_encoder(content)
-    else:
-        _check_decoder(content)
+    kind = KINDS.get(values.get("kind of model", ""))
+    if kind is None:
+        raise ValueError(f"the kind of model is {str(values.get('kind of model'))[:40]!r}")
+    fingerprint = kind.fingerprint.from_json(values)
+    kind.check(content)
     for properties in object_of(content["properties"], 8).values():
         for value in object_of(properties, 256).values():
             if not isinstance(value, (bool, int, float, str)):
@@ -227,16 +222,10 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     parsed = {
         "fingerprint": fingerprint,
         "blobs": blobs,
-        "variants": _variants(content, blobs),
-        "costs": dict(map(cost_from_json, list_of(content["costs"], MAX_ENTRIES))),
+        "variants": _variants(content, blobs, kind.variant),
+        "costs": dict(cost_from_json(cost, kind.variant) for cost in list_of(content["costs"], MAX_ENTRIES)),
     }
-    found = Manifest(**{**content, **parsed})
-    of_kind = EncoderVariant if fingerprint.kind == "encoder" else Variant
-    if not all(
-        isinstance(variant, of_kind) for variant in (*found.costs, *(entry.variant for entry in found.variants))
-    ):
-        raise ValueError(f"a variant is not that of {fingerprint.kind} programs")
-    return found
+    return Manifest(**{**content, **parsed})
 
 
 def _check_decoder(content: Mapping[str, Any]) -> None:
@@ -246,7 +235,7 @@ def _check_decoder(content: Mapping[str, Any]) -> None:
     check_shape(object_of(content["shape"], 64))
     parts = object_of(content["properties"], 8)
     for part in parts:
-        check_one_of(part, get_args(Part), "part")
+        check_one_of(part, (*get_args(Phase), "few_rows"), "part")
     needed = (*get_args(Phase), *(("few_rows",) if content["programs"] == "few_rows" else ()))
     if missing := [part for part in needed if part not in parts]:
         raise ValueError(f"properties has no part {missing[0]!r}")
@@ -257,8 +246,24 @@ def _check_encoder(content: Mapping[str, Any]) -> None:
     check_one_of(content["programs"], ("separate", "shared"), "programs")
     check_one_of(content["kv_type"], ("",), "type of KV slots")
     check_encoder_shape(object_of(content["shape"], 64))
-    if set(object_of(content["properties"], 8)) != {ENCODE}:
-        raise ValueError(f"the properties are not those of {ENCODE!r}")
+    if set(object_of(content["properties"], 8)) != {"encode"}:
+        raise ValueError("the properties are not those of an encoder")
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """How sets of one kind of model are read. ``check`` raises for a field of a manifest that is impossible for the kind."""
+
+    fingerprint: type[Fingerprint]
+    variant: type[Any]
+    check: Callable[[Mapping[str, Any]], None]
+
+
+KINDS: dict[str, StoredKind] = {
+    "decoder": StoredKind(StepFingerprint, Variant, _check_decoder),
+    "encoder": StoredKind(EncoderFingerprint, EncoderVariant, _check_encoder),
+}
+"""The kinds of models whose sets can be read, by their names."""
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -282,28 +287,26 @@ def _blobs(content: Mapping[str, Any]) -> dict[str, StoredBlob]:
     return {name: StoredBlob(entry["digest"], entry["bytes"]) for name, entry in blobs.items()}
 
 
-def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob]) -> tuple[VariantFile, ...]:
+def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob], kind: type[V]) -> tuple[VariantFile, ...]:
     found = []
     for entry in list_of(content["variants"], MAX_ENTRIES):
         values = dict(object_of(entry, 8))
         file = values.pop("file", None)
         if file not in blobs:
             raise ValueError("a variant has no blob")
-        found.append(VariantFile(_variant(values), file))
+        found.append(VariantFile(_variant(values, kind), file))
     verification = content["verification"]
     if not found and (not isinstance(verification, dict) or verification.get("is_ok")):
         raise ValueError("it has no variants")
     return tuple(found)
 
 
-def _variant(values: dict[str, Any]) -> AnyVariant:
-    if "batch" in values:
-        return encoder_variant_from_json(values)
-    if set(values) != {item.name for item in fields(Variant)}:
+def _variant(values: dict[str, Any], kind: type[V]) -> V:
+    if set(values) != {item.name for item in fields(kind)}:  # type: ignore[arg-type]
         raise ValueError("a variant has unknown sizes, or lacks one")
     for name, value in values.items():
-        whole_of(value, 0 if name in ("kv_len", "extra_logits") else 1)
-    return Variant(**values)
+        whole_of(value, 0 if name in kind.may_be_zero else 1)
+    return kind(**values)
 
 
 def _check_rest(content: Mapping[str, Any]) -> None:
@@ -322,8 +325,8 @@ def _check_rest(content: Mapping[str, Any]) -> None:
         text_of(found.get("reason", ""), "reason", 4096)
 
 
-def cost_from_json(cost: object) -> tuple[AnyVariant, float]:
-    """Return the variant and the seconds per call that ``cost_to_json`` made ``cost`` of.
+def cost_from_json(cost: object, kind: type[V]) -> tuple[V, float]:
+    """Return the variant, of this type, and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
     Raises:
         ValueError, TypeError: it has another form, or an impossible value.
@@ -332,7 +335,7 @@ def cost_from_json(cost: object) -> tuple[AnyVariant, float]:
     seconds = values.pop("seconds", None)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:
         raise ValueError("a cost is not in seconds")
-    return _variant(values), float(seconds)
+    return _variant(values, kind), float(seconds)
 
 
 def _canonical(content: Any) -> bytes:

@@ -17,13 +17,13 @@ from typing import Any, Generic
 import openvino as ov
 from filelock import Timeout
 
-from staticllm.core import Variant
 from staticllm.files import read_regular, whole_file
 from staticllm.pipelines.blobs.blob_set import COSTS, LOCK, SCRATCH, json_properties
 from staticllm.pipelines.blobs.file_lock import locked
 from staticllm.pipelines.blobs.fingerprint import Fingerprint, bytes_digest, machine_values
-from staticllm.pipelines.blobs.manifest import MAX_ENTRIES, AnyVariant, V, cost_from_json, cost_to_json
+from staticllm.pipelines.blobs.manifest import MAX_ENTRIES, cost_from_json, cost_to_json
 from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.lowered import V
 
 PROBES = "staticllm-probes-"
 """Prefix of the name of a file with the times of probes, in a cache folder."""
@@ -79,17 +79,13 @@ class CostsPlace:
     fingerprint: Fingerprint
     key: bytes = b""
 
-    def costs_of(self, options: CompileOptions) -> KeptCosts[Variant]:
-        """Return the costs of programs that were compiled with ``options``."""
+    def costs_of(self, kind: type[V], options: CompileOptions) -> KeptCosts[V]:
+        """Return the costs of programs that were compiled with ``options``, whose variants are of type ``kind``."""
         made = {
             "layout": options.layout,
             "few_rows": options.few_rows,
             "properties": {part: json_properties(values) for part, values in options.properties.items()},
         }
-        return self.kept(Variant, made)
-
-    def kept(self, kind: type[V], made: Mapping[str, Any]) -> KeptCosts[V]:
-        """Return the costs of variants of one kind. ``made``: how their programs were compiled, as far as JSON holds it."""
         subject = _digest_of({"fingerprint": self.fingerprint.to_json(), "cores": usable_cores(), **made})
         return KeptCosts(kind, MeasurementFile(self.folder / COSTS, subject, self.key), self.folder / LOCK)
 
@@ -104,8 +100,7 @@ class KeptCosts(Generic[V]):
 
     def read(self) -> dict[V, float]:
         """Return the stored seconds per call, also of variants that this pipeline does not have."""
-        found = _costs(self._file.read().get("costs"))
-        self._stored = {variant: seconds for variant, seconds in found.items() if isinstance(variant, self._kind)}
+        self._stored = _costs(self._file.read().get("costs"), self._kind)
         return dict(self._stored)
 
     def write(self, costs: Mapping[V, float]) -> None:
@@ -161,11 +156,11 @@ def _has_changed(before: float | None, now: float) -> bool:
     return before is None or abs(now - before) > CHANGE * before
 
 
-def _costs(stored: object) -> dict[AnyVariant, float]:
+def _costs(stored: object, kind: type[V]) -> dict[V, float]:
     if not isinstance(stored, list) or len(stored) > MAX_ENTRIES:
         return {}
     try:
-        costs = dict(map(cost_from_json, stored))
+        costs = dict(cost_from_json(cost, kind) for cost in stored)
     except (ValueError, TypeError, KeyError, OverflowError):
         return {}
     return costs if all(map(_is_possible, costs.values())) else {}

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.devices import kind
+from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.diagnostics.reports import Divergence
 from staticllm.pipelines.diagnostics.settings import PRECISION, candidates, planned_settings
 from staticllm.pipelines.programs.build import compile_all, make_runner
-from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare
+from staticllm.pipelines.programs.compile_plan import DecoderPlan, prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 MOST_DIVERGENCE = 2e-4
@@ -59,13 +58,13 @@ def measure_divergence(
     """
     if kind(device) != "CPU":
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")
-    core, plan = prepare(models_path, device, config)
+    plan = prepare(models_path, device, config)
     texts, expected = reference_texts(Path(models_path))
-    settings, chosen = candidates(core, plan.options), planned_settings(core, plan.options)
+    settings, chosen = candidates(get_core(), plan.options), planned_settings(get_core(), plan.options)
     total = len(settings) + len(PEERS)
     for number, (label, properties) in enumerate(settings.items()):
         on_progress(number, total)
-        runner = _runner(core, plan, properties)
+        runner = _runner(plan, properties)
         found = [_teacher_forced(runner, text) for text in texts]
         yield compare(label, expected, found, tuple(part for part, name in chosen.items() if name == label))
     for number, (label, properties) in enumerate(PEERS.items(), len(settings)):
@@ -131,12 +130,12 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
     return shifted
 
 
-def _runner(core: ov.Core, plan: CompilePlan, properties: Mapping[str, Any]) -> ModelRunner:
+def _runner(plan: DecoderPlan, properties: Mapping[str, Any]) -> ModelRunner:
     """Compile the model for calls of one row with these properties."""
     variants = [Variant(1, variant.kv_len) for variant in plan.variants if variant.rows == 1 and variant.kv_len]
     single = plan.restricted(dict.fromkeys(variants))
     options = replace(plan.options, layout="shared", properties={"prefill": properties, "generate": properties})
-    return make_runner(compile_all(core, replace(single, options=options)))
+    return make_runner(compile_all(replace(single, options=options)))
 
 
 def _teacher_forced(runner: ModelRunner, text: list[int]) -> Logits:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from staticllm.compiler_passes.lower_encoder import LoweredEncoder
 from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramMode
 from staticllm.devices import check_known, get_core, is_present, kind
@@ -17,10 +18,19 @@ from staticllm.pipelines.blobs.measurements import CostsPlace
 from staticllm.pipelines.diagnostics.memory import device_memory
 from staticllm.pipelines.diagnostics.process_memory import private_bytes
 from staticllm.pipelines.diagnostics.settings import label_of
-from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
-from staticllm.pipelines.embedding.encoder_programs import EncoderPlan, plan_encoder
-from staticllm.pipelines.embedding.encoder_set import kept_costs, programs_of
-from staticllm.pipelines.embedding.load import default_pooling, make_encoder_runner
+from staticllm.pipelines.embedding.encoder_job import encoder_job
+from staticllm.pipelines.embedding.encoder_kind import (
+    AnyJob,
+    EncoderChoices,
+    EncoderJob,
+    EncoderKind,
+    EncoderPrograms,
+    mode_of,
+)
+from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, default_pooling
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+from staticllm.pipelines.model_loader.load import load_job
+from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.layout import PROGRAM_BYTES
 from staticllm.ports import (
     EMBEDDINGS,
@@ -138,19 +148,19 @@ def inspect_encoder(models_path: str | os.PathLike[str], device: str, choices: E
         ConfigError: an option is impossible for this model.
     """
     job = encoder_job(models_path, device, choices, check=check_known)
-    return _report(job, plan_encoder(job))
+    return _report(job, job.kind.plan(job))
 
 
 def _report(job: EncoderJob, plan: EncoderPlan) -> EncoderReport:
-    shape, load = plan.lowered.shape, job.load
-    pooling, source = _pooling(job, shape)
+    shape, mode = plan.lowered.shape, plan.options.mode
+    lowered, (pooling, source) = cast(LoweredEncoder, plan.lowered), _pooling(job, shape)
     return EncoderReport(
-        model=str(load.directory),
+        model=str(job.directory),
         kind="encoder",
-        device=load.device,
-        programs=job.mode,
-        settings=label_of(get_core(), load.device, job.properties),
-        weights_bytes=load.weights.stat().st_size,
+        device=job.device,
+        programs=mode,
+        settings=label_of(get_core(), job.device, plan.options.properties["encode"]),
+        weights_bytes=job.weights.stat().st_size,
         output=shape.output,
         width=shape.width,
         masks=tuple(mask.label for mask in shape.masks),
@@ -158,17 +168,17 @@ def _report(job: EncoderJob, plan: EncoderPlan) -> EncoderReport:
         has_token_types=shape.has_token_types,
         pooling=pooling,
         pooling_source=source,
-        num_dense=len(job.files.dense),
-        is_normalised=shape.output == "embeddings" and job.choices.is_normalised,
-        max_length=plan.longest,
-        vocab_size=plan.vocab_size,
+        num_dense=len(job.kind.files.dense),
+        is_normalised=shape.output == "embeddings" and job.kind.chosen.is_normalised,
+        max_length=shape.longest,
+        vocab_size=shape.vocab_size,
         is_packable=shape.is_packable,
         shares_prefixes=shape.shares_prefixes,
-        reasons=plan.lowered.reasons,
+        reasons=lowered.reasons,
         unsafe_rows=shape.unsafe_rows,
-        num_programs=1 if job.mode == "shared" else len(plan.variants),
+        num_programs=1 if mode == "shared" else len(plan.variants),
         buffers_bytes=encoder_buffer_bytes(shape, plan.variants),
-        passes=plan.lowered.reports,
+        passes=lowered.reports,
         variants=tuple(EncoderVariantReport(v.batch, v.rows, v.texts, v.past) for v in plan.variants),
     )
 
@@ -179,10 +189,11 @@ def _pooling(job: EncoderJob, shape: EncoderShape) -> tuple[Pooling | None, Pool
         return None, "the model's graph"
     if shape.pooling is not None:
         return shape.pooling, "the model's graph"
-    if job.choices.pooling is not None:
-        return job.choices.pooling, "the user"
-    if job.files.pooling is not None:
-        return job.files.pooling, "the model's files"
+    chosen, named = job.kind.chosen.pooling, job.kind.files.pooling
+    if chosen is not None:
+        return chosen, "the user"
+    if named is not None:
+        return named, "the model's files"
     return default_pooling(shape), "the default"
 
 
@@ -211,9 +222,9 @@ def estimate_encoder(models_path: str | os.PathLike[str], device: str, choices: 
         As ``inspect_encoder``.
     """
     job = encoder_job(models_path, device, choices, check=check_known)
-    plan = plan_encoder(job)
+    plan = job.kind.plan(job)
     report = _report(job, plan)
-    copies = report.num_programs if kind(job.load.device) == "CPU" else 1  # the CPU packs the weights for each program
+    copies = report.num_programs if kind(job.device) == "CPU" else 1  # the CPU packs the weights for each program
     parts = {
         "weights": report.weights_bytes * copies,
         "programs": PROGRAM_BYTES * report.num_programs,
@@ -230,14 +241,27 @@ def measure_encoder(models_path: str | os.PathLike[str], device: str, choices: E
         As ``load_encoder``.
     """
     job = encoder_job(models_path, device, choices)
-    report = _report(job, plan_encoder(job))
+    report = _report(job, job.kind.plan(job))
+    noting = _NotingKind(job.kind.chosen, job.kind.files, job.kind.max_length)
     before = private_bytes()
-    found = programs_of(job)
-    loaded = private_bytes()
-    runner = make_encoder_runner(job, found)
-    after = private_bytes()
+    runner = load_job(replace(job, kind=noting)).runner
+    after, (loaded,) = private_bytes(), noting.noted
     parts = {"programs, with weights": loaded - before, "buffers, first calls": after - loaded}
-    return _estimate(report, parts, runner.variants, runner.costs, "measured now")
+    return _estimate(report, parts, runner.variants, runner.measured_costs, "measured now")
+
+
+@dataclass(frozen=True)
+class _NotingKind(EncoderKind):
+    """An encoder's kind that notes the private memory of the process when the programs are there, and nothing has run."""
+
+    noted: list[int] = field(default_factory=list, compare=False)
+
+    def runner(
+        self, job: AnyJob, programs: EncoderPrograms, memory: object, planned: Sequence[EncoderVariant] = ()
+    ) -> EncoderRunner:
+        """Bind the programs and run them."""
+        self.noted.append(private_bytes())
+        return super().runner(job, programs, memory, planned)
 
 
 def _estimate(
@@ -265,9 +289,10 @@ def _estimate(
 
 def _kept_seconds(job: EncoderJob) -> dict[EncoderVariant, float]:
     """Return the seconds per call that the job's cache keeps; none without a cache, or for a device that is not here."""
-    folder = job.load.config.cache_dir
-    if folder is None or not Path(folder).is_dir() or not is_present(get_core(), job.load.device):
+    folder = job.config.cache_dir
+    if folder is None or not Path(folder).is_dir() or not is_present(get_core(), job.device):
         return {}
-    fingerprint = job.fingerprint()
-    place = CostsPlace(BlobCache(folder).path(key_of(fingerprint)), fingerprint, job.load.key)
-    return kept_costs(job, place).read()
+    fingerprint = job.kind.fingerprint(job)
+    options = CompileOptions(job.device, mode_of(job), None, job.kind.properties(job))
+    place = CostsPlace(BlobCache(folder).path(key_of(fingerprint)), fingerprint, job.key)
+    return place.costs_of(EncoderVariant, options).read()

@@ -26,14 +26,13 @@ from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.diagnostics.reports import Agreement, Verdict
-from staticllm.pipelines.embedding.encoder_job import EncoderChoices, EncoderJob, encoder_job
-from staticllm.pipelines.embedding.encoder_programs import plan_encoder
+from staticllm.pipelines.embedding.encoder_job import encoder_job
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.encoder_set import programs_of
-from staticllm.pipelines.embedding.load import make_encoder_runner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import embed_texts
+from staticllm.pipelines.model_loader.load import load_job
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
 LENGTHS = (1, 2, 3, 5, 9, 17, 33, 60, 100, 128, 250, 512)
@@ -67,10 +66,8 @@ class EncoderReference:
     def __init__(self, job: EncoderJob, shape: EncoderShape, pooling: Pooling) -> None:
         self._job, self._shape = job, shape
         self._pooling: Pooling = pooling
-        config = job.load.config
-        self._model = read_model(
-            get_core(), job.load.directory, config.weights_path, config.weights_decryption_callback
-        )
+        config = job.config
+        self._model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
         self._has_states = bool(self._model.get_variables())
         if shape.output == "embeddings" and _hidden_port(self._model) is None:
             _expose_hidden_states(self._model)
@@ -110,9 +107,9 @@ class EncoderReference:
 
     def _vector(self, states: NDArray[np.float32]) -> Vectors:
         pooled = _pooled(states, self._pooling)
-        for layer in self._job.files.dense:
+        for layer in self._job.kind.files.dense:
             pooled = _dense(layer, pooled)
-        length = np.linalg.norm(pooled) if self._job.choices.is_normalised else 1.0
+        length = np.linalg.norm(pooled) if self._job.kind.chosen.is_normalised else 1.0
         return np.asarray(pooled / max(float(length), 1e-12), np.float32)
 
 
@@ -172,8 +169,8 @@ def verify_encoder(
         )
         choices = EncoderChoices(sizes=SIZES, properties={**exact, "PROGRAMS": mode})
         job = encoder_job(models_path, device, choices, on_progress)
-        runner = make_encoder_runner(job, programs_of(job))
-        texts = _texts(runner, plan_encoder(job).vocab_size)
+        runner = load_job(job).runner
+        texts = _texts(runner)
         if expected is None:
             expected = _originals(job, runner, texts)
         alone = np.concatenate([embed_texts(runner, [text]) for text in texts])
@@ -211,9 +208,8 @@ def verify_encoder_set(models_path: str | os.PathLike[str], device: str, folder:
     given = {"PROGRAMS": manifest.programs, "BLOB_PATH": str(folder), **options}
     choices = EncoderChoices(is_normalised=manifest.fingerprint.to_json()["normalize"] == "True", properties=given)
     job = encoder_job(models_path, device, choices)
-    found = programs_of(job)
-    runner = make_encoder_runner(job, found)
-    texts = _texts(runner, found.programs.vocab_size)
+    runner = load_job(job).runner
+    texts = _texts(runner)
     expected, vectors = _originals(job, runner, texts), embed_texts(runner, texts)
     distance = float(np.abs(vectors - expected).max() / np.ptp(expected))
     cosine = (
@@ -233,9 +229,9 @@ def _originals(job: EncoderJob, runner: EncoderRunner, texts: Sequence[Tokenized
     return np.stack([reference(text) for text in texts])
 
 
-def _texts(runner: EncoderRunner, vocab_size: int | None) -> list[TokenizedText]:
+def _texts(runner: EncoderRunner) -> list[TokenizedText]:
     """Return texts of random ids, the second half of each with token type 1 if the model knows types."""
-    random, most = np.random.default_rng(0), vocab_size or 1000
+    random, most = np.random.default_rng(0), runner.shape.vocab_size or 1000
     chunked = [runner.max_rows + 88, 2 * runner.max_rows + 1] if runner.continuing else []
     lengths = [length for length in LENGTHS if length <= runner.max_rows]
     lengths += [length for length in chunked if length <= runner.max_tokens]

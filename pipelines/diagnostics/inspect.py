@@ -7,7 +7,7 @@ from pathlib import Path
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape
-from staticllm.devices import check_known
+from staticllm.devices import check_known, get_core
 from staticllm.kvcache.step import buffer_bytes
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.diagnostics.reports import (
@@ -21,7 +21,7 @@ from staticllm.pipelines.diagnostics.reports import (
 )
 from staticllm.pipelines.diagnostics.settings import planned_settings
 from staticllm.pipelines.programs.compile import first_variants
-from staticllm.pipelines.programs.compile_plan import CompilePlan, prepare, with_kv_slots
+from staticllm.pipelines.programs.compile_plan import DecoderPlan, prepare, with_kv_slots
 
 
 def inspect_model(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> ModelReport:
@@ -35,14 +35,14 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
         DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
         ConfigError: an option is impossible for this model.
     """
-    core, plan = prepare(models_path, device, config, check=check_known)
+    plan = prepare(models_path, device, config, check=check_known)
     shape = plan.lowered.shape
-    config = with_kv_slots(config, Path(models_path), plan.options.kv_type)
+    config = with_kv_slots(config, Path(models_path), plan.kv_type)
     return ModelReport(
         model=str(models_path),
         device=device,
         programs=plan.options.layout,
-        settings=planned_settings(core, plan.options),
+        settings=planned_settings(get_core(), plan.options),
         weights_bytes=(Path(models_path) / MODEL_XML).with_suffix(".bin").stat().st_size,
         vocab_size=shape.vocab_size,
         num_states=len(shape.kv_states),
@@ -60,10 +60,10 @@ def inspect_model(models_path: str | os.PathLike[str], device: str, config: Stat
     )
 
 
-def _kv(plan: CompilePlan, config: StaticLLMConfig) -> KVReport:
+def _kv(plan: DecoderPlan, config: StaticLLMConfig) -> KVReport:
     num_slots, slot_bytes = config.num_kv_slots(plan.options.mode), plan.lowered.shape.slot_bytes
     return KVReport(
-        type=plan.options.kv_type,
+        type=plan.kv_type,
         num_slots=num_slots,
         bytes_a_token=slot_bytes,
         bytes=slot_bytes * num_slots,
@@ -80,7 +80,7 @@ def _recurrent(shape: ModelShape) -> RecurrentReport:
     )
 
 
-def _layers(plan: CompilePlan) -> tuple[LayerReport, ...]:
+def _layers(plan: DecoderPlan) -> tuple[LayerReport, ...]:
     graph = plan.lowered.graph
     keys = [state for state in graph.kv_states if state.role == "key" and not state.is_scale]
     return tuple(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import EncoderVariant, ProgressEvent, Variant
+from staticllm.core import ProgramVariant, ProgressEvent, Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.diagnostics.memory_parts import MeasuredMemory, MemoryStage, divide
 from staticllm.pipelines.diagnostics.process_memory import IS_DETAILED, mapped_bytes, private_bytes, written_bytes
@@ -126,7 +126,7 @@ class Stages:
             when = "" if event.is_done else "before "
             self.add(f"{when}{event.stage} {event.variant or ''}".strip(), part)
 
-    def _program(self, variant: Variant | EncoderVariant | None) -> str:
+    def _program(self, variant: ProgramVariant | None) -> str:
         """Return the name of a variant's program. Several programs are told apart by phase, as they are compiled."""
         return f"{variant.phase} {PROGRAM}" if self._are_several and isinstance(variant, Variant) else PROGRAM
 

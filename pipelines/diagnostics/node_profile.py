@@ -57,7 +57,7 @@ def profile_calls(
     """
     if PERF_COUNT not in supported_properties(get_core(), device):
         raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")
-    core, plan = prepare(models_path, device, config)
+    plan = prepare(models_path, device, config)
     parts = {part: {**each, PERF_COUNT: True} for part, each in plan.options.properties.items()}
     variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
     plan = replace(plan, options=replace(plan.options, properties=parts))
@@ -65,11 +65,11 @@ def profile_calls(
     for number, variant in enumerate(variants):
         on_progress(number, len(variants))
         group = plan.options.program_group(variant)
-        settings = label_of(core, device, group.properties)
+        settings = label_of(get_core(), device, group.properties)
         # Counters add up over all runs of a program, whatever their sizes: each call gets its program anew.
         shared = (each for each in plan.variants if plan.options.program_group(each) == group)
         alike = shared if plan.options.mode == "shared" else (variant,)
-        compiled = compile_all(core, plan.restricted(alike)).compiled[variant]
+        compiled = compile_all(plan.restricted(alike)).compiled[variant]
         times, fused = _run(compiled, variant), _fused(compiled)
         kinds = {
             node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times

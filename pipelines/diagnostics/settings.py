@@ -10,7 +10,7 @@ import openvino as ov
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
-from staticllm.devices import is_present, kind, type_name
+from staticllm.devices import get_core, is_present, kind, type_name
 from staticllm.pipelines.diagnostics.reports import ChosenSettings, ProbeTimes
 from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe, repeated_matrices
 from staticllm.pipelines.programs.bind import BoundPrograms
@@ -68,11 +68,11 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
         DeviceError: the device is missing, or refused a program.
         ConfigError: an option is impossible for this model.
     """
-    core, plan = prepare(models_path, device, config)
+    plan = prepare(models_path, device, config)
     matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []
     if not matrices:
         return
-    probe, settings = Probe(core, device, matrices), candidates(core, plan.options)
+    probe, settings = Probe(get_core(), device, matrices), candidates(get_core(), plan.options)
     if not probe.takes_large_groups:
         settings = {label: each for label, each in settings.items() if each.get(GROUP_SIZE) != LARGE_GROUP}
     for rows in PROBED_ROWS:

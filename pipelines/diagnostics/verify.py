@@ -132,11 +132,11 @@ def _config(device: str, mode: ProgramMode, chunk: int) -> StaticLLMConfig:
 
 def _runner(path: Path, device: str, config: StaticLLMConfig, on_progress: OnProgress) -> ModelRunner:
     """Compile the programs of ``load``, and one more that computes logits after every token of a draft."""
-    core, plan = prepare(path, device, config, on_progress)
+    plan = prepare(path, device, config, on_progress)
     if not plan.lowered.shape.needs_real_rows:
         draft = Variant(2 * NUM_DRAFTED, plan.variants[-1].kv_len, extra_logits=NUM_DRAFTED - 1)
-        plan = plan.restricted((*plan.variants, draft))
-    return make_runner(compile_all(core, plan, on_progress), on_progress)
+        plan = replace(plan, variants=(*plan.variants, draft))
+    return make_runner(compile_all(plan, on_progress), on_progress)
 
 
 def _tokens(count: int) -> list[int]:

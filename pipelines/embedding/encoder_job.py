@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
 
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import OnProgress, Pooling, ProgramMode
+from staticllm.core import OnProgress
 from staticllm.devices import check_device, get_core, known_properties
-from staticllm.errors import ConfigError, ModelError
+from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir, max_positions
-from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.blobs.blob_set import is_ours, json_properties
-from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
+from staticllm.pipelines.blobs.blob_set import is_ours
+from staticllm.pipelines.embedding.encoder_files import read_encoder_files
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
 from staticllm.pipelines.model_loader.genai_properties import from_genai
-from staticllm.pipelines.model_loader.job import LoadJob
-from staticllm.pipelines.programs.compile_plan import phase_properties
-from staticllm.pipelines.programs.layout import program_mode
+from staticllm.pipelines.model_loader.kind import LoadJob
 from staticllm.properties import resolve
 
 MAX_LENGTH = 512
@@ -38,91 +33,6 @@ OPTIONS = frozenset(
 _OF_DECODERS = {item.name.upper() for item in fields(StaticLLMConfig) if item.name not in OPTIONS} | {
     "PREFILL_HINT", "GENERATE_HINT"
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EncoderChoices:
-    """What the user chose; None for what the model's files say. ``names``: what else the caller's constructor takes.
-
-    ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
-    ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
-    tokens whose logits a causal language model returns, in place of hidden states. ``output``: what the caller can use; None for
-    either.
-    """
-
-    pooling: Pooling | None = None
-    is_normalised: bool = True
-    max_length: int | None = None
-    sizes: Sequence[tuple[int, int]] | None = None
-    properties: Mapping[str, object] | None = None
-    score_tokens: tuple[int, ...] = ()
-    output: Literal["embeddings", "scores"] | None = None
-    names: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class EncoderJob:
-    """One encoder for one device. ``max_length``: the tokens that are asked for; the graph may allow fewer."""
-
-    load: LoadJob
-    choices: EncoderChoices
-    files: EncoderFiles
-    max_length: int
-
-    @property
-    def mode(self) -> ProgramMode:
-        """``separate`` if each variant has a program of its own, else ``shared``."""
-        return program_mode(self.load.device, self.load.config)
-
-    @property
-    def properties(self) -> Mapping[str, Any]:
-        """OpenVINO's properties of every program."""
-        return phase_properties(self.load.device, self.load.config)["prefill"]
-
-    @property
-    def can_embed(self) -> bool:
-        """Whether somebody says how a decoder's vectors become one: then it is an embedder, not a chat model."""
-        return bool(self.choices.pooling or self.files.pooling or self.choices.score_tokens)
-
-    @property
-    def pooling(self) -> Pooling | None:
-        """The pooling that the user chose, or the model's files name; None if neither does."""
-        return self.choices.pooling or self.files.pooling
-
-    @property
-    def wants_chunks(self) -> bool:
-        """Whether texts may be continued if the model has states: a vector must be that of the last token then."""
-        return bool(self.choices.score_tokens) or self.pooling in (None, "last")
-
-    def fingerprint(self) -> EncoderFingerprint:
-        """Return the fingerprint that a set must have to be loaded for this job.
-
-        Raises:
-            ModelError: a file of the model cannot be read.
-        """
-        model = fingerprint_model(self.load.directory, self.load.weights)
-        properties = sorted(json_properties(self.properties).items())
-        sizes = self.choices.sizes
-        return EncoderFingerprint(
-            ir_digest=model.ir_digest,
-            weights_digest=model.weights_digest,
-            **machine_values(get_core(), self.load.device),
-            dense=_digest_of(self.files),
-            score_tokens=", ".join(map(str, self.choices.score_tokens)) or "none",
-            max_length=str(self.max_length),
-            sizes=("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
-            + (", chunks" if self.wants_chunks and has_states(self.load.directory / MODEL_XML) else ""),
-            programs=self.mode,
-            normalize=str(self.choices.is_normalised),
-            properties=", ".join(f"{name}={value}" for name, value in properties),
-        )
-
-    def decided_by(self, chosen: Mapping[str, Any]) -> EncoderJob:
-        """Return the job with the choices behind a blob set for whatever the user left out."""
-        sizes = self.choices.sizes if chosen["sizes"] is None or self.choices.sizes is not None else chosen["sizes"]
-        choices = replace(self.choices, sizes=None if sizes is None else [(batch, rows) for batch, rows in sizes])
-        max_length = chosen["max_length"] if self.choices.max_length is None else self.max_length
-        return replace(self, choices=choices, max_length=max_length)
 
 
 def encoder_job(
@@ -155,7 +65,7 @@ def encoder_job(
             f"max_length={choices.max_length}: must be at most {MOST_TOKENS}, because masks grow with its square; split the texts"
         )
     longest = choices.max_length or min(files.max_length or min(limit or MAX_LENGTH, MAX_LENGTH), MOST_TOKENS)
-    return EncoderJob(LoadJob(directory, name, config, on_progress), choices, files, longest)
+    return LoadJob(EncoderKind(choices, files, longest), directory, name, config, on_progress)
 
 
 def encoder_config(device: str, properties: Mapping[str, object], names: Sequence[str] = ()) -> StaticLLMConfig:
@@ -173,28 +83,3 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
     if resolved.config.programs not in ("auto", "separate", "shared"):
         raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
     return resolved.config
-
-
-def has_states(path: Path) -> bool:
-    """Return whether the IR at this path reads states, as a decoder that was exported with past does.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
-    try:
-        return b'type="ReadValue"' in path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
-
-
-def _digest_of(files: EncoderFiles) -> str:
-    """Return a digest of the Dense modules, which are part of the programs; ``none`` if there are none."""
-    if not files.dense:
-        return "none"
-    digest = hashlib.blake2b(digest_size=32)
-    for dense in files.dense:
-        arrays = [b"" if array is None else array.tobytes() for array in (dense.weight, dense.bias, dense.residual)]
-        sizes = [len(array) for array in arrays]
-        digest.update(repr((dense.weight.shape, sizes, dense.activation, dense.has_residual)).encode())
-        digest.update(b"".join(arrays))
-    return digest.hexdigest()

@@ -62,7 +62,7 @@ class EncoderRunner:
     """Runs an encoder's programs. It is not thread-safe: only the thread that owns the device calls it.
 
     ``compiled``: the compiled program of each variant; several variants may share one. ``pooling``: how the vectors of a text's
-    tokens become one. ``longest``: the most tokens of a text; None for those of the longest variant.
+    tokens become one.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class EncoderRunner:
         compiled: Mapping[EncoderVariant, ov.CompiledModel],
         pooling: Pooling,
         pad_id: int = 0,
-        longest: int | None = None,
     ) -> None:
         self.shape = shape
         self.pooling: Pooling = shape.pooling or pooling
@@ -84,7 +83,7 @@ class EncoderRunner:
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
         """The variants that continue a text."""
-        self.max_tokens = longest or max(variant.rows + variant.past for variant in self._compiled)
+        self.max_tokens = shape.longest or max(variant.rows + variant.past for variant in self._compiled)
         """The most tokens of one text."""
 
     @property
@@ -146,9 +145,14 @@ class EncoderRunner:
             self._seconds[variant] = slowest if seconds is None else seconds
 
     @property
-    def costs(self) -> dict[EncoderVariant, float]:
+    def measured_costs(self) -> dict[EncoderVariant, float]:
         """The seconds per call of each variant that was measured."""
         return dict(self._seconds)
+
+    @property
+    def stable_costs(self) -> dict[EncoderVariant, float]:
+        """The costs that are worth keeping: all that were measured."""
+        return self.measured_costs
 
     def run(
         self,

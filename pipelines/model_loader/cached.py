@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from filelock import Timeout
 
-from staticllm.core import Variant
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import failed_verification_text, read_manifest, read_steadily, remove_set
 from staticllm.pipelines.blobs.cache import BlobCache, key_of
@@ -24,30 +23,31 @@ from staticllm.pipelines.model_loader.blob_export import (
     Exported,
     compile_for_export,
     export_programs,
-    fingerprint_of,
     is_weightless_wanted,
     manifest_of,
-    prepare_for_export,
+    plan_for_export,
     write_blobs,
     write_quarantined,
 )
 from staticllm.pipelines.model_loader.imported import import_set
-from staticllm.pipelines.model_loader.job import LoadJob
+from staticllm.pipelines.model_loader.kind import Job, R
 from staticllm.pipelines.model_loader.loaded import Loaded
-from staticllm.pipelines.model_loader.staged import is_staged, load_compiled, load_staged
-from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.model_loader.staged import is_staged, load_compiled, load_staged, runner_of
+from staticllm.pipelines.programs.build import CompiledPrograms
+from staticllm.pipelines.programs.lowered import S, V
 
 GB = 1_000_000_000
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class CachePlace:
-    """The place of one job's set in a cache; the job may be a decoder's or an encoder's."""
+class CacheEntry(Generic[V, S, R]):
+    """The place of one job's set in a cache. ``is_weightless``: whether its blobs are written without weights."""
 
-    job: LoadJob
+    job: Job[V, S, R]
     cache: BlobCache
     fingerprint: Fingerprint
+    is_weightless: bool
 
     @property
     def key(self) -> str:
@@ -135,29 +135,17 @@ class CachePlace:
         text = failed_verification_text(self.path, manifest)
         warnings.warn(f"CACHE_DIR is not used: {text}", RuntimeWarning, stacklevel=3)
 
-
-def open_cache(job: LoadJob, folder: str) -> BlobCache:
-    """Return the cache of a job."""
-    return BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key)
-
-
-@dataclass(frozen=True)
-class CacheEntry(CachePlace):
-    """The place of a decoder's set. ``is_weightless``: whether its blobs are written without weights."""
-
-    is_weightless: bool
-
-    def write(self, programs: CompiledPrograms) -> None:
+    def write(self, programs: CompiledPrograms[V, S]) -> None:
         """Export all programs of the model, and remove the least recently used sets beyond the cache's limit."""
         self.keep_exported(export_programs(self.job, programs, self.is_weightless), {})
         self.cache.prune(keep=self.key)
 
-    def keep_exported(self, exported: Exported, costs: Mapping[Variant, float]) -> None:
+    def keep_exported(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
         """Write a set with the measured ``costs`` (seconds per call). Warn if that fails."""
-        self.keep(manifest_of(self.job, exported, self.fingerprint, costs), exported.stored.blobs)
+        self.keep(manifest_of(self.job, exported, self.fingerprint, costs), exported.blobs)
 
 
-def load_through_cache(job: LoadJob, folder: str) -> Loaded:
+def load_through_cache(job: Job[V, S, R], folder: str) -> Loaded[V, S, R]:
     """Load the job's set from the cache; compile it and write it there if the cache has none that can be read.
 
     Raises:
@@ -166,7 +154,8 @@ def load_through_cache(job: LoadJob, folder: str) -> Loaded:
         DeviceError: the device is missing, or refused a program.
         ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
     """
-    entry = CacheEntry(job, open_cache(job, folder), fingerprint_of(job), is_weightless_wanted(job))
+    cache = BlobCache(folder, int(job.config.cache_limit_gb * GB), job.key)
+    entry = CacheEntry(job, cache, job.kind.fingerprint(job), is_weightless_wanted(job))
     lease = entry.lease()
     if isinstance(lease, str):
         return entry.read_only(lease, partial(_import, entry)) or load_compiled(job)
@@ -183,22 +172,21 @@ def load_through_cache(job: LoadJob, folder: str) -> Loaded:
     return loaded
 
 
-def _into_cache(entry: CacheEntry) -> Loaded:
+def _into_cache(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R]:
     """Compile, and write a set to the cache, at once or when the deferred programs have been compiled."""
     job = entry.job
     if is_staged(job):
-        core, plan = prepare_for_export(job, entry.is_weightless)
-        return load_staged(job, core, plan, entry)
+        return load_staged(job, plan_for_export(job, entry.is_weightless), entry)
     exported = compile_for_export(job)
-    runner = make_runner(exported.programs, job.on_progress)
-    entry.keep_exported(exported, runner.costs.measured)
-    kept = entry.costs_place.costs_of(exported.programs.options)
+    runner = runner_of(job, exported.programs)
+    entry.keep_exported(exported, runner.measured_costs)
+    kept = entry.costs_place.costs_of(job.kind.variant, exported.programs.options)
     return Loaded(runner, exported.programs, job.config, "compiled", kept_costs=kept)
 
 
-def _from_cache(entry: CacheEntry) -> Loaded | None:
+def _from_cache(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     return entry.read(partial(_import, entry), lambda: load_compiled(entry.job, entry.costs_place))
 
 
-def _import(entry: CacheEntry, manifest: Manifest) -> Loaded:
+def _import(entry: CacheEntry[V, S, R], manifest: Manifest) -> Loaded[V, S, R]:
     return import_set(entry.job, entry.path, manifest, "cache", entry.fingerprint)

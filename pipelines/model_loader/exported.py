@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.blob_set import is_ours
@@ -12,29 +13,29 @@ from staticllm.pipelines.model_loader.blob_export import (
     check_writable,
     compile_for_export,
     export_programs,
-    fingerprint_of,
     is_weightless_wanted,
-    prepare_for_export,
+    plan_for_export,
     write_exported,
 )
-from staticllm.pipelines.model_loader.job import LoadJob
+from staticllm.pipelines.model_loader.kind import Job, LoadJob, R
 from staticllm.pipelines.model_loader.loaded import Loaded
-from staticllm.pipelines.model_loader.staged import is_staged, load_staged
-from staticllm.pipelines.programs.build import CompiledPrograms, make_runner
+from staticllm.pipelines.model_loader.staged import is_staged, load_staged, runner_of
+from staticllm.pipelines.programs.build import CompiledPrograms
+from staticllm.pipelines.programs.lowered import S, V
 
 DEFAULT_BLOB = "openvino_model.blob"
 """The name that NPUW gives to a blob beside a model, too."""
 
 
 @dataclass(frozen=True)
-class BlobSetStore:
+class BlobSetStore(Generic[V, S, R]):
     """The blob set at ``target``, which is written when all programs have been compiled."""
 
-    job: LoadJob
+    job: Job[V, S, R]
     target: Path
     is_weightless: bool
 
-    def write(self, programs: CompiledPrograms) -> None:
+    def write(self, programs: CompiledPrograms[V, S]) -> None:
         """Export all programs of the model.
 
         Raises:
@@ -42,10 +43,10 @@ class BlobSetStore:
             ConfigError: the folder cannot be written.
         """
         exported = export_programs(self.job, programs, self.is_weightless)
-        write_exported(self.job, self.target, exported, fingerprint_of(self.job), {})
+        write_exported(self.job, self.target, exported, self.job.kind.fingerprint(self.job), {})
 
 
-def load_and_export(job: LoadJob) -> Loaded:
+def load_and_export(job: Job[V, S, R]) -> Loaded[V, S, R]:
     """Compile, and write a set to ``BLOB_PATH``. An existing set is replaced; anything else is not touched.
 
     Raises:
@@ -58,17 +59,16 @@ def load_and_export(job: LoadJob) -> Loaded:
     target = export_target(job)
     if is_staged(job):
         is_weightless = is_weightless_wanted(job)
-        core, plan = prepare_for_export(job, is_weightless)
-        return load_staged(job, core, plan, BlobSetStore(job, target, is_weightless))
+        return load_staged(job, plan_for_export(job, is_weightless), BlobSetStore(job, target, is_weightless))
     exported = compile_for_export(job)
-    runner = make_runner(exported.programs, job.on_progress)
-    fingerprint = fingerprint_of(job)
-    write_exported(job, target, exported, fingerprint, runner.costs.measured)
-    kept = CostsPlace(target, fingerprint, job.key).costs_of(exported.programs.options)
+    runner = runner_of(job, exported.programs)
+    fingerprint = job.kind.fingerprint(job)
+    write_exported(job, target, exported, fingerprint, runner.measured_costs)
+    kept = CostsPlace(target, fingerprint, job.key).costs_of(job.kind.variant, exported.programs.options)
     return Loaded(runner, exported.programs, job.config, "compiled", kept_costs=kept)
 
 
-def export_target(job: LoadJob) -> Path:
+def export_target(job: LoadJob[Any]) -> Path:
     """Return the folder that ``EXPORT_BLOB`` writes to; the folder around it is created.
 
     Raises:

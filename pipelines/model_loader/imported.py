@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import openvino as ov
 
-from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent, Variant
+from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.blobs.blob_set import (
@@ -25,45 +25,36 @@ from staticllm.pipelines.blobs.blob_set import (
 )
 from staticllm.pipelines.blobs.crashes import check_crashes
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
-from staticllm.pipelines.blobs.manifest import Manifest, V
+from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.blobs.measurements import CostsPlace
-from staticllm.pipelines.blobs.shape_fields import shape_from_json
-from staticllm.pipelines.model_loader.blob_export import fingerprint_of
-from staticllm.pipelines.model_loader.job import LoadJob
+from staticllm.pipelines.model_loader.kind import Job, LoadJob, R
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
-from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, make_runner
+from staticllm.pipelines.programs.build import CompiledPrograms
 from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.compile_plan import phase_properties
-from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.lowered import S, V
 
 NUM_IMPORTS = 2
 """Blobs that are imported at the same time."""
 
 
-def load_blob_set(job: LoadJob, folder: Path) -> Loaded:
-    """Load the set at ``BLOB_PATH``. It decides every layout field of the config that the user did not give.
+def load_blob_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
+    """Load the set at ``BLOB_PATH``. It decides whatever the user did not choose.
 
     Raises:
         BlobError: there is no set, it is damaged, or it was made for something else.
     """
 
-    def import_it(manifest: Manifest) -> Loaded:
-        check_kind(folder, manifest, "decoder")
+    def import_it(manifest: Manifest) -> Loaded[V, S, R]:
+        check_kind(folder, manifest, job.kind.name)
         check_crashes(folder)
-        return import_set(decided_by(manifest, job), folder, manifest, "blob")
+        return import_set(job.kind.decided_by(manifest, job), folder, manifest, "blob")
 
     return read_steadily(folder, import_it, job.key)
 
 
-def decided_by(manifest: Manifest, job: LoadJob) -> LoadJob:
-    """Return the job with the set's value for every layout field that the user did not give."""
-    decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
-    return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
-
-
 def import_set(
-    job: LoadJob, folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
-) -> Loaded:
+    job: Job[V, S, R], folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
+) -> Loaded[V, S, R]:
     """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
 
     The model's files are compared while the blobs are read; nothing is imported before both are done.
@@ -71,14 +62,19 @@ def import_set(
     Raises:
         BlobError: the set is damaged, or was made for something else.
     """
-    config, job = job.config, replace(job, on_progress=_naming(folder, job.on_progress))
-    blobs = read_checked(job, folder, manifest, lambda: fingerprint or fingerprint_of(job))
-    check_properties(folder, manifest, phase_properties(job.device, config))
-    kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(_options(job, manifest))
-    with Allocation(shape_from_json(manifest.shape), list(manifest.files_of(Variant))) as memory:
-        programs = replace(_programs(job, manifest, blobs), kept_costs=kept.read())
+    job = replace(job, on_progress=_naming(folder, job.on_progress))
+    kind, options = job.kind, _options(job, manifest)
+    blobs = _read_checked(job, folder, manifest, lambda: fingerprint or kind.fingerprint(job))
+    check_properties(folder, manifest, kind.properties(job))
+    kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(kind.variant, options)
+    shape, files = kind.shape_from_json(manifest.shape), manifest.files_of(kind.variant)
+    with kind.memory(shape, list(files)) as memory:
+        compiled = _import_each(job, manifest, files, blobs, options)
+        costs = manifest.costs_of(kind.variant)
+        programs = CompiledPrograms(shape, options, compiled, costs, kept.read())
         runner = _runner(job, folder, programs, memory)
-    return Loaded(runner, programs, config, origin, has_mapped_weights=manifest.is_weightless, kept_costs=kept)
+    is_weightless = manifest.is_weightless
+    return Loaded(runner, programs, job.config, origin, has_mapped_weights=is_weightless, kept_costs=kept)
 
 
 def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
@@ -90,8 +86,8 @@ def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
     return tell
 
 
-def read_checked(
-    job: LoadJob, folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
+def _read_checked(
+    job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
 ) -> dict[str, bytes]:
     """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
 
@@ -106,57 +102,48 @@ def read_checked(
     return blobs
 
 
-def _runner(job: LoadJob, folder: Path, programs: CompiledPrograms, memory: Allocation) -> ModelRunner:
+def _runner(job: Job[V, S, R], folder: Path, programs: CompiledPrograms[V, S], memory: Any) -> R:
     try:
-        return make_runner(programs, job.on_progress, memory=memory)
+        job.kind.check(programs)
+        return job.kind.runner(job, programs, memory)
     except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
         if isinstance(error, StaticLLMError):
             raise
         raise BlobError(f"the blobs in {str(folder)!r} do not match their manifest: {last_line(error)}") from error
 
 
-def _options(job: LoadJob, manifest: Manifest) -> CompileOptions:
+def _options(job: LoadJob[Any], manifest: Manifest) -> CompileOptions:
     return CompileOptions(
         job.device,
         cast(ProgramLayout, manifest.programs),
-        cast(KVType, manifest.kv_type),
+        cast(KVType, manifest.kv_type) if manifest.kv_type else None,
         {cast(Part, part): values for part, values in manifest.properties.items()},
         manifest.few_rows,
     )
 
 
-def _programs(job: LoadJob, manifest: Manifest, blobs: Mapping[str, bytes]) -> CompiledPrograms:
-    options = _options(job, manifest)
-    weights = job.weights if manifest.is_weightless else None
-    compiled = import_each(
-        job,
-        manifest.files_of(Variant),
-        blobs,
-        lambda variant: ImportTarget(job.device, options.program_group(variant).properties, weights),
-    )
-    shape, costs = shape_from_json(manifest.shape), manifest.costs_of(Variant)
-    return CompiledPrograms(shape, options, compiled, costs, adapters=job.config.adapters)
-
-
-def import_each(
-    job: LoadJob, files: Mapping[V, str], blobs: Mapping[str, bytes], target_of: Callable[[V], ImportTarget]
+def _import_each(
+    job: LoadJob[Any],
+    manifest: Manifest,
+    files: Mapping[V, str],
+    blobs: Mapping[str, bytes],
+    options: CompileOptions,
 ) -> dict[V, ov.CompiledModel]:
     """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
-
-    ``target_of``: the target of a variant's program, asked for the first variant of each file.
 
     Raises:
         BlobError: the device refused a blob.
     """
+    weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
     for variant, file in files.items():
         firsts.setdefault(file, variant)
     compiled: dict[str, ov.CompiledModel] = {}
     with ThreadPoolExecutor(min(len(firsts), NUM_IMPORTS) or 1) as pool:
-        imported = {
-            name: pool.submit(import_blob, get_core(), blobs[name], target_of(variant))
-            for name, variant in firsts.items()
-        }
+        imported = {}
+        for name, variant in firsts.items():
+            target = ImportTarget(job.device, options.program_group(variant).properties, weights)
+            imported[name] = pool.submit(import_blob, get_core(), blobs[name], target)
         try:
             for index, (name, variant) in enumerate(firsts.items(), 1):
                 start = time.perf_counter()

@@ -9,27 +9,31 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import OnProgress, ProgressEvent, Variant
+from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
 from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.fed.beam_requests import Decode
+from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
 from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.background import BackgroundLoader
+from staticllm.pipelines.model_loader.decoder_kind import LoadedDecoder
 from staticllm.pipelines.model_loader.load import load
-from staticllm.pipelines.model_loader.loaded import DeferredPrograms, Loaded
+from staticllm.pipelines.model_loader.loaded import DeferredPrograms
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
 
+DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
 PRECISION = "INFERENCE_PRECISION_HINT"
 
 
@@ -41,7 +45,7 @@ class Launched:
     """
 
     engine: Engine
-    loaded: Loaded
+    loaded: LoadedDecoder
     device: str
     background: BackgroundLoader | None = None
 
@@ -58,7 +62,7 @@ class Launched:
     @property
     def kv_type(self) -> str:
         """The element type of keys and values."""
-        return self.loaded.programs.options.kv_type
+        return self.loaded.programs.options.kv_type or ""
 
     @property
     def has_mapped_weights(self) -> bool:
@@ -87,7 +91,7 @@ class Launched:
 class LoadedDevice:
     """A model that was loaded, and the device that it was loaded for."""
 
-    loaded: Loaded
+    loaded: LoadedDecoder
     device: str
 
 
@@ -128,10 +132,26 @@ def launch(
     return launched
 
 
-def _make_engine(loaded: Loaded, policy: Policy, token_bound: TokenBound) -> Engine:
+def _make_engine(loaded: LoadedDecoder, policy: Policy, token_bound: TokenBound) -> Engine:
     """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
-    loaded.keep_costs_when_measured()
-    return Engine(loaded.runner, policy, loaded.engine_options(token_bound))
+    _keep_costs_when_measured(loaded)
+    return Engine(loaded.runner, policy, _engine_options(loaded, token_bound))
+
+
+def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOptions:
+    programs = loaded.programs
+    return options_of(loaded.config, programs.shape, programs.options.mode, token_bound)
+
+
+def _keep_costs_when_measured(loaded: LoadedDecoder) -> None:
+    """Let the runner's probe write the costs when it has measured some."""
+    kept, costs = loaded.kept_costs, loaded.runner.costs  # not the loaded model: a cycle
+
+    def keep() -> None:
+        if kept is not None:
+            kept.write(costs.stable)
+
+    loaded.runner.probe.on_done = keep
 
 
 def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
@@ -177,7 +197,7 @@ def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: On
 class DeferredCompiler:
     """Background work that compiles the deferred programs of a serving model and installs them in its engine."""
 
-    def __init__(self, launched: Launched, deferred: DeferredPrograms) -> None:
+    def __init__(self, launched: Launched, deferred: DeferredDecoder) -> None:
         self._engine, self._deferred = launched.engine, deferred
         self._programs = launched.loaded.programs
         self._compiled = dict(self._programs.compiled)
@@ -258,7 +278,7 @@ class DeviceSwitch:
     ) -> None:
         self._launched, self._directory, self._candidates = launched, directory, candidates
         self._on_progress, self._token_bound = on_progress, token_bound
-        self._deferred: DeferredPrograms | None = None
+        self._deferred: DeferredDecoder | None = None
 
     def parts(self) -> list[Callable[[], None]]:
         """Return one part, because a device's programs are used together or not at all."""
@@ -270,8 +290,8 @@ class DeviceSwitch:
         self._deferred = found.loaded.deferred
         if self._deferred is not None:
             found = replace(found, loaded=_completed(found.loaded, self._deferred))
-        found.loaded.keep_costs_when_measured()
-        options = found.loaded.engine_options(self._token_bound)
+        _keep_costs_when_measured(found.loaded)
+        options = _engine_options(found.loaded, self._token_bound)
         self._launched.engine.switch(found.loaded.runner, options, partial(self._note_switch, found))
 
     def _note_switch(self, found: LoadedDevice) -> None:
@@ -292,7 +312,7 @@ def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
                    prefill_config={}, generate_config={}, kv_cache_precision=None)  # fmt: skip
 
 
-def _completed(loaded: Loaded, deferred: DeferredPrograms) -> Loaded:
+def _completed(loaded: LoadedDecoder, deferred: DeferredDecoder) -> LoadedDecoder:
     """Compile the deferred programs of a staged model before it serves, and return it complete; the CPU serves meanwhile."""
     with deferred.weights.released():
         deferred.choose()

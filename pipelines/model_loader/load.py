@@ -11,11 +11,13 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.errors import DeviceError, StaticLLMError, last_line
 from staticllm.pipelines.model_loader.cached import load_through_cache
+from staticllm.pipelines.model_loader.decoder_kind import LoadedDecoder, job_of
 from staticllm.pipelines.model_loader.exported import load_and_export
 from staticllm.pipelines.model_loader.imported import load_blob_set
-from staticllm.pipelines.model_loader.job import job_of
+from staticllm.pipelines.model_loader.kind import Job, R
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.model_loader.staged import load_compiled
+from staticllm.pipelines.programs.lowered import S, V
 
 
 def load(
@@ -24,8 +26,8 @@ def load(
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
     explicit: Collection[str] | None = None,
-) -> Loaded:
-    """Load a model and warm it up. The graph and the weights that were read with it are released.
+) -> LoadedDecoder:
+    """Load a decoder and warm it up. The graph and the weights that were read with it are released.
 
     ``explicit``: names of the config's fields that the user gave; a blob set decides the others. If it is None, the fields
     whose values differ from their defaults.
@@ -38,12 +40,21 @@ def load(
         BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
     with _explained(device):
-        job = job_of(models_path, device, config, on_progress, explicit)
-        if config.export_blob:
-            return load_and_export(job)
-        if config.blob_path:
-            return load_blob_set(job, Path(config.blob_path))
-        return load_through_cache(job, config.cache_dir) if config.cache_dir else load_compiled(job)
+        return load_job(job_of(models_path, device, config, on_progress, explicit))
+
+
+def load_job(job: Job[V, S, R]) -> Loaded[V, S, R]:
+    """Load a model of any kind: import its programs from ``BLOB_PATH`` or ``CACHE_DIR``, or compile them; write a wanted set.
+
+    Raises:
+        As ``load``.
+    """
+    config = job.config
+    if config.export_blob:
+        return load_and_export(job)
+    if config.blob_path:
+        return load_blob_set(job, Path(config.blob_path))
+    return load_through_cache(job, config.cache_dir) if config.cache_dir else load_compiled(job)
 
 
 @contextmanager

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol
 
 import openvino as ov
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import OnProgress, Variant
-from staticllm.devices import get_core
+from staticllm.core import OnProgress
 from staticllm.pipelines.blobs.file_lock import Lease
 from staticllm.pipelines.blobs.measurements import KeptCosts
-from staticllm.pipelines.engine.options import EngineOptions, options_of
+from staticllm.pipelines.model_loader.kind import R
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_each
 from staticllm.pipelines.programs.compile_plan import CompilePlan
-from staticllm.pipelines.programs.cost_model import CostModel
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import OWN_BOUND, TokenBound
+from staticllm.pipelines.programs.lowered import S, V
 
 Origin = Literal["compiled", "blob", "cache"]
 
 
-class ProgramStore(Protocol):
+class ProgramStore(Protocol[V, S]):
     """A place for compiled programs, for example a blob set that does not exist yet."""
 
-    def write(self, programs: CompiledPrograms) -> None:
+    def write(self, programs: CompiledPrograms[V, S]) -> None:
         """Export and write ``programs``, which are all programs of a model."""
 
 
-class DeferredPrograms:
+class DeferredPrograms(Generic[V, S]):
     """Variants that are compiled while the model serves.
 
     ``weights`` are those of the plan. One thread calls ``choose``, then ``compile`` for each of ``variants``, then ``store`` with
@@ -41,28 +37,28 @@ class DeferredPrograms:
 
     def __init__(
         self,
-        plan: CompilePlan,
-        variants: Iterable[Variant],
+        plan: CompilePlan[V, S],
+        variants: Iterable[V],
         on_progress: OnProgress,
-        store: ProgramStore | None = None,
+        store: ProgramStore[V, S] | None = None,
     ) -> None:
         self.variants, self.weights = tuple(variants), plan.weights
         self._plan, self._on_progress = plan, on_progress
         self._store = store
         self._lease: Lease | None = None
-        self._compiled: dict[Variant, ov.CompiledModel] = {}
+        self._compiled: dict[V, ov.CompiledModel] = {}
 
     def choose(self) -> None:
         """Choose ``variants``, if that was left for later. The compiling thread calls this first."""
 
     @property
-    def programs(self) -> list[tuple[Variant, ...]]:
+    def programs(self) -> list[tuple[V, ...]]:
         """The variants of each program that will be compiled."""
         if self._plan.options.mode == "separate":
             return [(variant,) for variant in self.variants]
         return [self.variants] if self.variants else []
 
-    def compile(self, variant: Variant) -> ov.CompiledModel:
+    def compile(self, variant: V) -> ov.CompiledModel:
         """Compile one of ``variants``, or return its program. Variants that share a program are compiled with the first of them.
 
         Raises:
@@ -71,10 +67,10 @@ class DeferredPrograms:
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
             plan = self._plan.restricted(together)
-            self._compiled.update(compile_each(get_core(), plan, self._on_progress))
+            self._compiled.update(compile_each(plan, self._on_progress))
         return self._compiled[variant]
 
-    def store(self, programs: CompiledPrograms) -> None:
+    def store(self, programs: CompiledPrograms[V, S]) -> None:
         """Write all programs of the model to the requested blob set, if there is one."""
         if self._store is not None:
             self._store.write(programs)
@@ -90,10 +86,10 @@ class DeferredPrograms:
             self._lease.release()
 
 
-class SecondProgram(DeferredPrograms):
+class SecondProgram(DeferredPrograms[V, S]):
     """The variants that get a program of their own while one program for all variants serves. A probe may choose them."""
 
-    def __init__(self, plan: CompilePlan, on_progress: OnProgress) -> None:
+    def __init__(self, plan: CompilePlan[V, S], on_progress: OnProgress) -> None:
         super().__init__(plan, (), on_progress)
 
     def choose(self) -> None:
@@ -106,38 +102,26 @@ class SecondProgram(DeferredPrograms):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(Generic[V, S, R]):
     """A model that can run.
 
     ``config``: the config in force, because a blob set decides what the user left open. ``has_mapped_weights``: whether weights
     are read from their file as long as the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
     """
 
-    runner: ModelRunner
-    programs: CompiledPrograms
+    runner: R
+    programs: CompiledPrograms[V, S]
     config: StaticLLMConfig
     origin: Origin
-    deferred: DeferredPrograms | None = None
+    deferred: DeferredPrograms[V, S] | None = None
     has_mapped_weights: bool = True
-    kept_costs: KeptCosts[Variant] | None = None
+    kept_costs: KeptCosts[V] | None = None
 
     def keep_costs(self) -> None:
         """Write the costs that were measured at leisure, if there is a place for them and they are new."""
-        _keep_costs(self.kept_costs, self.runner.costs)
+        if self.kept_costs is not None:
+            self.kept_costs.write(self.runner.stable_costs)
 
-    def keep_costs_when_measured(self) -> None:
-        """Let the runner's probe write the costs when it has measured some."""
-        self.runner.probe.on_done = partial(_keep_costs, self.kept_costs, self.runner.costs)  # not self: a cycle
-
-    def without_programs(self) -> Loaded:
+    def without_programs(self) -> Loaded[V, S, R]:
         """Return what is known of a model that was closed, without its programs and graphs."""
         return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
-
-    def engine_options(self, token_bound: TokenBound = OWN_BOUND) -> EngineOptions:
-        """Return the engine's limits for this model."""
-        return options_of(self.config, self.programs.shape, self.programs.options.mode, token_bound)
-
-
-def _keep_costs(kept_costs: KeptCosts[Variant] | None, costs: CostModel) -> None:
-    if kept_costs is not None:
-        kept_costs.write(costs.stable)

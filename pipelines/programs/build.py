@@ -6,56 +6,60 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Generic, TypeAlias
 
 import openvino as ov
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
+from staticllm.devices import get_core
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.programs.bind import BoundPrograms, bind
 from staticllm.pipelines.programs.compile import CompileOptions, compile_programs, first_variants
 from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.lowered import S, V
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.warm_up import warm_up
 
 
 @dataclass(frozen=True)
-class CompiledPrograms:
+class CompiledPrograms(Generic[V, S]):
     """Compiled programs of any origin, and what the host must know to run them.
 
     ``costs``: seconds per call, if a warm-up measured them before. ``kept_costs``: those that an earlier process measured at
-    leisure. ``adapters``: what the inputs of ``shape.adapted`` hold.
+    leisure.
     """
 
-    shape: ModelShape
+    shape: S
     options: CompileOptions
-    compiled: Mapping[Variant, ov.CompiledModel]
-    costs: Mapping[Variant, float] = field(default_factory=dict)
-    kept_costs: Mapping[Variant, float] = field(default_factory=dict)
-    adapters: AdapterSet | None = None
+    compiled: Mapping[V, ov.CompiledModel]
+    costs: Mapping[V, float] = field(default_factory=dict)
+    kept_costs: Mapping[V, float] = field(default_factory=dict)
 
 
-def compile_all(core: ov.Core, plan: CompilePlan, on_progress: OnProgress = lambda event: None) -> CompiledPrograms:
+DecoderPrograms: TypeAlias = CompiledPrograms[Variant, ModelShape]
+"""The programs of a decoder."""
+
+
+def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event: None) -> CompiledPrograms[V, S]:
     """Compile every variant of a plan.
 
     Raises:
         DeviceError: the device refused a program.
     """
-    compiled = dict(compile_each(core, plan, on_progress))
-    return CompiledPrograms(plan.lowered.shape, plan.options, compiled, adapters=plan.adapters)
+    compiled = dict(compile_each(plan, on_progress))
+    return CompiledPrograms(plan.lowered.shape, plan.options, compiled)
 
 
-def compile_each(
-    core: ov.Core, plan: CompilePlan, on_progress: OnProgress
-) -> Iterator[tuple[Variant, ov.CompiledModel]]:
+def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, ov.CompiledModel]]:
     """Compile the variants in order, with an event before and after each program. A shared one is compiled for its first variant.
 
     Raises:
         DeviceError: the device refused a program.
     """
-    programs = compile_programs(core, plan.lowered, plan.variants, plan.options)
+    programs = compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
     compiled_for = first_variants(plan.variants, plan.options)
     for variant in plan.variants:
         if variant not in compiled_for:
@@ -112,15 +116,16 @@ def _allocated(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
 
 
 def make_runner(
-    programs: CompiledPrograms,
+    programs: DecoderPrograms,
     on_progress: OnProgress = lambda event: None,
     planned: Sequence[Variant] = (),
     memory: Allocation | None = None,
+    adapters: AdapterSet | None = None,
 ) -> ModelRunner:
     """Bind programs to the arena and to buffers, and warm them up.
 
     ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well. ``memory``: is being
-    allocated already.
+    allocated already. ``adapters``: what the inputs of ``shape.adapted`` hold.
 
     Raises:
         ConfigError: there is not enough memory for the arena or the masks.
@@ -128,8 +133,8 @@ def make_runner(
     shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
     host = _allocated(shape, variants) if memory is None else memory.result()
     cache, pool = host.cache, host.pool
-    if programs.adapters is not None:
-        for name, matrix in programs.adapters.matrices(shape.adapted, shape.adapter_type).items():
+    if adapters is not None:
+        for name, matrix in adapters.matrices(shape.adapted, shape.adapter_type).items():
             pool.adapters[name][:] = matrix
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))

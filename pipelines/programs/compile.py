@@ -9,10 +9,10 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.lower import LoweredModel
-from staticllm.core import KVType, Part, ProgramLayout, ProgramMode, Variant
+from staticllm.core import KVType, Part, ProgramLayout, ProgramMode, ProgramVariant
 from staticllm.devices import default_mode
 from staticllm.errors import DeviceError, last_line
+from staticllm.pipelines.programs.lowered import Lowered, S, V
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class CompileOptions:
     """Where and how programs are compiled.
 
     ``properties``: OpenVINO's properties of each part that has its own. ``few_rows``: the most rows of a call of the part
-    ``few_rows``.
+    ``few_rows``. ``kv_type`` is None for a model without KV slots.
     """
 
     device: str
     layout: ProgramLayout
-    kv_type: KVType
+    kv_type: KVType | None
     properties: Mapping[Part, Mapping[str, Any]]
     few_rows: int = 1
 
@@ -42,18 +42,18 @@ class CompileOptions:
         """``separate`` if each variant has a program of its own, else ``shared``."""
         return "separate" if self.layout == "separate" else "shared"
 
-    def program_group(self, variant: Variant) -> ProgramGroup:
+    def program_group(self, variant: ProgramVariant) -> ProgramGroup:
         """Return the group of a variant. In ``shared`` mode the variants of one group share a program."""
         part = self._part(variant)
         is_apart = self.layout in (part, "phases")
         return ProgramGroup(part if is_apart else None, dict(self.properties[part]))
 
-    def _part(self, variant: Variant) -> Part:
+    def _part(self, variant: ProgramVariant) -> Part:
         return "few_rows" if variant.rows <= self.few_rows and "few_rows" in self.properties else variant.phase
 
 
 def compile_programs(
-    core: ov.Core, lowered: LoweredModel, variants: Sequence[Variant], options: CompileOptions
+    core: ov.Core, lowered: Lowered[V, S], variants: Sequence[V], options: CompileOptions
 ) -> Iterator[ov.CompiledModel]:
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
@@ -82,12 +82,12 @@ def compile_programs(
             yield compiled[groups.index(options.program_group(variant))].result()
 
 
-def first_variants(variants: Sequence[Variant], options: CompileOptions) -> list[Variant]:
+def first_variants(variants: Sequence[V], options: CompileOptions) -> list[V]:
     """Return the variants for which a program is compiled: all, or the first of each group if programs are shared."""
     if options.mode == "separate":
         return list(variants)
     groups: list[ProgramGroup] = []
-    found: list[Variant] = []
+    found: list[V] = []
     for variant in variants:
         group = options.program_group(variant)
         if group not in groups:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 import openvino as ov
 
@@ -21,7 +21,17 @@ from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import AdapterType, KVType, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
+from staticllm.core import (
+    AdapterType,
+    KVType,
+    ModelShape,
+    OnProgress,
+    Part,
+    Phase,
+    ProgramLayout,
+    ProgressEvent,
+    Variant,
+)
 from staticllm.devices import (
     check_device,
     default_kv_type,
@@ -38,6 +48,7 @@ from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layer_probe import ProbedProgram, layers_speedup
 from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
+from staticllm.pipelines.programs.lowered import Lowered, S, V
 from staticllm.pipelines.programs.variants import choose_variants
 
 logger = logging.getLogger(__name__)
@@ -48,23 +59,42 @@ StartWith = Literal["all programs", "one program"]
 
 
 @dataclass(frozen=True)
-class CompilePlan:
+class CompilePlan(Generic[V, S]):
     """A model lowered for a device, and every choice that is made before compiling.
 
-    ``adapters`` fill the inputs of the programs, if there are any. ``later`` chooses the options with which some variants get a
+    ``later`` chooses the options with which some variants get a
     program of their own while the model serves; None if all programs are compiled with ``options``.
     """
 
-    lowered: LoweredModel
+    lowered: Lowered[V, S]
     options: CompileOptions
-    variants: tuple[Variant, ...]
+    variants: tuple[V, ...]
     weights: MappedWeights
-    adapters: AdapterSet | None = None
     later: Callable[[], CompileOptions] | None = None
 
-    def restricted(self, variants: Iterable[Variant]) -> CompilePlan:
+    def restricted(self, variants: Iterable[V]) -> CompilePlan[V, S]:
         """Return the plan for some of its variants only."""
         return replace(self, variants=tuple(variants))
+
+    def without_weights(self) -> CompilePlan[V, S]:
+        """Return the plan for programs whose blobs hold no weights."""
+        properties: dict[Part, Mapping[str, Any]] = {
+            part: {**values, "CACHE_MODE": "OPTIMIZE_SIZE"} for part, values in self.options.properties.items()
+        }
+        return replace(self, options=replace(self.options, properties=properties))
+
+
+@dataclass(frozen=True)
+class DecoderPlan(CompilePlan[Variant, ModelShape]):
+    """The plan of a decoder."""
+
+    lowered: LoweredModel
+
+    @property
+    def kv_type(self) -> KVType:
+        """The element type of the KV slots."""
+        assert self.options.kv_type is not None, "a decoder has KV slots"
+        return self.options.kv_type
 
 
 def prepare(
@@ -76,7 +106,7 @@ def prepare(
     start: StartWith = "all programs",
     probes: ProbeTimes | None = None,
     check: Callable[[ov.Core, object], str] = check_device,
-) -> tuple[ov.Core, CompilePlan]:
+) -> DecoderPlan:
     """Read and lower a model directory for ``device``; nothing is compiled.
 
     ``for_blobs``: whether the programs will be exported. ``start``: which programs are compiled before the model serves, where
@@ -123,7 +153,7 @@ def prepare(
     options = options_of("shared" if is_later else layout)
     on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
     later = partial(options_of, layout) if is_later else None
-    return core, CompilePlan(lowered, options, variants, weights, config.adapters, later)
+    return DecoderPlan(lowered, options, variants, weights, later)
 
 
 def _read_decoder(core: ov.Core, path: Path, config: StaticLLMConfig, for_blobs: bool) -> ov.Model:

@@ -40,15 +40,16 @@ def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]])
     """
     request = compiled.create_infer_request()
     for port in compiled.inputs:
-        array = feeds[_name_of(port)]
+        (name,) = port.get_names() & feeds.keys()  # plugins add names of their own
+        array = feeds[name]
         request.set_tensor(port, ov.Tensor(array, ov.Shape(array.shape), port.get_element_type()))
     return request
 
 
 def _name_of(port: ov.ConstOutput) -> str:
-    """Return the port's name in the contract of step programs or encoder programs. Plugins add names of their own."""
+    """Return the port's name in the contract of step programs or encoder programs, or the first of its names."""
     names: list[str] = sorted(port.get_names())
-    return next(name for name in names if find_port(name) or find_encoder_port(name))
+    return next((name for name in names if find_port(name) or find_encoder_port(name)), names[0])
 
 
 def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:

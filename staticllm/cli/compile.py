@@ -15,7 +15,7 @@ from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument,
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.cli.usage.model_arguments import model_directory
-from staticllm.core import EncoderVariant, ProgressEvent, Variant
+from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded
@@ -104,7 +104,7 @@ def _compile(
     from staticllm.adapters.adapter_set import AdapterSet
     from staticllm.adapters.lora import read_adapter
     from staticllm.pipelines.model_loader.blob_export import export_set
-    from staticllm.pipelines.model_loader.job import job_of
+    from staticllm.pipelines.model_loader.decoder_kind import job_of
 
     config = read_config(options)
     if options["adapters"]:
@@ -158,7 +158,7 @@ class Steps:
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._compiled: list[Variant | EncoderVariant | None] = []  # the variant that each program was compiled for
+        self._compiled: list[ProgramVariant | None] = []  # the variant that each program was compiled for
 
     def __call__(self, event: ProgressEvent) -> None:
         self._shown(event)

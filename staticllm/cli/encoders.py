@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.blobs.manifest import Manifest
     from staticllm.pipelines.diagnostics.encoder_reports import EncoderEstimate, EncoderReport, EncoderVariantReport
     from staticllm.pipelines.diagnostics.reports import Verdict
-    from staticllm.pipelines.embedding.encoder_job import EncoderChoices
+    from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 
 OWN = {"max_length", "normalize"}
 """Options of an encoder that ``-p`` sets beside properties; they are written in any case."""
@@ -48,7 +48,7 @@ def read_choices(options: dict[str, Any]) -> EncoderChoices:
     Raises:
         ConfigError: ``max_length`` or ``normalize`` has an impossible value.
     """
-    from staticllm.pipelines.embedding.encoder_job import EncoderChoices
+    from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 
     given = read_properties(options)
     own = {name.lower(): given.pop(name) for name in list(given) if name.lower() in OWN}
@@ -91,11 +91,11 @@ def compile_set(
 ) -> Manifest:
     """Compile an encoder, write its blob set, and compare it with the original if that is asked for."""
     from staticllm.pipelines.embedding.encoder_job import encoder_job
-    from staticllm.pipelines.embedding.encoder_set import export_encoder
+    from staticllm.pipelines.model_loader.blob_export import export_set
 
     if options.get("adapters"):
         raise ConfigError("--adapter changes decoders, this model is an encoder: leave it out")
-    manifest = export_encoder(encoder_job(model, options["device"], read_choices(options), steps), Path(target))
+    manifest = export_set(encoder_job(model, options["device"], read_choices(options), steps), Path(target))
     if not is_verified:
         return manifest
     from staticllm.pipelines.diagnostics.encoder_verify import verify_encoder_set

@@ -19,7 +19,7 @@ from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
 from staticllm.pipelines.diagnostics.memory import estimate_memory
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.embedding.encoder_job import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline

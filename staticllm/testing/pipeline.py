@@ -16,14 +16,14 @@ from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.model_loader.arguments import Candidate
 from staticllm.pipelines.model_loader.launch import Launched
 from staticllm.pipelines.model_loader.loaded import Loaded
-from staticllm.pipelines.programs.build import CompiledPrograms
+from staticllm.pipelines.programs.build import CompiledPrograms, DecoderPrograms
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import choose_variants
@@ -164,8 +164,8 @@ def _launch(
         next_token=replies.next_token,
         num_adapters=num_adapters,
     )
-    programs = CompiledPrograms(shape, CompileOptions("CPU", "shared", "f32", {}), {})
+    programs: DecoderPrograms = CompiledPrograms(shape, CompileOptions("CPU", "shared", "f32", {}), {})
     loaded = Loaded(runner, programs, config, "compiled", has_mapped_weights=False)
-    engine = _ReplyingEngine(runner, policy, loaded.engine_options(), replies)
+    engine = _ReplyingEngine(runner, policy, options_of(config, shape, "shared"), replies)
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - start))
     return Launched(engine, loaded, "CPU")

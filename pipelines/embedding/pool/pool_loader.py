@@ -22,7 +22,8 @@ from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OPTIONS
-from staticllm.pipelines.embedding.load import EncoderChoices, load_encoder
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
+from staticllm.pipelines.embedding.load import load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance, load_of
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress

@@ -13,7 +13,8 @@ from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
-from staticllm.pipelines.embedding.load import EncoderChoices, LoadedEncoder, load_encoder
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
+from staticllm.pipelines.embedding.load import LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import PoolOptions, choices_by_device, load_pool, needs_pool

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from staticllm.errors import ConfigError, DeviceError, from_wire
-from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.frames import Frame, FrameError, read_frame, write_frame

@@ -79,10 +79,8 @@ def _read(stream: BinaryIO, frames: queue.SimpleQueue[Frame]) -> None:
 
 def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
     """Load the encoder. The import loads OpenVINO, which takes over the cores to which the process is bound by now."""
-    from staticllm.pipelines.embedding.load import (
-        EncoderChoices,
-        load_encoder,
-    )  # loads OpenVINO: after ``bind_process``
+    from staticllm.pipelines.embedding.encoder_kind import EncoderChoices  # loads OpenVINO: after ``bind_process``
+    from staticllm.pipelines.embedding.load import load_encoder
 
     choices = dict(spec["choices"])
     if choices["sizes"] is not None:

@@ -133,14 +133,14 @@ class PackedModel:
         self._weights = self._program = None
 
     def _start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
-        core, plan = prepare(directory, device, config)
+        plan = prepare(directory, device, config)
         shape = plan.lowered.shape
         if shape.needs_real_rows:
             self.reason = "it has recurrent states, which cannot be shared or cut"
             return
         variants = (*plan.variants, *with_all_logits(plan.variants))
         with plan.weights.released():
-            programs = compile_all(core, plan.restricted(variants))
+            programs = compile_all(plan.restricted(variants))
             runner = make_runner(programs)
         self._program = next(iter(programs.compiled.values()))
         self.limits = EngineLimits(config.max_seq_len, shape.vocab_size, _reach_of(shape.masks))

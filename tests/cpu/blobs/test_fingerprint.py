@@ -7,7 +7,7 @@ from helpers import FINGERPRINT
 
 from staticllm.compiler_passes.decoder import DECODER
 from staticllm.pipelines.blobs.cache import key_of
-from staticllm.pipelines.blobs.fingerprint import Fingerprint, pass_digests
+from staticllm.pipelines.blobs.fingerprint import StepFingerprint, pass_digests
 
 
 def test_the_fingerprint_covers_every_module_of_a_program(root):
@@ -37,11 +37,13 @@ def test_the_first_difference_is_named(change, message):
 
 def test_equal_fingerprints_have_equal_keys_and_survive_json():
     content = FINGERPRINT.to_json()
-    assert Fingerprint.from_json(dict(reversed(content.items()))) == FINGERPRINT
+    assert StepFingerprint.from_json(dict(reversed(content.items()))) == FINGERPRINT
     assert FINGERPRINT.difference(FINGERPRINT) is None
     assert "driver" not in content
     assert content["IR digest"] == "1"
-    assert key_of(Fingerprint.from_json(content)) == key_of(FINGERPRINT) != key_of(replace(FINGERPRINT, device="NPU"))
+    assert (
+        key_of(StepFingerprint.from_json(content)) == key_of(FINGERPRINT) != key_of(replace(FINGERPRINT, device="NPU"))
+    )
     for wrong in ({**content, "surprise": "1"}, {name: value for name, value in content.items() if name != "plugin"}):
         with pytest.raises(ValueError, match=r"surprise|plugin"):
-            Fingerprint.from_json(wrong)
+            StepFingerprint.from_json(wrong)

@@ -34,18 +34,18 @@ def place(tmp_path):
 
 
 def stored(place):
-    return place.costs_of(OPTIONS).read()
+    return place.costs_of(Variant, OPTIONS).read()
 
 
 def test_costs_are_found_again_for_the_same_programs_and_the_same_machine(place, monkeypatch):
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert stored(place) == MEASURED
     for other in (
         replace(OPTIONS, layout="phases"),
         replace(OPTIONS, few_rows=16),
         replace(OPTIONS, properties={"prefill": {}, "generate": {"INFERENCE_PRECISION_HINT": "f32"}}),
     ):
-        assert not place.costs_of(other).read(), other
+        assert not place.costs_of(Variant, other).read(), other
     for name in ("device_name", "openvino", "weights_digest", "passes"):
         assert not stored(replace(place, fingerprint=replace(FINGERPRINT, **{name: "another"}))), name
     assert not stored(replace(place, key=KEY)), "not signed"
@@ -57,19 +57,19 @@ def test_costs_are_left_out_if_the_lock_cannot_be_held(place, monkeypatch):
     """A lock that is a link to itself, and a file system without locks, raise a RuntimeError on the engine's thread."""
     if os.name != "nt":
         (place.folder / LOCK).symlink_to(LOCK)
-        place.costs_of(OPTIONS).write(MEASURED)
+        place.costs_of(Variant, OPTIONS).write(MEASURED)
         assert not stored(place)
 
     def refuse(path, timeout):
         raise NotImplementedError("no locks")
 
     monkeypatch.setattr(measurements, "locked", refuse)
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert not stored(place)
 
 
 def test_a_file_is_written_again_only_for_new_costs(place):
-    kept = place.costs_of(OPTIONS)
+    kept = place.costs_of(Variant, OPTIONS)
     kept.write(MEASURED)
     written = (place.folder / COSTS).stat()
     kept.write({**MEASURED, Variant(1, 64): 0.052})
@@ -77,20 +77,20 @@ def test_a_file_is_written_again_only_for_new_costs(place):
     assert (place.folder / COSTS).stat().st_mtime_ns == written.st_mtime_ns
     kept.write({**MEASURED, Variant(1, 64): 0.1})
     assert stored(place)[Variant(1, 64)] == 0.1
-    kept = place.costs_of(OPTIONS)
+    kept = place.costs_of(Variant, OPTIONS)
     kept.read()
     kept.write({**MEASURED, Variant(1, 64): 0.1, Variant(32, 0): 0.2})
     assert len(stored(place)) == 3
 
 
 def test_nothing_is_written_where_nothing_can_be(place, tmp_path):
-    CostsPlace(tmp_path / "absent", FINGERPRINT).costs_of(OPTIONS).write(MEASURED)
+    CostsPlace(tmp_path / "absent", FINGERPRINT).costs_of(Variant, OPTIONS).write(MEASURED)
     assert not (tmp_path / "absent").exists()
     with locked(place.folder / LOCK):
-        place.costs_of(OPTIONS).write(MEASURED)
+        place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert not (place.folder / COSTS).exists(), "another process is writing the set"
     (place.folder / COSTS).mkdir()
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert not stored(place)
     assert sorted(path.name for path in place.folder.iterdir()) == [LOCK, COSTS], "a file of a failed write is left"
 
@@ -119,7 +119,7 @@ A_VARIANT = {"rows": 1, "kv_len": 64, "sequences": 1, "extra_logits": 0}
     ],
 )  # fmt: skip
 def test_impossible_costs_are_ignored(costs, place):
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     forged(place, lambda content: content["measured"].update(costs=[{**A_VARIANT, "seconds": 0.25}]))
     assert stored(place) == {Variant(1, 64): 0.25}, "the forged file itself is read"
     forged(place, lambda content: content["measured"].update(costs=costs))
@@ -128,7 +128,7 @@ def test_impossible_costs_are_ignored(costs, place):
 
 @pytest.mark.parametrize("name", ["schema", "subject", "measured"])
 def test_files_of_another_schema_or_subject_are_ignored(name, place):
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     forged(place, lambda content: content.update({name: 99}))
     assert stored(place) == {}
     forged(place, lambda content: content.pop(name))
@@ -136,7 +136,7 @@ def test_files_of_another_schema_or_subject_are_ignored(name, place):
 
 
 def test_a_flipped_byte_is_noticed(place):
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     whole = (place.folder / COSTS).read_bytes()
     (place.folder / COSTS).write_bytes(whole.replace(b"0.05", b"0.85"))
     assert stored(place) == {}
@@ -153,7 +153,7 @@ def test_any_bytes_are_ignored(data, place):
 
 
 def test_a_file_of_a_gigabyte_is_not_read(place):
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     with (place.folder / COSTS).open("r+b") as file:
         file.truncate(1 << 30)  # sparse
     assert stored(place) == {}
@@ -161,11 +161,11 @@ def test_a_file_of_a_gigabyte_is_not_read(place):
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
 def test_links_and_pipes_are_not_read(place, tmp_path):
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     (place.folder / COSTS).rename(tmp_path / "elsewhere")
     (place.folder / COSTS).symlink_to(tmp_path / "elsewhere")
     assert stored(place) == {}
-    place.costs_of(OPTIONS).write(MEASURED)
+    place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert stored(place) == MEASURED, "the link itself was replaced"
     (place.folder / COSTS).unlink()
     os.mkfifo(place.folder / COSTS)
@@ -214,7 +214,7 @@ def test_only_the_newest_questions_are_kept(tmp_path, monkeypatch):
 def test_costs_beside_a_set_are_no_part_of_it(tmp_path):
     source, copy = tmp_path / "set", tmp_path / "copy"
     written = write_set(source, a_manifest(), {"0.blob": b"program"})
-    CostsPlace(source, FINGERPRINT).costs_of(OPTIONS).write(MEASURED)
+    CostsPlace(source, FINGERPRINT).costs_of(Variant, OPTIONS).write(MEASURED)
     copy_set(source, copy)
     assert read_manifest(source) == read_manifest(copy) == written
     assert not (copy / COSTS).exists()

@@ -19,7 +19,7 @@ from encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
 from staticllm import demo_model_path
 from staticllm.core import EncoderVariant
 from staticllm.errors import ConfigError, DeviceError, ModelError, PromptError
-from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.measured_depths import measure_depths, run_alone, run_together
 from staticllm.pipelines.embedding.pool.pool_loader import load_instances

@@ -12,9 +12,10 @@ from helpers import forge
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.blobs.blob_set import MANIFEST, read_manifest
-from staticllm.pipelines.embedding.encoder_job import EncoderChoices, encoder_job
-from staticllm.pipelines.embedding.encoder_set import export_encoder, programs_of
-from staticllm.pipelines.embedding.load import make_encoder_runner
+from staticllm.pipelines.embedding.encoder_job import encoder_job
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
+from staticllm.pipelines.model_loader.blob_export import export_set
+from staticllm.pipelines.model_loader.load import load_job
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -33,7 +34,7 @@ def expected(directory):
 @pytest.fixture
 def blob_set(directory, tmp_path):
     target = tmp_path / "set"
-    export_encoder(encoder_job(directory, "CPU", EncoderChoices(properties=F32)), target)
+    export_set(encoder_job(directory, "CPU", EncoderChoices(properties=F32)), target)
     return target
 
 
@@ -62,9 +63,8 @@ def test_a_cross_encoder_has_sets_too(tmp_path, monkeypatch):
     found = []
     for _ in range(2):
         job = encoder_job(directory, "CPU", EncoderChoices(properties={**F32, "CACHE_DIR": str(tmp_path / "cache")}))
-        programs = programs_of(job)
-        runner = make_encoder_runner(job, programs)
-        found.append((programs.origin, scores_of(runner, texts)))
+        loaded = load_job(job)
+        found.append((loaded.origin, scores_of(loaded.runner, texts)))
         no_compilation(monkeypatch)
     assert [origin for origin, _ in found] == ["compiled", "cache"]
     np.testing.assert_array_equal(found[0][1], found[1][1])
@@ -170,7 +170,7 @@ def test_costs_are_kept_beside_the_set_and_not_measured_again(directory, tmp_pat
     (kept,) = (tmp_path / "cache").glob("*/costs.json")
     stored = json.loads(kept.read_text())["content"]["measured"]["costs"]
     with StaticEmbeddingPipeline(directory, "CPU", **cache) as pipe:
-        found = pipe._queue.runner.costs
+        found = pipe._queue.runner.measured_costs
     assert {(each["batch"], each["rows"]): each["seconds"] for each in stored} == {
         (variant.batch, variant.rows): seconds for variant, seconds in found.items()
     }

@@ -11,11 +11,12 @@ from long_texts import Original, demo_embedder, hidden_states, words
 
 from staticllm.errors import BlobError
 from staticllm.pipelines.diagnostics.encoder_reports import inspect_encoder
-from staticllm.pipelines.embedding.encoder_job import EncoderChoices, encoder_job
-from staticllm.pipelines.embedding.encoder_programs import continuing_for
-from staticllm.pipelines.embedding.encoder_set import export_encoder
+from staticllm.pipelines.embedding.encoder_job import encoder_job
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
+from staticllm.pipelines.embedding.encoder_plan import continuing_for
 from staticllm.pipelines.embedding.packing.continued_text import chunk_variant
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.pipelines.model_loader.blob_export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -127,14 +128,14 @@ def test_a_set_of_a_model_without_states_serves_any_pooling(tmp_path):
     (tmp_path / "model").mkdir()
     folder = a_directory(tmp_path / "model")
     shutil.rmtree(folder / "1_Pooling")
-    export_encoder(encoder_job(folder, "CPU", EncoderChoices()), tmp_path / "set")
+    export_set(encoder_job(folder, "CPU", EncoderChoices()), tmp_path / "set")
     kind = StaticEmbeddingPipeline.PoolingType.MEAN
     with StaticEmbeddingPipeline(folder, "CPU", pooling_type=kind, BLOB_PATH=str(tmp_path / "set")) as pipe:
         assert pipe.embed_query("a")
 
 
 def test_a_set_with_chunks_is_not_that_of_another_pooling(demo, tmp_path):
-    export_encoder(encoder_job(demo, "CPU", EncoderChoices()), tmp_path / "set")
+    export_set(encoder_job(demo, "CPU", EncoderChoices()), tmp_path / "set")
     kind = StaticEmbeddingPipeline.PoolingType.MEAN
     with pytest.raises(BlobError, match="sizes"):
         StaticEmbeddingPipeline(demo, "CPU", pooling_type=kind, BLOB_PATH=str(tmp_path / "set"))

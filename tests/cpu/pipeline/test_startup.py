@@ -171,10 +171,10 @@ def test_config_and_kv_type_are_those_of_the_serving_device(zoo, tmp_path, monke
 def test_a_small_model_serves_from_one_program_until_decoding_has_its_own(zoo, expected, monkeypatch):
     gate, compile_each = threading.Event(), build.compile_each
 
-    def held_back(core, plan, on_progress):
+    def held_back(plan, on_progress):
         assert {variant.phase for variant in plan.variants} == {"generate"}
         gate.wait(30)
-        return compile_each(core, plan, on_progress)
+        return compile_each(plan, on_progress)
 
     monkeypatch.setattr(loaded, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SHORT, MAX_NUM_SEQS=2) as pipe:
@@ -257,10 +257,10 @@ def test_the_program_for_few_rows_comes_later_and_changes_no_token(few_rows, zoo
     gate, compile_each = threading.Event(), build.compile_each
     probe_finds(few_rows, monkeypatch)
 
-    def held_back(core, plan, on_progress):
+    def held_back(plan, on_progress):
         if all(variant.rows <= few_rows for variant in plan.variants):
             gate.wait(30)
-        return compile_each(core, plan, on_progress)
+        return compile_each(plan, on_progress)
 
     monkeypatch.setattr(loaded, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:

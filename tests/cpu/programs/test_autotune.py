@@ -194,10 +194,10 @@ def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, layers
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
     model = demo_model_path()
-    options = prepare(model, "CPU", StaticLLMConfig())[1].options
+    options = prepare(model, "CPU", StaticLLMConfig()).options
     assert options.layout == layout
     assert (options.program_group(Variant(1, 256)) == options.program_group(Variant(64, 256))) == (layout == "shared")
-    asked = prepare(model, "CPU", StaticLLMConfig(programs="few_rows"))[1].options
+    asked = prepare(model, "CPU", StaticLLMConfig(programs="few_rows")).options
     assert asked.layout == "few_rows"
     assert "few_rows" in asked.properties
 
@@ -210,7 +210,7 @@ def test_one_program_serves_if_the_layers_cannot_be_timed(timed, monkeypatch):
     monkeypatch.setattr(compile_plan, "layers_speedup", refuse)
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
-    assert prepare(demo_model_path(), "CPU", StaticLLMConfig())[1].options.layout == "shared"
+    assert prepare(demo_model_path(), "CPU", StaticLLMConfig()).options.layout == "shared"
 
 
 def test_every_candidate_is_run_and_the_model_stays_as_it_was():

@@ -28,8 +28,8 @@ def runner_of(path, mode, precision):
         programs=mode,
         device_properties={"INFERENCE_PRECISION_HINT": precision},
     )
-    core, plan = prepare(path, "CPU", config)
-    return make_runner(compile_all(core, replace(plan, variants=VARIANTS)))
+    plan = prepare(path, "CPU", config)
+    return make_runner(compile_all(replace(plan, variants=VARIANTS)))
 
 
 def segment(sequence, token):
@@ -90,9 +90,9 @@ def test_decoding_and_prefill_can_share_a_step(zoo, prompt_of, original):
 @pytest.mark.parametrize("mode", ["separate", "shared"])
 def test_a_program_may_have_logits_after_several_rows_of_a_sequence(mode, zoo):
     config = StaticLLMConfig(programs=mode, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
-    core, plan = prepare(zoo / "llama", "CPU", config)
+    plan = prepare(zoo / "llama", "CPU", config)
     last, several = Variant(8, 256), Variant(8, 256, extra_logits=4)
-    compiled = compile_all(core, plan.restricted((last, several))).compiled
+    compiled = compile_all(plan.restricted((last, several))).compiled
     one, five = (
         run_apart(compiled[found], random_feeds(compiled[found], found))["logits"] for found in (last, several)
     )

@@ -21,7 +21,7 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0
 
 @pytest.fixture
 def plan_of(model_path):
-    return lambda name: prepare(model_path(name), "CPU", CONFIG)[1]
+    return lambda name: prepare(model_path(name), "CPU", CONFIG)
 
 
 def step_of(plan):

@@ -9,7 +9,7 @@ import pytest
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import ConfigError, DeviceError, StaticLLMError, UnsupportedModelError
-from staticllm.pipelines.embedding.load import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_loader
 from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame

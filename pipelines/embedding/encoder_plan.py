@@ -1,26 +1,31 @@
-"""Lowers an encoder, chooses its variants, and compiles their programs."""
+"""Lowers an encoder, and chooses the variants of its programs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import openvino as ov
 
-from staticllm.compiler_passes.lower_encoder import LoweredEncoder, lower_encoder
+from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgressEvent
+from staticllm.core import EncoderShape, EncoderVariant, Part, Pooling, ProgramMode, ProgressEvent
 from staticllm.devices import get_core
-from staticllm.errors import ConfigError, DeviceError, last_line
+from staticllm.errors import ConfigError
 from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import read_model
-from staticllm.pipelines.embedding.encoder_job import EncoderJob
 from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS
+from staticllm.pipelines.model_loader.kind import LoadJob
+from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.compile_plan import CompilePlan
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.pipelines.programs.layout import program_mode
 from staticllm.ports import INPUT_IDS
 
+EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
 """The batches and rows of the programs. Sequences of 128 are the fastest, because attention is quadratic in their length."""
 MORE_ROWS = (12, 20, 24, 28, 36, 40, 44, 48, 56, 72, 80, 88, 96, 112, 160, 192, 224)
@@ -35,75 +40,64 @@ REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKE
 
 
 @dataclass(frozen=True)
-class EncoderPlan:
-    """A lowered encoder and its variants; nothing is compiled yet.
+class Wanted:
+    """What a plan is made for. ``max_length``: the tokens of a text that are asked for; the graph may allow fewer.
 
-    ``longest``: the most tokens of a text. ``vocab_size``: the number of token ids; None if it is unknown.
+    ``given_length`` and ``sizes`` are those that the user gave, None for the usual ones. ``can_embed``: whether it is said how a
+    decoder's vectors become one. ``wants_chunks``: whether texts may be continued if the model has states.
     """
 
-    lowered: LoweredEncoder
-    variants: tuple[EncoderVariant, ...]
-    longest: int
-    vocab_size: int | None
-    weights: MappedWeights
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of the largest call, idle ones included."""
-        return max(variant.batch * variant.rows for variant in self.variants)
+    lowering: EncoderOptions
+    max_length: int
+    given_length: int | None
+    sizes: Sequence[tuple[int, int]] | None
+    pooling: Pooling | None
+    can_embed: bool
+    wants_chunks: bool
 
 
-@dataclass(frozen=True)
-class EncoderPrograms:
-    """Compiled programs of any origin, and what the host must know to run them. ``costs``: seconds per call, as far as known."""
-
-    shape: EncoderShape
-    compiled: Mapping[EncoderVariant, ov.CompiledModel]
-    longest: int
-    vocab_size: int | None
-    costs: Mapping[EncoderVariant, float] = field(default_factory=dict)
-
-
-def plan_encoder(job: EncoderJob, for_blobs: bool = False) -> EncoderPlan:
-    """Read and lower the model. ``for_blobs``: whether its programs will be exported.
+def plan_encoder(
+    job: LoadJob[Any], wanted: Wanted, properties: Mapping[Part, Mapping[str, Any]], for_blobs: bool = False
+) -> EncoderPlan:
+    """Read and lower the model, and choose its variants. ``for_blobs``: whether its programs will be exported.
 
     Raises:
         ModelError: the model cannot be read, or is no encoder.
         UnsupportedModelError: a pass cannot lower the model.
         ConfigError: ``max_length`` is more than the model can have.
     """
-    load, begin = job.load, time.perf_counter()
-    model = read_model(get_core(), load.directory, load.config.weights_path, load.config.weights_decryption_callback)
-    check_kind(model, load.directory, "encoder", job.can_embed)
+    config, begin = job.config, time.perf_counter()
+    model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
+    check_kind(model, job.directory, "encoder", wanted.can_embed)
     if for_blobs:
         keep_small_constants(model)
     weights, vocab_size, read = MappedWeights(model), _vocab_size(model), time.perf_counter()
-    load.on_progress(ProgressEvent("read", 1, 1, read - begin))
-    lowered = lower_encoder(
-        model, EncoderOptions(job.max_length, job.files.dense, job.choices.is_normalised, job.choices.score_tokens)
-    )
-    longest = _longest(job.max_length, job.choices.max_length, lowered.shape.max_rows)
-    unsafe = () if job.mode == "shared" else lowered.shape.unsafe_rows
+    job.on_progress(ProgressEvent("read", 1, 1, read - begin))
+    mode = program_mode(job.device, config)
+    lowered = lower_encoder(model, wanted.lowering)
+    longest = _longest(wanted.max_length, wanted.given_length, lowered.shape.max_rows)
+    unsafe = () if mode == "shared" else lowered.shape.unsafe_rows
     longest -= longest in unsafe
-    sizes = job.choices.sizes or (SHARED_SIZES if job.mode == "shared" else SIZES)
+    sizes = wanted.sizes or (SHARED_SIZES if mode == "shared" else SIZES)
     sizes = [size for size in sizes if size[1] not in unsafe]
-    continuing = _continuing(job, lowered.shape, longest)
+    continuing = _continuing(wanted, mode, lowered.shape, longest)
     if continuing:
         sizes = [size for size in sizes if size[1] <= CHUNK_ROWS]
         variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing)
     else:
         lowered = replace(lowered, shape=replace(lowered.shape, past=()), continued=None)
         variants = variants_for(longest, sizes)
-    load.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
-    return EncoderPlan(lowered, variants, longest, vocab_size, weights)
+    lowered = replace(lowered, shape=replace(lowered.shape, longest=longest, vocab_size=vocab_size))
+    job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
+    return CompilePlan(lowered, CompileOptions(job.device, mode, None, properties), variants, weights)
 
 
-def _continuing(job: EncoderJob, shape: EncoderShape, longest: int) -> tuple[EncoderVariant, ...]:
+def _continuing(wanted: Wanted, mode: ProgramMode, shape: EncoderShape, longest: int) -> tuple[EncoderVariant, ...]:
     """Return the variants that continue texts. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
-    is_wanted = job.wants_chunks and CHUNK_ROWS not in shape.unsafe_rows
-    if not shape.past or not is_wanted or (shape.pooling or job.pooling or default_pooling(shape)) != "last":
+    is_wanted = wanted.wants_chunks and CHUNK_ROWS not in shape.unsafe_rows
+    if not shape.past or not is_wanted or (shape.pooling or wanted.pooling or default_pooling(shape)) != "last":
         return ()
-    return continuing_for(longest, job.mode == "shared")
+    return continuing_for(longest, mode == "shared")
 
 
 def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
@@ -139,41 +133,6 @@ def variants_for(longest: int, sizes: Sequence[tuple[int, int]] = SIZES) -> tupl
     if all(rows < longest for _, rows in useful):
         useful.add((1, longest))
     return tuple(sorted(EncoderVariant(b, rows, max(b, b * rows // TOKENS_PER_TEXT)) for b, rows in useful))
-
-
-def compile_encoder(job: EncoderJob, plan: EncoderPlan, extra: Mapping[str, object] | None = None) -> EncoderPrograms:
-    """Compile the program of each variant: one for all where sizes may be dynamic, else one each.
-
-    ``extra``: properties beside those of the job.
-
-    Raises:
-        DeviceError: the device refused a program.
-    """
-    properties = {**job.properties, **(extra or {})}
-    compiled: dict[EncoderVariant, ov.CompiledModel] = {}
-    with plan.weights.released():
-        groups = [plan.variants] if job.mode == "shared" else [(variant,) for variant in plan.variants]
-        for index, group in enumerate(groups, 1):
-            compiled |= dict.fromkeys(group, _compile(job, plan, group, properties, (index, len(groups))))
-    return EncoderPrograms(plan.lowered.shape, compiled, plan.longest, plan.vocab_size)
-
-
-def _compile(
-    job: EncoderJob,
-    plan: EncoderPlan,
-    group: tuple[EncoderVariant, ...],
-    properties: Mapping[str, object],
-    number: tuple[int, int],
-) -> ov.CompiledModel:
-    load, start = job.load, time.perf_counter()
-    load.on_progress(ProgressEvent("compile", *number, 0.0, group[0], is_done=False))
-    model = plan.lowered.share(group) if job.mode == "shared" else plan.lowered.specialise(group[0])
-    try:
-        compiled = get_core().compile_model(model, load.device, dict(properties))
-    except RuntimeError as error:
-        raise DeviceError(f"{load.device} cannot compile the encoder: {last_line(error)}") from error
-    load.on_progress(ProgressEvent("compile", *number, time.perf_counter() - start, group[0]))
-    return compiled
 
 
 def _longest(asked: int, given: int | None, possible: int) -> int:

@@ -1,0 +1,152 @@
+"""Tests that a new kind of model is three functions: a tiny encoder of sound is compiled, stored, imported and measured."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import openvino as ov
+import pytest
+from openvino import opset13 as ops
+
+from staticllm.config import StaticLLMConfig
+from staticllm.devices import get_core
+from staticllm.errors import BlobError
+from staticllm.mapped_weights import MappedWeights
+from staticllm.model_dir import read_model
+from staticllm.pipelines.blobs import manifest
+from staticllm.pipelines.blobs.fingerprint import OtherFingerprint
+from staticllm.pipelines.blobs.json_values import whole_of
+from staticllm.pipelines.model_loader.blob_export import export_set
+from staticllm.pipelines.model_loader.kind import LoadJob, ProgramKind
+from staticllm.pipelines.model_loader.load import load_job
+from staticllm.pipelines.programs.bind import BoundRequest
+from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.layout import program_mode
+
+BANDS, WIDTH = 8, 4
+
+
+@dataclass(frozen=True, order=True)
+class SoundVariant:
+    rows: int
+    phase: ClassVar[str] = "encode"
+    may_be_zero: ClassVar[frozenset] = frozenset()
+
+
+@dataclass(frozen=True)
+class SoundShape:
+    bands: int
+    width: int
+
+
+@dataclass(frozen=True)
+class LoweredSound:
+    model: ov.Model
+    shape: SoundShape
+
+    def specialise(self, variant, is_static=True):
+        return self._sized(variant.rows, variant.rows)
+
+    def share(self, variants):
+        return self._sized(min(variants).rows, max(variants).rows)
+
+    def _sized(self, least, most):
+        model = self.model.clone()
+        model.reshape([1, self.shape.bands, ov.Dimension(least, most)])
+        return model
+
+
+class SoundRunner:
+    def __init__(self, programs):
+        self.sizes, self.programs = programs.shape, programs.compiled
+        self.stable_costs = self.measured_costs = dict(programs.costs)
+        for variant in sorted(self.programs):
+            self.measured_costs[variant] = self._bound(variant, np.zeros((1, BANDS, variant.rows), np.float32))[1]
+
+    def run(self, frames):
+        variant = min(each for each in self.programs if each.rows >= frames.shape[1])
+        padded = np.zeros((1, BANDS, variant.rows), np.float32)
+        padded[0, :, : frames.shape[1]] = frames
+        return self._bound(variant, padded)[0]
+
+    def _bound(self, variant, frames):
+        found = np.zeros((1, self.sizes.width), np.float32)
+        ports = {"frames": ov.Tensor(frames, shared_memory=True), "features": ov.Tensor(found, shared_memory=True)}
+        seconds = BoundRequest(self.programs[variant], ports).run()
+        return found[0], seconds
+
+
+@dataclass(frozen=True)
+class SoundKind(ProgramKind):
+    sizes: tuple = (16, 64)
+
+    name = "sound model"
+    variant = SoundVariant
+
+    def plan(self, job, for_blobs=False, start="all programs"):
+        model = read_model(get_core(), job.directory)
+        lowered = LoweredSound(model, SoundShape(BANDS, WIDTH))
+        options = CompileOptions(job.device, program_mode(job.device, job.config), None, self.properties(job))
+        return CompilePlan(lowered, options, tuple(map(SoundVariant, self.sizes)), MappedWeights(model))
+
+    def random_call(self, programs, variant):
+        return {"frames": np.random.default_rng(0).standard_normal((1, BANDS, variant.rows), np.float32)}
+
+    def runner(self, job, programs, memory, planned=()):
+        return SoundRunner(programs)
+
+    def shape_from_json(self, content):
+        return SoundShape(**content)
+
+    def choices(self, job):
+        return {"sizes": list(self.sizes)}
+
+
+def check(content):
+    for size in (*content["config"]["sizes"], *content["shape"].values()):
+        whole_of(size, 1)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    stored = manifest.StoredKind(OtherFingerprint, SoundVariant, check)
+    monkeypatch.setitem(manifest.KINDS, SoundKind.name, stored)
+    frames = ops.parameter([1, BANDS, -1], np.float32)
+    weights = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
+    summed = ops.reduce_sum(ops.tanh(ops.matmul(ops.constant(weights), frames, False, False)), np.array([2]))
+    summed.output(0).set_names({"features"})
+    frames.output(0).set_names({"frames"})
+    (folder := tmp_path / "model").mkdir()
+    ov.save_model(ov.Model([summed], [frames]), str(folder / "openvino_model.xml"), compress_to_fp16=False)
+    return folder, lambda sound: np.tanh(weights @ sound).sum(axis=1)
+
+
+@pytest.mark.parametrize("programs", ["separate", "shared"])
+def test_a_third_kind_is_loaded_stored_and_imported_by_the_code_of_the_others(directory, programs, tmp_path):
+    folder, reference = directory
+    config = StaticLLMConfig(programs=programs, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
+    sounds = [np.random.default_rng(n).standard_normal((BANDS, n), np.float32) for n in (3, 16, 40)]
+    job = LoadJob(SoundKind(), folder, "CPU", config, (events := []).append)
+    stored = export_set(job, tmp_path / "set")
+    assert len(stored.blobs) == (1 if programs == "shared" else 2)
+    origins, cache = [], {"cache_dir": str(tmp_path / "cache")}
+    for place in ({}, cache, cache, {"blob_path": str(tmp_path / "set")}):
+        loaded = load_job(replace(job, config=replace(config, **place)))
+        origins.append(loaded.origin)
+        for sound in sounds:
+            np.testing.assert_allclose(loaded.runner.run(sound), reference(sound), atol=1e-4)
+        assert set(loaded.runner.measured_costs) == {SoundVariant(16), SoundVariant(64)}
+    assert origins == ["compiled", "compiled", "cache", "blob"]
+    assert {"compile", "export", "import"} <= {event.stage for event in events}
+
+
+def test_a_set_of_a_third_kind_is_for_its_choices_and_its_kind_only(directory, tmp_path):
+    folder, _ = directory
+    job = LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None)
+    export_set(job, tmp_path / "set")
+    config = StaticLLMConfig(blob_path=str(tmp_path / "set"))
+    with pytest.raises(BlobError, match=r'choices \{"sizes": \[32\]\} asked'):
+        load_job(replace(job, kind=SoundKind((32,)), config=config))
+    with pytest.raises(BlobError, match="are of a sound model"):
+        load_job(replace(job, kind=type("Other", (SoundKind,), {"name": "other"})(), config=config))
