@@ -6,8 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
+from msgspec import Meta
+
+Size = Annotated[int, Meta(ge=1, le=1 << 24)]
+Count = Annotated[int, Meta(ge=0, le=1 << 24)]
+Name = Annotated[str, Meta(max_length=4096)]
+"""Numbers and texts within the bounds that are checked where they come from a file (``blobs/stored.py``)."""
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "few_rows", "encode"]
 """The parts of the work that may have their own program and device properties: a phase of a decoder, its calls of few rows, or
@@ -34,11 +40,10 @@ class Variant:
     first chunks of new prompts. A program with one row per sequence decodes.
     """
 
-    rows: int
-    kv_len: int
-    sequences: int = 1
-    extra_logits: int = 0
-    may_be_zero: ClassVar[frozenset[str]] = frozenset(["kv_len", "extra_logits"])
+    rows: Size
+    kv_len: Count
+    sequences: Size = 1
+    extra_logits: Count = 0
 
     @property
     def num_logits(self) -> int:
@@ -63,11 +68,11 @@ class KVState:
     A ``u8`` state has a second state for its scales, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
     """
 
-    layer: int
+    layer: Count
     role: Literal["key", "value"]
-    variable_id: str
-    heads: int
-    head_dim: int
+    variable_id: Name
+    heads: Size
+    head_dim: Size
     kv_type: KVType = "f32"
     is_scale: bool = False
 
@@ -94,10 +99,10 @@ class RecurrentState:
     ``shape`` begins with a batch of 1; ``dtype`` is numpy's name of the state's element type in the model.
     """
 
-    index: int
-    variable_id: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
+    index: Count
+    variable_id: Name
+    shape: tuple[Size, ...]
+    dtype: Literal["float32", "float16", "int64", "int32"] = "float32"
 
     @property
     def num_bytes(self) -> int:
@@ -124,9 +129,9 @@ class MaskKind:
     A table is read from the model's own mask: ``first_seen[q]`` is the first position that the token at position q sees.
     """
 
-    window: int | None = None
-    table: str = ""
-    first_seen: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    window: Size | None = None
+    table: Annotated[str, Meta(max_length=256)] = ""
+    first_seen: tuple[Count, ...] = field(default=(), compare=False, repr=False)
 
     def first(self, query: int) -> int:
         """Return the first position that the token at position ``query`` sees; it sees all from there to itself."""
@@ -168,11 +173,11 @@ class AdaptedPart:
     They are the rows ``[first_column, first_column + rank)`` of ``a``, and these columns of ``b`` from ``first_row`` on.
     """
 
-    adapter: int
-    path: str
-    rank: int
-    first_row: int
-    first_column: int
+    adapter: Count
+    path: Name
+    rank: Size
+    first_row: Count
+    first_column: Count
 
 
 @dataclass(frozen=True)
@@ -183,9 +188,9 @@ class AdaptedGroup:
     of a call. ``out_size`` counts the columns of all matrices of the group.
     """
 
-    index: int
-    in_size: int
-    out_size: int
+    index: Count
+    in_size: Size
+    out_size: Size
     parts: tuple[AdaptedPart, ...]
 
     @property
@@ -215,14 +220,16 @@ class ModelShape:
 
     kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
-    vocab_size: int  # the numbers per row of the output: of logits, or of an embedding if the head is cut
-    position_rank: int  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
-    position_copies: int = 1  # k of [k, 1, S]
+    vocab_size: Size  # the numbers per row of the output: of logits, or of an embedding if the head is cut
+    position_rank: Literal[0, 2, 3]  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
+    position_copies: Annotated[int, Meta(ge=0, le=64)] = 1  # k of [k, 1, S]
     is_packable: bool = True  # whether several sequences can share a step
     has_distances: bool = False  # whether it takes the positions of keys and queries
     recurrent_states: tuple[RecurrentState, ...] = ()
-    max_rows: int | None = None  # the most rows of a call, if the model limits them
-    num_adapters: int = 0  # the adapters that a row can have, each with its own scale
+    max_rows: Size | None = None  # the most rows of a call, if the model limits them
+    num_adapters: Annotated[int, Meta(ge=0, le=1 << 14)] = (
+        0  # the adapters that a row can have, each with its own scale
+    )
     adapted: tuple[AdaptedGroup, ...] = ()  # the matrices that they change
     adapter_type: AdapterType = "f32"
 
@@ -250,11 +257,10 @@ class EncoderVariant:
     continues one text: its rows see the keys and values of up to so many tokens before them.
     """
 
-    batch: int
-    rows: int
-    texts: int
-    past: int = 0
-    may_be_zero: ClassVar[frozenset[str]] = frozenset(["past"])
+    batch: Size
+    rows: Size
+    texts: Size
+    past: Count = 0
 
     @property
     def phase(self) -> Literal["encode"]:
@@ -270,8 +276,8 @@ class EncoderVariant:
 class EncoderMask:
     """The tokens of its own text that a token sees: up to ``before`` tokens before it and ``after`` after it; None: all."""
 
-    before: int | None = None
-    after: int | None = None
+    before: Count | None = None
+    after: Count | None = None
 
     def sees(self, distance: int) -> bool:
         """Return whether a token sees the token that comes ``distance`` tokens after it (before it, if negative)."""
@@ -295,6 +301,10 @@ Pooling = Literal["first", "last", "mean", "mean_sqrt_len", "weighted_mean"]
 square root of their number, or their mean with weights 1, 2, 3 …"""
 
 
+PortSize = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""The heads of a port of keys or values, or the values of a head."""
+
+
 @dataclass(frozen=True)
 class EncoderShape:
     """The inputs and the output of a lowered encoder: the contract between its passes and the host.
@@ -312,30 +322,25 @@ class EncoderShape:
     """
 
     output: Literal["embeddings", "scores"]
-    width: int
+    width: Size
     masks: tuple[EncoderMask, ...]
-    max_rows: int
+    max_rows: Size
     pooling: Pooling | None = None
     has_positions: bool = True
-    first_position: int = 0
+    first_position: Count = 0
     has_token_types: bool = False
     is_packable: bool = True
-    unsafe_rows: tuple[int, ...] = ()
+    unsafe_rows: tuple[Size, ...] = ()
     head: Literal["none", "cut", "tokens"] = "none"
     shares_prefixes: bool = False
-    skipped_id: int | None = None
-    past: tuple[tuple[int, int], ...] = ()
-    longest: int = 0
-    vocab_size: int | None = None
+    skipped_id: Count | None = None
+    past: tuple[tuple[PortSize, PortSize], ...] = ()
+    longest: Count = 0
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 32)] | None = None
 
 
 class ProgramVariant(Protocol):
-    """The sizes of a program of any kind of model: a frozen dataclass of whole numbers, which can be compared.
-
-    ``may_be_zero`` names the fields that need not be at least 1.
-    """
-
-    may_be_zero: ClassVar[frozenset[str]]
+    """The sizes of a program of any kind of model: a frozen dataclass of ``Size`` and ``Count``, which can be compared."""
 
     @property
     def rows(self) -> int:

@@ -12,39 +12,38 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import (
+    EncoderShape,
     EncoderVariant,
     KVType,
+    ModelShape,
+    Part,
     Phase,
     ProgramLayout,
     ProgramVariant,
+    Size,
     Variant,
 )
 from staticllm.errors import ConfigError
-from staticllm.pipelines.blobs.encoder_fields import (
-    check_encoder_choices,
-    check_encoder_shape,
-)
 from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, Fingerprint, StepFingerprint, bytes_digest
-from staticllm.pipelines.blobs.json_values import (
-    MAX_SIZE,
-    check_flag,
-    check_one_of,
-    list_of,
-    object_of,
-    text_of,
-    whole_of,
-)
-from staticllm.pipelines.blobs.shape_fields import check_shape
+from staticllm.pipelines.blobs.stored import stored
 from staticllm.pipelines.programs.lowered import V
 
 SCHEMA = 9
 MAX_MANIFEST = 16 << 20
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
+MAX_STATE_BYTES = 1 << 34
+MAX_ADAPTER_VALUES = 1 << 32
+"""Values of the matrices of all adapters: 16 GiB."""
+MAX_SECONDS = 1 << 24
+"""The most seconds of a call."""
 LAYOUT_FIELDS = (
     "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
     "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
@@ -196,146 +195,173 @@ def is_blob_name(name: object) -> bool:
     return isinstance(name, str) and _BLOB_NAME.fullmatch(name) is not None and ".." not in name
 
 
-# -- checks of the fields; a ValueError, TypeError or KeyError names the wrong one
+# -- what JSON holds; a ValueError, TypeError or KeyError names the field that is wrong
 
 
-def _checked(content: Mapping[str, Any]) -> Manifest:
-    expected = {item.name for item in fields(Manifest)}
-    if set(content) != expected:
-        raise ValueError(f"fields {sorted(set(content) ^ expected)[:3]} are unknown or missing")
-    values = object_of(content["fingerprint"], 64)
-    for name, value in values.items():
-        text_of(value, f"fingerprint {name!r}", 1 << 16)
-    kind = KINDS.get(values.get("kind of model", ""))
-    if kind is None:
-        raise ValueError(f"the kind of model is {str(values.get('kind of model'))[:40]!r}")
-    fingerprint = kind.fingerprint.from_json(values)
-    kind.check(content)
-    for properties in object_of(content["properties"], 8).values():
-        for value in object_of(properties, 256).values():
-            if not isinstance(value, (bool, int, float, str)):
-                raise ValueError("a property is neither a number nor a string")
-    if type(content["few_rows"]) is not int or not 1 <= content["few_rows"] <= MAX_ENTRIES:
-        raise ValueError("few_rows is not a number of rows")
-    _check_rest(content)
-    blobs = _blobs(content)
-    parsed = {
-        "fingerprint": fingerprint,
-        "blobs": blobs,
-        "variants": _variants(content, blobs, kind.variant),
-        "costs": dict(cost_from_json(cost, kind.variant) for cost in list_of(content["costs"], MAX_ENTRIES)),
-    }
-    return Manifest(**{**content, **parsed})
+_Line = Annotated[str, Meta(max_length=64)]
+_Entries = Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)]
 
 
-def _check_decoder(content: Mapping[str, Any]) -> None:
-    _check_config(object_of(content["config"], 64))
-    check_one_of(content["programs"], get_args(ProgramLayout), "programs")
-    check_one_of(content["kv_type"], get_args(KVType), "type of KV slots")
-    check_shape(object_of(content["shape"], 64))
-    parts = object_of(content["properties"], 8)
-    for part in parts:
-        check_one_of(part, (*get_args(Phase), "few_rows"), "part")
-    needed = (*get_args(Phase), *(("few_rows",) if content["programs"] == "few_rows" else ()))
-    if missing := [part for part in needed if part not in parts]:
-        raise ValueError(f"properties has no part {missing[0]!r}")
+@dataclass(frozen=True)
+class _StoredBlob:
+    digest: Annotated[str, Meta(pattern=f"^{_DIGEST.pattern}$")]
+    bytes: Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
 
 
-def _check_encoder(content: Mapping[str, Any]) -> None:
-    check_encoder_choices(object_of(content["config"], 64))
-    check_one_of(content["programs"], ("separate", "shared"), "programs")
-    check_one_of(content["kv_type"], ("",), "type of KV slots")
-    check_encoder_shape(object_of(content["shape"], 64))
-    if set(object_of(content["properties"], 8)) != {"encode"}:
-        raise ValueError("the properties are not those of an encoder")
+@dataclass(frozen=True)
+class _Content:
+    """A manifest as JSON holds it. The kind of model says what ``config``, ``shape``, variants and costs hold."""
+
+    fingerprint: dict[str, Annotated[str, Meta(max_length=1 << 16)]]
+    config: dict[str, Any]
+    programs: ProgramLayout
+    kv_type: KVType | Literal[""]
+    shape: dict[str, Any]
+    properties: dict[Part, dict[str, bool | int | float | str]]
+    variants: _Entries
+    blobs: dict[str, _StoredBlob]
+    is_weightless: bool
+    is_encrypted: bool
+    costs: _Entries
+    few_rows: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)]
+    passes: dict[str, _Line] | None
+    created: _Line
+    verification: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The fields of a verification whose types matter."""
+
+    is_ok: bool
+    agreement: float = 0.0
+    distance: float = 0.0
+    reason: Annotated[str, Meta(max_length=4096)] = ""
 
 
 @dataclass(frozen=True)
 class StoredKind:
-    """How sets of one kind of model are read. ``check`` raises for a field of a manifest that is impossible for the kind."""
+    """How sets of one kind of model are read.
+
+    ``shape`` is the class of the contract with its programs. ``check`` gets a shape and the JSON of the whole manifest, whose
+    types are right, and raises a ``ValueError`` for what is impossible.
+    """
 
     fingerprint: type[Fingerprint]
     variant: type[Any]
-    check: Callable[[Mapping[str, Any]], None]
+    shape: type[Any]
+    check: Callable[[Any, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class EncoderSetChoices:
+    """The choices behind an encoder's set: the most tokens of a text, and the batches and rows; None for the usual ones."""
+
+    max_length: Size
+    sizes: Annotated[list[tuple[Size, Size]], Meta(max_length=64)] | None
+
+
+def _check_decoder(shape: ModelShape, content: Mapping[str, Any]) -> None:
+    config, parts = content["config"], content["properties"]
+    if different := set(config) ^ set(LAYOUT_FIELDS):
+        raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
+    StaticLLMConfig(**config)
+    needed = {*get_args(Phase), *(["few_rows"] if content["programs"] == "few_rows" else [])}
+    if missing := sorted(needed - set(parts)):
+        raise ValueError(f"properties has no part {missing[0]!r}")
+    if "encode" in parts or not content["kv_type"]:
+        raise ValueError("a part or the type of KV slots is not that of a decoder")
+    if any(state.num_bytes > MAX_STATE_BYTES for state in shape.recurrent_states):
+        raise ValueError("a recurrent state has more than 16 GiB")
+    _check_adapters(shape)
+
+
+def _check_adapters(shape: ModelShape) -> None:
+    """Check that the parts of each group fit into its matrices."""
+    if shape.adapted and not shape.num_adapters:
+        raise ValueError("it adapts matrices, and has no adapters")
+    for index, group in enumerate(shape.adapted):
+        if group.index != index:
+            raise ValueError("a group of adapters is not in its place")
+        first_column = 0
+        for part in group.parts:
+            is_inside = part.adapter < shape.num_adapters and part.first_row < group.out_size
+            if not is_inside or part.first_column != first_column:
+                raise ValueError("a part of an adapter is outside of its matrices")
+            first_column += part.rank
+    if sum(group.rank * (group.in_size + group.out_size) for group in shape.adapted) > MAX_ADAPTER_VALUES:
+        raise ValueError("the matrices of adapters have more than 16 GiB")
+
+
+def _check_encoder(shape: EncoderShape, content: Mapping[str, Any]) -> None:
+    stored(EncoderSetChoices, content["config"])
+    if (
+        content["programs"] not in ("separate", "shared")
+        or content["kv_type"]
+        or set(content["properties"]) != {"encode"}
+    ):
+        raise ValueError("the programs, the properties or the type of KV slots are not those of an encoder")
+    if shape.pooling not in (None, "first", "last", "mean") or not shape.longest:
+        raise ValueError("its pooling or its longest text is impossible")
 
 
 KINDS: dict[str, StoredKind] = {
-    "decoder": StoredKind(StepFingerprint, Variant, _check_decoder),
-    "encoder": StoredKind(EncoderFingerprint, EncoderVariant, _check_encoder),
+    "decoder": StoredKind(StepFingerprint, Variant, ModelShape, _check_decoder),
+    "encoder": StoredKind(EncoderFingerprint, EncoderVariant, EncoderShape, _check_encoder),
 }
 """The kinds of models whose sets can be read, by their names."""
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
-    if unknown := set(config) - set(LAYOUT_FIELDS):
-        raise ValueError(f"config has {sorted(unknown)[0]!r}")
-    if missing := set(LAYOUT_FIELDS) - set(config):
-        raise ValueError(f"config has no {sorted(missing)[0]!r}")
-    StaticLLMConfig(**config)
+def _checked(content: Mapping[str, Any]) -> Manifest:
+    found = stored(_Content, content)
+    name = found.fingerprint.get("kind of model", "")
+    if name not in KINDS:
+        raise ValueError(f"the kind of model is {name[:40]!r}")
+    kind = KINDS[name]
+    kind.check(stored(kind.shape, found.shape), content)
+    if found.verification is not None:
+        known = {field: value for field, value in found.verification.items() if field in _VERDICT}
+        verdict = msgspec.convert(known, _Verdict)
+        if not (math.isfinite(verdict.agreement) and math.isfinite(verdict.distance)):
+            raise ValueError("the verification has a number that is not finite")
+    parsed = {
+        "fingerprint": kind.fingerprint.from_json(found.fingerprint),
+        "blobs": {name: StoredBlob(blob.digest, blob.bytes) for name, blob in found.blobs.items()},
+        "variants": _variants(found, kind.variant),
+        "costs": dict(cost_from_json(cost, kind.variant) for cost in found.costs),
+    }
+    return Manifest(**{**content, **parsed})
 
 
-def _blobs(content: Mapping[str, Any]) -> dict[str, StoredBlob]:
-    blobs = object_of(content["blobs"], MAX_ENTRIES)
-    for name, entry in blobs.items():
+_VERDICT = frozenset(item.name for item in fields(_Verdict))
+
+
+def _variants(content: _Content, kind: type[V]) -> tuple[VariantFile, ...]:
+    for name in content.blobs:
         if not is_blob_name(name):
             raise ValueError(f"{name[:80]!r} is not a plain file name")
-        if set(object_of(entry, 2)) != {"digest", "bytes"} or not _DIGEST.fullmatch(
-            text_of(entry["digest"], "digest", 64)
-        ):
-            raise ValueError(f"blob {name!r} has no digest or no size")
-        whole_of(entry["bytes"], 0, MAX_BLOB_BYTES)
-    return {name: StoredBlob(entry["digest"], entry["bytes"]) for name, entry in blobs.items()}
-
-
-def _variants(content: Mapping[str, Any], blobs: Mapping[str, StoredBlob], kind: type[V]) -> tuple[VariantFile, ...]:
     found = []
-    for entry in list_of(content["variants"], MAX_ENTRIES):
-        values = dict(object_of(entry, 8))
-        file = values.pop("file", None)
-        if file not in blobs:
+    for entry in content.variants:
+        sizes = {name: value for name, value in entry.items() if name != "file"}
+        if entry.get("file") not in content.blobs:
             raise ValueError("a variant has no blob")
-        found.append(VariantFile(_variant(values, kind), file))
-    verification = content["verification"]
-    if not found and (not isinstance(verification, dict) or verification.get("is_ok")):
+        found.append(VariantFile(stored(kind, sizes), entry["file"]))
+    if not found and (content.verification is None or content.verification.get("is_ok")):
         raise ValueError("it has no variants")
     return tuple(found)
-
-
-def _variant(values: dict[str, Any], kind: type[V]) -> V:
-    if set(values) != {item.name for item in fields(kind)}:  # type: ignore[arg-type]
-        raise ValueError("a variant has unknown sizes, or lacks one")
-    for name, value in values.items():
-        whole_of(value, 0 if name in kind.may_be_zero else 1)
-    return kind(**values)
-
-
-def _check_rest(content: Mapping[str, Any]) -> None:
-    check_flag(content["is_weightless"])
-    check_flag(content["is_encrypted"])
-    text_of(content["created"], "created", 64)
-    for name, value in object_of(content["passes"] or {}, 1024).items():
-        text_of(value, f"pass {name}", 64)
-    if content["verification"] is not None:
-        found = object_of(content["verification"], 64)
-        check_flag(found["is_ok"])
-        for name in ("agreement", "distance"):
-            value = found.get(name, 0.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} is not a number")
-        text_of(found.get("reason", ""), "reason", 4096)
 
 
 def cost_from_json(cost: object, kind: type[V]) -> tuple[V, float]:
     """Return the variant, of this type, and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
     Raises:
-        ValueError, TypeError: it has another form, or an impossible value.
+        ValueError: it has another form, or an impossible value.
     """
-    values = dict(object_of(cost, 8))
-    seconds = values.pop("seconds", None)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < MAX_SIZE:
+    values = dict(stored(dict[str, int | float], cost))
+    seconds = values.pop("seconds", -1.0)
+    if not 0 <= seconds < MAX_SECONDS:
         raise ValueError("a cost is not in seconds")
-    return _variant(values, kind), float(seconds)
+    return stored(kind, values), float(seconds)
 
 
 def _canonical(content: Any) -> bytes:

@@ -18,7 +18,6 @@ from staticllm.devices import get_core
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.blobs.blob_set import json_properties
-from staticllm.pipelines.blobs.encoder_fields import encoder_shape_from_json
 from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.embedding.encoder_calls import check_ports, random_texts
@@ -66,7 +65,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     pad_id: int = 0
 
     name = "encoder"
-    variant = EncoderVariant
+    variant, shape = EncoderVariant, EncoderShape
 
     @property
     def can_embed(self) -> bool:
@@ -144,10 +143,6 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             normalize=str(self.chosen.is_normalised),
             properties=", ".join(f"{name}={value}" for name, value in properties),
         )
-
-    def shape_from_json(self, content: Mapping[str, Any]) -> EncoderShape:
-        """Return the shape that ``shape_to_json`` made ``content`` of."""
-        return encoder_shape_from_json(content)
 
     def choices(self, job: AnyJob) -> dict[str, Any]:
         """Return the longest text and the sizes that were asked for."""

@@ -17,6 +17,7 @@ from staticllm.pipelines.blobs.blob_set import MANIFEST, ImportTarget, is_ours, 
 from staticllm.pipelines.blobs.check import matches
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest, VariantFile
+from staticllm.pipelines.blobs.stored import to_json
 from staticllm.pipelines.model_loader.kind import Job, LoadJob, R
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile_plan import CompilePlan
@@ -199,7 +200,7 @@ def manifest_of(
         config=job.kind.choices(job),
         programs=options.layout,
         kv_type=options.kv_type or "",
-        shape=job.kind.shape_to_json(exported.programs.shape),
+        shape=to_json(exported.programs.shape),
         properties={part: json_properties(values) for part, values in options.properties.items()},
         variants=tuple(VariantFile(variant, name) for variant, name in exported.files.items()),
         blobs={},

@@ -16,7 +16,6 @@ from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.blobs.blob_set import json_properties
 from staticllm.pipelines.blobs.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.blobs.manifest import LAYOUT_FIELDS, Manifest
-from staticllm.pipelines.blobs.shape_fields import shape_from_json
 from staticllm.pipelines.model_loader.kind import LoadJob, ProgramKind, probes_of
 from staticllm.pipelines.model_loader.loaded import Loaded
 from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, make_runner
@@ -38,7 +37,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     """The kind of a causal language model. All choices of a load are in its config."""
 
     name = "decoder"
-    variant = Variant
+    variant, shape = Variant, ModelShape
     compiles_in_background = True
 
     def plan(
@@ -81,10 +80,6 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             **machine_values(core, device),
             **layout_values(config, layout, kv_type, values),
         )
-
-    def shape_from_json(self, content: Mapping[str, Any]) -> ModelShape:
-        """Return the shape that ``shape_to_json`` made ``content`` of."""
-        return shape_from_json(content)
 
     def properties(self, job: DecoderJob) -> Mapping[Part, Mapping[str, Any]]:
         """Return OpenVINO's properties for each phase."""

@@ -27,6 +27,7 @@ from staticllm.pipelines.blobs.crashes import check_crashes
 from staticllm.pipelines.blobs.fingerprint import Fingerprint
 from staticllm.pipelines.blobs.manifest import Manifest
 from staticllm.pipelines.blobs.measurements import CostsPlace
+from staticllm.pipelines.blobs.stored import stored
 from staticllm.pipelines.model_loader.kind import Job, LoadJob, R
 from staticllm.pipelines.model_loader.loaded import Loaded, Origin
 from staticllm.pipelines.programs.build import CompiledPrograms
@@ -67,7 +68,7 @@ def import_set(
     blobs = _read_checked(job, folder, manifest, lambda: fingerprint or kind.fingerprint(job))
     check_properties(folder, manifest, kind.properties(job))
     kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(kind.variant, options)
-    shape, files = kind.shape_from_json(manifest.shape), manifest.files_of(kind.variant)
+    shape, files = stored(kind.shape, manifest.shape), manifest.files_of(kind.variant)
     with kind.memory(shape, list(files)) as memory:
         compiled = _import_each(job, manifest, files, blobs, options)
         costs = manifest.costs_of(kind.variant)

@@ -53,12 +53,14 @@ K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
 class ProgramKind(ABC, Generic[V, S, R]):
     """What loading must know of one kind of model; a value of it also has the choices of one load.
 
-    ``name`` stands in manifests and messages, ``variant`` is the class of the sizes of its programs.
+    ``name`` stands in manifests and messages, ``variant`` is the class of the sizes of its programs, and ``shape`` that of
+    the contract with them; both are dataclasses whose annotations say what a stored one may hold.
     ``compiles_in_background``: whether it can serve before all of its programs are there.
     """
 
     name: ClassVar[str]
     variant: type[V]
+    shape: type[S]
     compiles_in_background: ClassVar[bool] = False
 
     @abstractmethod
@@ -81,10 +83,6 @@ class ProgramKind(ABC, Generic[V, S, R]):
         ``memory`` is what the block of ``memory`` gives; ``planned`` are all variants, if some are compiled later.
         """
 
-    @abstractmethod
-    def shape_from_json(self, content: Mapping[str, Any]) -> S:
-        """Return the shape that ``shape_to_json`` made ``content`` of; its fields were checked (``manifest.KINDS``)."""
-
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
@@ -100,10 +98,6 @@ class ProgramKind(ABC, Generic[V, S, R]):
             properties=", ".join(f"{name}={value}" for name, value in properties),
             choices=json.dumps(self.choices(job), sort_keys=True),
         )
-
-    def shape_to_json(self, shape: S) -> dict[str, Any]:
-        """Return a shape in the form that JSON holds."""
-        return asdict(shape)  # type: ignore[call-overload, no-any-return]
 
     def properties(self, job: Job[V, S, R]) -> Mapping[Part, Mapping[str, Any]]:
         """Return OpenVINO's properties for each part of the work, as the user set them."""

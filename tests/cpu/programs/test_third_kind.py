@@ -9,13 +9,13 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm.config import StaticLLMConfig
+from staticllm.core import Size
 from staticllm.devices import get_core
 from staticllm.errors import BlobError
 from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import read_model
 from staticllm.pipelines.blobs import manifest
 from staticllm.pipelines.blobs.fingerprint import OtherFingerprint
-from staticllm.pipelines.blobs.json_values import whole_of
 from staticllm.pipelines.model_loader.blob_export import export_set
 from staticllm.pipelines.model_loader.kind import LoadJob, ProgramKind
 from staticllm.pipelines.model_loader.load import load_job
@@ -29,15 +29,14 @@ BANDS, WIDTH = 8, 4
 
 @dataclass(frozen=True, order=True)
 class SoundVariant:
-    rows: int
+    rows: Size
     phase: ClassVar[str] = "encode"
-    may_be_zero: ClassVar[frozenset] = frozenset()
 
 
 @dataclass(frozen=True)
 class SoundShape:
-    bands: int
-    width: int
+    bands: Size
+    width: Size
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class SoundKind(ProgramKind):
     sizes: tuple = (16, 64)
 
     name = "sound model"
-    variant = SoundVariant
+    variant, shape = SoundVariant, SoundShape
 
     def plan(self, job, for_blobs=False, start="all programs"):
         model = read_model(get_core(), job.directory)
@@ -96,21 +95,13 @@ class SoundKind(ProgramKind):
     def runner(self, job, programs, memory, planned=()):
         return SoundRunner(programs)
 
-    def shape_from_json(self, content):
-        return SoundShape(**content)
-
     def choices(self, job):
         return {"sizes": list(self.sizes)}
 
 
-def check(content):
-    for size in (*content["config"]["sizes"], *content["shape"].values()):
-        whole_of(size, 1)
-
-
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    stored = manifest.StoredKind(OtherFingerprint, SoundVariant, check)
+    stored = manifest.StoredKind(OtherFingerprint, SoundVariant, SoundShape, lambda shape, content: None)
     monkeypatch.setitem(manifest.KINDS, SoundKind.name, stored)
     frames = ops.parameter([1, BANDS, -1], np.float32)
     weights = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
