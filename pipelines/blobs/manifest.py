@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args
 
-import msgspec
 from msgspec import Meta
 
 from staticllm.config import StaticLLMConfig
@@ -32,7 +31,7 @@ from staticllm.core import (
 )
 from staticllm.errors import ConfigError
 from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, Fingerprint, StepFingerprint, bytes_digest
-from staticllm.pipelines.blobs.stored import stored
+from staticllm.pipelines.blobs.stored import converted, stored
 from staticllm.pipelines.programs.lowered import V
 
 SCHEMA = 9
@@ -320,8 +319,7 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     kind = KINDS[name]
     kind.check(stored(kind.shape, found.shape), content)
     if found.verification is not None:
-        known = {field: value for field, value in found.verification.items() if field in _VERDICT}
-        verdict = msgspec.convert(known, _Verdict)
+        verdict = converted(_Verdict, found.verification)
         if not (math.isfinite(verdict.agreement) and math.isfinite(verdict.distance)):
             raise ValueError("the verification has a number that is not finite")
     parsed = {
@@ -331,9 +329,6 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
         "costs": dict(cost_from_json(cost, kind.variant) for cost in found.costs),
     }
     return Manifest(**{**content, **parsed})
-
-
-_VERDICT = frozenset(item.name for item in fields(_Verdict))
 
 
 def _variants(content: _Content, kind: type[V]) -> tuple[VariantFile, ...]:
