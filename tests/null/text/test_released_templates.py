@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quick import examples
 
 from staticllm.errors import PromptError
 from staticllm.pipelines.generation.extra_options import extra_options
-from staticllm.pipelines.text.parsing.events import message_of
+from staticllm.pipelines.text.parsing.events import merged, message_of
 from staticllm.pipelines.text.parsing.formats import find_format, format_beside
 from staticllm.pipelines.text.parsing.message_parser import MessageParser
 from staticllm.pipelines.text.parsing.required_calls import required_calls
@@ -154,6 +157,42 @@ def test_every_example_of_a_learnt_format_is_read(name, is_split):
     cut = MessageParser(format)
     message = message_of([*cut.push(begun), *cut.finish()])
     assert (message.content, message.tool_calls) == (begun, ()), "a call that is cut off is content"
+
+
+LEARNT = {name: found for name, text in TEMPLATES.items() if (found := find_format(text)).learnt is not None}
+
+
+@st.composite
+def answers(draw):
+    name = draw(st.sampled_from(sorted(LEARNT)))
+    shown = shape_of(TEMPLATES[name]).examples
+    pieces = [
+        *shown,
+        *LEARNT[name].learnt.markers,
+        "tool_name",
+        '{"arg1": "x"}',
+        "{",
+        '"',
+        "<",
+        "text",
+        "\n",
+        "call1call",
+    ]
+    text = "".join(draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return LEARNT[name], text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(answers())
+def test_however_an_answer_in_a_learnt_format_is_split_the_events_are_the_same(answer):
+    format, text, pieces = answer
+
+    def events_of(parts):
+        parser = MessageParser(format, [TOOL], new_id=lambda: "id")
+        return merged([event for part in parts for event in parser.push(part)] + parser.finish())
+
+    assert events_of(pieces) == events_of([text]) == events_of(text)
 
 
 def test_calls_that_a_template_does_not_show_are_written_and_read_as_genai_writes_them():
