@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+Clock = Callable[[], float]
+"""Returns this moment, in seconds: ``time.perf_counter``, or the virtual clock of a simulation."""
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "few_rows"]
 """The parts of the work that may have their own program and device properties: a phase, or the calls of few rows."""
