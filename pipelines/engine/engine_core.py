@@ -10,6 +10,7 @@ from functools import partial
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, BeamRequests
@@ -127,6 +128,11 @@ class EngineCore:
             self._beams.begin(request)
         else:
             self.kv_manager.add(request.sequences[0])
+
+    def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
+        """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
+        self.requests[request.request.id] = request
+        self.kv_manager.add_swapped(request.sequences[0], stored)
 
     def step(self) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.

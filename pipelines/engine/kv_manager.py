@@ -56,6 +56,12 @@ class KVCacheManager:
         self.states[state.id] = state
         self.table.add(state.info)
 
+    def add_swapped(self, state: SequenceState, stored: StoredSequence) -> None:
+        """Add a request that another device has served up to now; ``stored`` has the slots of all tokens but the last."""
+        self.host_pool.swap_out(state.id, stored)
+        state.info.arrive_swapped(len(stored.tokens), state.num_generated, state.token_times[-1])
+        self.add(state)
+
     def leave(self, state: FedState) -> None:
         """Remove a fed request whose tokens have run from the table; it is away, and keeps its slots."""
         self._remove(state)
