@@ -144,10 +144,18 @@ class Cluster:
         end = device.step(now)
         if end is not None:
             self._at(end, FINISH, lambda now: self._finish(device, now))
-        elif (moment := device.wake_at(now)) is not None:
+            return
+        self._collect(device, now)
+        if (moment := device.wake_at(now)) is not None:
             self._at(moment, ARRIVE, lambda now: self._wake(device, now))
 
     def _finish(self, device: SimulatedDevice, now: float) -> None:
+        self._collect(device, now)
+        self._admit(now)
+        self._wake(device, now)
+
+    def _collect(self, device: SimulatedDevice, now: float) -> None:
+        """Record the answers that leave a device, or hand their requests over to one that decodes."""
         for ended in device.finish():
             request, record = ended.request, ended.record
             is_short = len(record.token_times) < request.arrival.num_output
@@ -157,8 +165,6 @@ class Cluster:
             else:
                 self._records[record.id] = record
                 self._num_admissible += record.id >= 0  # further answers have ids below
-        self._admit(now)
-        self._wake(device, now)
 
     def _hand_over(self, decode: Pool, ended: Ended, now: float) -> None:
         arrival = ended.request.arrival

@@ -138,12 +138,13 @@ class SimulatedDevice:
         self._served: dict[int, _Served] = {}  # by the number in the engine
         self._numbers: dict[int, int] = {}  # of arrivals, by the number in the engine
         self._ended: list[Ended] = []
+        self._num_leaving = 0  # requests whose last answers are in ``_ended``
         self._idle_since = float("-inf")
 
     @property
     def num_requests(self) -> int:
         """The number of requests that have not left the device."""
-        return len(self._served) + len(self._inbox)
+        return len(self._served) + len(self._inbox) + self._num_leaving
 
     @property
     def slots_used(self) -> int:
@@ -173,7 +174,7 @@ class SimulatedDevice:
         self._inbox.append(request)
 
     def step(self, now: float) -> float | None:
-        """Make the engine's next step at the moment ``now``. Return the moment of its end; None if there is none yet.
+        """Make the engine's next step at the moment ``now``. Return the moment of its end; None if it made no call.
 
         Raises:
             DeviceError: a request cannot run at all.
@@ -181,7 +182,7 @@ class SimulatedDevice:
         self.clock.now = now
         self._runner.is_waking = now > self._idle_since
         self._admit(now)
-        while self.core.has_calls:
+        while self.core.has_calls or self.core.is_offloading:
             num_calls = self._num_calls
             self.core.step()
             self._clients.close_done()
@@ -201,7 +202,7 @@ class SimulatedDevice:
 
     def finish(self) -> list[Ended]:
         """End the step, and return the answers that leave the device."""
-        self.is_running = False
+        self.is_running, self._num_leaving = False, 0
         ended, self._ended = self._ended, []
         return ended
 
@@ -268,6 +269,7 @@ class SimulatedDevice:
         served.num_left -= len(records)
         if not served.num_left:
             del self._served[number]
+            self._num_leaving += 1
 
     def _raise_errors(self) -> None:
         """Raise the error of an answer that could not run."""
