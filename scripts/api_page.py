@@ -88,7 +88,9 @@ def _signature(thing: Any) -> str:
         return "(…)"
     parameters = [p for name, p in signature.parameters.items() if name not in ("self", "cls") and name[0] != "_"]
     arguments = [re.sub(r": '([^']*)'(?= = |$)", r": \1", str(p)) for p in parameters]
-    arguments = [re.sub(r"\b(Size|Count)\b", "int", argument) for argument in arguments]  # their bounds are for stored values
+    arguments = [
+        re.sub(r"\b(Size|Count)\b", "int", argument) for argument in arguments
+    ]  # their bounds are for stored values
     kinds = [p.kind for p in parameters]
     keyword = inspect.Parameter.KEYWORD_ONLY
     if keyword in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:

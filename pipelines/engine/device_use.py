@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class Worker(Protocol):
         ...
 
     def last_token_times(self) -> Iterable[float]:
-        """Return the moments of the running requests' last tokens (``time.perf_counter``)."""
+        """Return the moments of the running requests' last tokens (of the engine's clock)."""
         ...
 
 
@@ -109,11 +108,11 @@ class DeviceUse(SoleUse):
         demand, known = worker.demand, self._step_seconds
         ask = Ask(self.owner, known, demand.priority, payers=demand.owners)
         self.turns.take(ask)
-        start = time.perf_counter()
+        start = self.turns.clock()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
+            seconds = self.turns.clock() - start
             self._step_seconds = known + SMOOTHING * (seconds - known) if known else seconds
             shares = self._shares(worker.rows, seconds)
             self.turns.give(ask, seconds, self._due(worker.last_token_times(), limits), shares)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from staticllm.core import FinishReason
+from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
@@ -48,8 +48,10 @@ class Engine:
     engine's thread, which starts with the first request.
     """
 
-    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
-        self._core = EngineCore(runner, policy, options)
+    def __init__(
+        self, runner: ModelRunner, policy: Policy, options: EngineOptions, clock: Clock = time.perf_counter
+    ) -> None:
+        self._core = EngineCore(runner, policy, options, clock)
         self._inbox: dict[int, RequestState] = {}  # submitted and not yet admitted, by id
         self._callbacks = Callbacks()
         self._next: Switch | None = None
@@ -78,7 +80,7 @@ class Engine:
         self.check_process()
         vocab_size = self._core.vocab_size
         grammar = prepare_grammar(request, vocab_size, self.grammars)
-        state = new_state(request, vocab_size, queue, processors, grammar, self.decode)
+        state = new_state(request, vocab_size, queue, processors, grammar, self.decode, self._core.clock)
         self.submit_state(state)
         return state.queue
 
@@ -352,7 +354,7 @@ class Engine:
                 if is_free and not (has_rested and self._core.has_unknown_costs):
                     has_rested = not self._wake.wait(IDLE_SECONDS if self._core.has_unknown_costs else None)
                 if not is_free and self._core.wait_until is not None and not (self._has_news or self._is_closing):
-                    self._wake.wait(max(0.0, self._core.wait_until - time.perf_counter()))
+                    self._wake.wait(max(0.0, self._core.wait_until - self._core.clock()))
                 has_rested = has_rested and not self._is_needed
                 if self._is_closing and not (self._is_draining and not self.is_idle):
                     break
@@ -394,7 +396,7 @@ class Engine:
         if not self._core.feeds.is_switching:
             self._core.feeds.begin_held()
         for state in states:
-            if (reason := state.sequences[0].finish_reason_at(time.perf_counter())) is not None:
+            if (reason := state.sequences[0].finish_reason_at(self._core.clock())) is not None:
                 with self._wake:
                     del self._inbox[state.request.id]
                 self._core.refuse(state, reason)

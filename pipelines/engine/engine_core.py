@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from staticllm.core import FinishReason
+from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
+from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, BeamRequests
@@ -36,10 +37,14 @@ class EngineCore:
     """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
 
     ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
-    ``wait_until`` is the ``time.perf_counter`` moment until which the next step may wait; None if it should follow at once.
+    ``wait_until`` is the moment until which the next step may wait; None if it should follow at once. All moments are those of
+    ``clock``, which is also that of its requests and of the runner.
     """
 
-    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
+    def __init__(
+        self, runner: ModelRunner, policy: Policy, options: EngineOptions, clock: Clock = time.perf_counter
+    ) -> None:
+        self.clock = clock
         self.profiler = Profiler()
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
@@ -59,7 +64,7 @@ class EngineCore:
         self.runner, self.options = runner, options
         self._table = RequestTable(options.limits)
         previous: KVCacheManager | None = getattr(self, "kv_manager", None)
-        self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options)
+        self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options, self.clock)
         self.kv_manager.rotations = lambda: runner.rotations
         if previous is not None:
             self.kv_manager.away.take_over(previous.away)
@@ -97,7 +102,7 @@ class EngineCore:
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each fed sequence that is expected back."""
         running = (info.last_token_time for info in self._table if info.status is RequestStatus.RUNNING)
-        away = self.kv_manager.away.expected_since(time.perf_counter())
+        away = self.kv_manager.away.expected_since(self.clock())
         return [*away, *(moment for moment in running if moment is not None)]
 
     @property
@@ -123,6 +128,11 @@ class EngineCore:
             self._beams.begin(request)
         else:
             self.kv_manager.add(request.sequences[0])
+
+    def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
+        """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
+        self.requests[request.request.id] = request
+        self.kv_manager.add_swapped(request.sequences[0], stored)
 
     def step(self) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
@@ -169,7 +179,7 @@ class EngineCore:
             part.close()
 
     def _end_expired(self) -> None:
-        now = time.perf_counter()
+        now = self.clock()
         self._beams.end_expired(now)
         for state in list(self.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
@@ -177,7 +187,7 @@ class EngineCore:
 
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
-        begin, self.wait_until = time.perf_counter(), None
+        begin, self.wait_until = self.clock(), None
         try:
             plan = self._plan()
         except NoPlanError as error:
@@ -195,16 +205,16 @@ class EngineCore:
         batch = self._prepare(plan)
         if batch is None:
             return
-        ready = time.perf_counter()
+        ready = self.clock()
         result = self._run(batch)
         if result is None:
             return
         context = self._count_call(batch, result.device_seconds)
-        chosen = time.perf_counter()
+        chosen = self.clock()
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._take_result(entry, segment, result)
         planning = ready - begin - batch.draft_seconds
-        host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, time.perf_counter() - chosen)
+        host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, self.clock() - chosen)
         self._batches.observe(batch, host, result.device_seconds)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
@@ -227,11 +237,11 @@ class EngineCore:
 
     def _run_job(self, job: int) -> None:
         """Run a call of another model. Tokens that are not posted yet are posted while it runs."""
-        start = time.perf_counter()
+        start = self.clock()
         num_parts = self.jobs.run(job, lambda: self._meanwhile(is_decoding=bool(self.requests)))
         self.post()
         if num_parts:
-            self.profiler.record(JobRecord(start, time.perf_counter() - start, job, num_parts))
+            self.profiler.record(JobRecord(start, self.clock() - start, job, num_parts))
 
     def _plan(self) -> Plan | None:
         """Return the next plan; None if there is nothing to do.
@@ -252,13 +262,13 @@ class EngineCore:
         manager.count_own_slots()
         high_slot, leaving_slots = runner.cache.slots.high_slot, manager.prefix.leaving_slots
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
-        view = self._table.view(time.perf_counter(), manager.free_slots, manager.host_pool.free_slots, device)
+        view = self._table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, away=manager.away.views) if jobs or len(manager.away) else view
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""
-        start = time.perf_counter()
+        start = self.clock()
         for entry in batch.entries:
             entry.state.started = entry.state.started or start
         segments = [entry.segment for entry in batch.entries]
@@ -266,7 +276,7 @@ class EngineCore:
             meanwhile = partial(self._meanwhile, batch.is_decoding, batch.entries)
             result = self.runner.run(batch.variant, segments, meanwhile, batch.accept)
         except Exception as error:
-            seconds = time.perf_counter() - start
+            seconds = self.clock() - start
             self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
             if self.runner.cache.is_void:
                 self._preempted += self.kv_manager.discard_slots()
@@ -358,7 +368,7 @@ class EngineCore:
         if (reason := state.add(choice)) is not None:
             self._end(state, reason)
             return
-        self._table.add_token(state.id, time.perf_counter())
+        self._table.add_token(state.id, self.clock())
         limit = self.options.max_seq_len
         if len(state.tokens) > limit and not self.kv_manager.shorten(state, limit // 2):
             self._end(state, FinishReason.LENGTH)

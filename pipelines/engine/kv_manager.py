@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from staticllm.core import Clock
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
@@ -32,8 +32,10 @@ class KVCacheManager:
     Runs on the engine's thread.
     """
 
-    def __init__(self, cache: KVCache, table: RequestTable, host_pool: HostPool, prefix: PrefixCache) -> None:
-        self.cache, self.table, self.host_pool, self.prefix = cache, table, host_pool, prefix
+    def __init__(
+        self, cache: KVCache, table: RequestTable, host_pool: HostPool, prefix: PrefixCache, clock: Clock
+    ) -> None:
+        self.cache, self.table, self.host_pool, self.prefix, self._clock = cache, table, host_pool, prefix, clock
         self.states: dict[int, SequenceState] = {}
         self.away = AwaySequences(cache, prefix)
         self.swap_seconds = 0.0
@@ -54,6 +56,12 @@ class KVCacheManager:
         self.states[state.id] = state
         self.table.add(state.info)
 
+    def add_swapped(self, state: SequenceState, stored: StoredSequence) -> None:
+        """Add a request that another device has served up to now; ``stored`` has the slots of all tokens but the last."""
+        self.host_pool.swap_out(state.id, stored)
+        state.info.arrive_swapped(len(stored.tokens), state.num_generated, state.token_times[-1])
+        self.add(state)
+
     def leave(self, state: FedState) -> None:
         """Remove a fed request whose tokens have run from the table; it is away, and keeps its slots."""
         self._remove(state)
@@ -63,7 +71,7 @@ class KVCacheManager:
         """Add an away request to the table: its client sent tokens."""
         self.away.remove(state)
         num_computed = len(state.sequence or ())
-        state.info.come_back(num_computed, time.perf_counter(), self.table.num_free_for_fed > 0)
+        state.info.come_back(num_computed, self._clock(), self.table.num_free_for_fed > 0)
         self.add(state)
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
@@ -92,9 +100,9 @@ class KVCacheManager:
     def offload(self, state: SequenceState) -> None:
         """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
         if state.sequence is not None and len(state.sequence) <= self.host_pool.free_slots:
-            start = time.perf_counter()
+            start = self._clock()
             stored = self.cache.copy_out(state.sequence)
-            self._count_swap(len(stored.tokens), time.perf_counter() - start)
+            self._count_swap(len(stored.tokens), self._clock() - start)
             self.put_in_host_pool(state, stored)
 
     def put_in_host_pool(self, state: SequenceState, stored: StoredSequence) -> None:
@@ -110,9 +118,9 @@ class KVCacheManager:
             stored = self.host_pool.take(state.id)
             own_slots = len(stored.tokens)
             self.make_room(own_slots)
-            start = time.perf_counter()
+            start = self._clock()
             state.sequence = self.cache.bring_back(stored, own_slots)
-            self._count_swap(own_slots, time.perf_counter() - start)
+            self._count_swap(own_slots, self._clock() - start)
         state.info.swap_in(own_slots)
 
     def preempt(self, state: SequenceState) -> None:
@@ -258,7 +266,8 @@ class KVCacheManager:
             state.sequence = None
 
 
-def make_kv_manager(cache: KVCache, table: RequestTable, options: EngineOptions) -> KVCacheManager:
+def make_kv_manager(cache: KVCache, table: RequestTable, options: EngineOptions, clock: Clock) -> KVCacheManager:
     """Return a manager with an empty host pool of ``options.host_kv_slots`` slots."""
     host_pool = HostPool(options.host_kv_slots, options.state_slots)
-    return KVCacheManager(cache, table, host_pool, PrefixCache(cache, host_pool, options.prefix_caching))
+    prefix = PrefixCache(cache, host_pool, options.prefix_caching)
+    return KVCacheManager(cache, table, host_pool, prefix, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,7 +44,7 @@ def step_record(
 ) -> StepRecord:
     """Return the record of one device call; without ``host`` of one that failed.
 
-    ``start`` is a ``time.perf_counter`` moment and ``seconds`` the duration of the call.
+    ``start`` is a moment of the engine's clock and ``seconds`` the duration of the call.
     """
     prefill = tuple((entry.state.id, len(entry.segment.tokens)) for entry in batch.entries if entry.is_prefill)
     prompts = {request for request, _ in prefill}
@@ -73,7 +72,7 @@ def request_record(state: SequenceState, reason: FinishReason) -> RequestRecord:
     request = state.request
     return RequestRecord(
         state.id, request.arrival, state.started, tuple(state.token_times),
-        0 if state.index else len(request.prompt), state.num_cached, reason, time.perf_counter(),
+        0 if state.index else len(request.prompt), state.num_cached, reason, state.clock(),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.random  # which numpy would import with the first request, when files may be scarce
 
-from staticllm.core import FinishReason
+from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, TokenOutput
@@ -124,7 +124,7 @@ _NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "gr
 
 class SequenceState:
     """One answer inside the engine. ``tokens`` holds the prompt and the answer so far, in the order of the KV slots; ``info``
-    is its entry in the request table, which knows its status and counts.
+    is its entry in the request table, which knows its status and counts. ``clock`` is that of the engine.
 
     Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
@@ -137,8 +137,9 @@ class SequenceState:
         index: int = 0,
         more_processors: Sequence[LogitsProcessor] = (),
         grammar_mask: GrammarMask | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        self.request, self.index = request, index
+        self.request, self.index, self.clock = request, index, clock
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
         self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
@@ -197,15 +198,15 @@ class SequenceState:
         Raises:
             GenerationConfigError: no token is left to choose.
         """
-        start = time.perf_counter()
+        start = self.clock()
         choice = self._sampler.sample(logits, argmax)
-        self._sampling_seconds += time.perf_counter() - start
+        self._sampling_seconds += self.clock() - start
         return choice
 
     def add(self, choice: Choice) -> FinishReason | None:
         """Add a chosen token to the answer. Return why the answer ends with it, None if it continues."""
         reason = self.reason_to_end(choice.token, 1)
-        now = time.perf_counter()
+        now = self.clock()
         self.tokens.append(choice.token)
         self.token_times.append(now)
         output = TokenOutput(
@@ -273,7 +274,7 @@ class RequestState:
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
     ``user_processors`` holds the logits processors that a user made, per answer; it is empty without any. ``grammar_mask`` is
-    the processor of an answer's grammar at its beginning; each answer gets its own copy.
+    the processor of an answer's grammar at its beginning; each answer gets its own copy. ``clock`` is that of the engine.
     """
 
     def __init__(
@@ -283,8 +284,9 @@ class RequestState:
         queue: OutputQueue | None = None,
         user_processors: Sequence[Sequence[LogitsProcessor]] = (),
         grammar_mask: GrammarMask | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        self.request, self.queue = request, queue or OutputQueue()
+        self.request, self.queue, self.clock = request, queue or OutputQueue(), clock
         self._user_processors = user_processors
         self._vocab_size, self._grammar_mask = vocab_size, grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
@@ -313,7 +315,7 @@ class RequestState:
     def _new_sequence(self, index: int) -> SequenceState:
         more = self._user_processors[index] if self._user_processors else ()
         mask = None if self._grammar_mask is None else self._grammar_mask.clone()
-        return SequenceState(self.request, self.queue, self._vocab_size, index, more, mask)
+        return SequenceState(self.request, self.queue, self._vocab_size, index, more, mask, self.clock)
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of all answers. Runs on the engine's thread."""

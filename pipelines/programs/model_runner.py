@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import Variant
+from staticllm.core import Clock, Variant
 from staticllm.errors import NumericalError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.rotation import KeyRotations, find_rotations
@@ -61,7 +61,7 @@ class SegmentResult:
 class StepResult:
     """What one call computed, and what it took.
 
-    ``start`` is when the device began (``time.perf_counter``). Seconds: ``prepare`` for ids, positions and masks,
+    ``start`` is when the device began (a moment of the runner's clock). Seconds: ``prepare`` for ids, positions and masks,
     ``device`` for the call itself, ``commit`` for the checks and copies after it.
     """
 
@@ -77,7 +77,8 @@ class ModelRunner:
     """Runs a model's programs over one KV cache. It is not thread-safe: in an engine, only the engine's thread calls it.
 
     ``index`` has the variants whose programs are compiled. ``planned`` are all variants of the model, including those that are
-    still being compiled in the background; ``is_complete`` says whether the programs of all of them are there.
+    still being compiled in the background; ``is_complete`` says whether the programs of all of them are there. ``clock`` is what
+    calls are timed with.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class ModelRunner:
         programs: Mapping[Variant, Runnable],
         costs: CostModel | None = None,
         planned: Iterable[Variant] = (),
+        clock: Clock = time.perf_counter,
     ) -> None:
         self.cache = cache
+        self.clock = clock
         self.programs = programs
         self.costs = costs or CostModel()
         self.probe = CostProbe(programs, self.costs)
@@ -172,13 +175,13 @@ class ModelRunner:
         ``meanwhile`` is called while the device runs. ``accept`` returns how many of a segment's first tokens are kept, since
         the model may accept only a part of a draft. Without it, all tokens are kept.
         """
-        begin = time.perf_counter()
+        begin = self.clock()
         program, step = self.programs[variant], Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
-        start = time.perf_counter()
+        start = self.clock()
         seconds = program.run(meanwhile)
-        end = time.perf_counter()
+        end = self.clock()
         buffers = program.buffers
         logits = [buffers.logits[0, place] for place in step.logits()]
         are_finite = self.cache.are_finite(step, buffers)
@@ -192,7 +195,7 @@ class ModelRunner:
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
         results = tuple(map(SegmentResult, logits, best, accepted, stored))
-        return StepResult(variant, results, start, start - begin, seconds, time.perf_counter() - end)
+        return StepResult(variant, results, start, start - begin, seconds, self.clock() - end)
 
     @cached_property
     def rotations(self) -> KeyRotations | None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from staticllm.core import Clock
+
 MIN_CALL_SHARE = 0.15
 """The least share of device time for calls that no engine's next token leaves room for."""
 RECHECK_SECONDS, MARGIN_SECONDS = 0.25, 1e-4
@@ -144,9 +146,9 @@ class DeviceTurns:
     engine does not ask counts no more: the client of the sequence has not come back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, on_use: OnUse | None = None) -> None:
+    def __init__(self, clock: Clock = time.perf_counter, on_use: OnUse | None = None) -> None:
         """Take a clock, and a function that is called with each ask that gives the device back, its seconds, and its shares."""
-        self._clock, self._on_use = clock, on_use
+        self.clock, self._on_use = clock, on_use
         self._lock = threading.Lock()
         self._waiting: list[Ask] = []
         self._running: list[Ask] = []
@@ -169,7 +171,7 @@ class DeviceTurns:
 
     def take(self, ask: Ask) -> float:
         """Wait for the device, and return how long it took in seconds. ``give`` must follow."""
-        ask.arrival = self._clock()
+        ask.arrival = self.clock()
         with self._lock:
             if self._is_idle_for(ask):
                 return 0.0
@@ -184,7 +186,7 @@ class DeviceTurns:
             with self._lock:
                 self._grant()
                 seconds = self._next_look()
-        return self._clock() - ask.arrival
+        return self.clock() - ask.arrival
 
     def _is_idle_for(self, ask: Ask) -> bool:
         """Grant an ask at once if nobody else wants the device, which is what ``_grant`` would do after a longer look."""
@@ -217,7 +219,7 @@ class DeviceTurns:
                 self._pay(ask.owner, max(0.0, left) / max(ask.width, 1))
             self._forget_some()
             self._set_due(ask.owner, due, ask.priority)
-            self._held, self._held_until = ask, self._clock() + HOLD_SECONDS
+            self._held, self._held_until = ask, self.clock() + HOLD_SECONDS
             self._grant()
             for each in self._waiting:  # until when they wait has changed
                 each.wake()
@@ -264,7 +266,7 @@ class DeviceTurns:
         if due is None:
             self._due.pop(owner, None)
         else:
-            self._due[owner] = Due(due, priority, max(due, self._clock() + LATE_SECONDS))
+            self._due[owner] = Due(due, priority, max(due, self.clock() + LATE_SECONDS))
 
     def _standing(self, ask: Ask) -> float:
         """Return the seconds by which asks of one priority are ordered: those of the payer who has used least."""
@@ -275,7 +277,7 @@ class DeviceTurns:
     def _grant(self) -> None:
         """Grant every ask that may run now. The caller holds the lock."""
         while self._waiting:
-            now = self._clock()
+            now = self.clock()
             possible = [ask for ask in self._waiting if self._fits(ask) and self._may_run(ask, now)]
             if not possible:
                 return
@@ -303,7 +305,7 @@ class DeviceTurns:
 
     def _next_look(self) -> float:
         """Return the seconds after which an ask that waits might be granted although nobody gives the device back."""
-        now = self._clock()
+        now = self.clock()
         moments = [self._held_until, *(due.until for due in self._due.values())]
         seconds = min((moment - now for moment in moments if moment > now), default=RECHECK_SECONDS)
         return min(seconds + MARGIN_SECONDS, RECHECK_SECONDS)

@@ -190,7 +190,8 @@ class NoPlanError(Exception):
 def _fallback(view: View) -> Plan:
     """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
-    Without requests, the most urgent job runs.
+    Without requests, the most urgent job runs. Slots that the others share among them are free without all of them, although each
+    alone frees none: a plan that breaks only the rule of free slots is left to the batch builder, which counts them.
 
     Raises:
         NoPlanError: no request can run.
@@ -208,8 +209,9 @@ def _fallback(view: View) -> Plan:
             for plan in alone(view, request):
                 try:
                     return check(plan, view)
-                except IllegalPlanError:
-                    continue
+                except IllegalPlanError as error:
+                    if error.rule == "free-slots" and plan.preempt:
+                        return plan
         raise NoPlanError(requests[0].id) from None
 
 

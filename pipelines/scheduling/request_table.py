@@ -1,4 +1,4 @@
-"""The request table holds every request and its status for the engine and for the simulator."""
+"""The request table holds every request of an engine and its status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestInfo:
 
     ``num_tokens`` must run before the next token can be chosen, and ``num_computed`` of them have keys and values. ``own_slots``
     counts the arena slots that would be free without the request; ``in_arena`` is False if its slots are in the host pool. The
-    KV cache manager, or the simulator, updates both. ``is_fed`` is as in ``RequestView``.
+    KV cache manager updates both. ``is_fed`` is as in ``RequestView``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RequestInfo:
 
     def arrive_swapped(self, num_computed: int, num_generated: int, last_token_time: float) -> None:
         """Record that the request was prefilled on another device and that its slots are in the host pool."""
-        self.status, self.in_arena = SWAPPED, False
+        self.status, self.in_arena, self.num_tokens = SWAPPED, False, num_computed + 1
         self.num_computed, self.num_generated, self.last_token_time = num_computed, num_generated, last_token_time
         self._view = None
 

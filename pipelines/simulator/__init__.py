@@ -1,1 +1,1 @@
-"""The simulator runs the engine's scheduling policies on a virtual clock, with given costs per call."""
+"""The simulator runs the engine's core on a virtual clock, with given costs per call."""

@@ -13,8 +13,7 @@ from typing import Literal
 from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.simulator.simulated_device import DeviceModel, SimulatedDevice
-from staticllm.pipelines.simulator.simulated_request import SimulatedRequest
+from staticllm.pipelines.simulator.simulated_device import DeviceModel, Ended, SimulatedDevice, SimulatedRequest
 from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "two_choices", "round_robin"]
@@ -106,7 +105,7 @@ class Cluster:
         pools: Sequence[Pool] = (self._first, self._decode) if self._decode else (self._first,)
         devices = [device for pool in pools for device in pool.devices]
         for device in devices:
-            device.planner.close()
+            device.close()
         records = sorted(self._records.values(), key=lambda record: (record.arrival, record.id))
         steps = tuple(tuple(device.steps) for device in devices)
         jobs = tuple(tuple(device.jobs) for device in devices)
@@ -142,31 +141,35 @@ class Cluster:
 
     def _begin(self, device: SimulatedDevice, now: float) -> None:
         self._planned.discard(device)
-        end = device.begin(now)
+        end = device.step(now)
         if end is not None:
             self._at(end, FINISH, lambda now: self._finish(device, now))
-        elif (moment := device.wake_at(now)) is not None:
+            return
+        self._collect(device, now)
+        if (moment := device.wake_at(now)) is not None:
             self._at(moment, ARRIVE, lambda now: self._wake(device, now))
 
     def _finish(self, device: SimulatedDevice, now: float) -> None:
-        for request in device.finish(now):
-            goes_on = (
-                self._decode is not None
-                and len(request.token_times) < request.arrival.num_output
-                and not request.has_slots
-            )
-            if goes_on and request.num_tokens <= device.model.max_seq_len:
-                self._hand_over(request, now)
-            else:
-                self._records[request.arrival.id] = request.record()
-                self._num_admissible += request.arrival.id >= 0  # further answers have ids below
+        self._collect(device, now)
         self._admit(now)
         self._wake(device, now)
 
-    def _hand_over(self, request: SimulatedRequest, now: float) -> None:
-        assert self._decode is not None
-        request.limit, request.has_slots = request.arrival.num_output, True
-        self._at(now + self._link(request.arrival.num_prompt), ARRIVE, self._submit(self._decode, request))
+    def _collect(self, device: SimulatedDevice, now: float) -> None:
+        """Record the answers that leave a device, or hand their requests over to one that decodes."""
+        for ended in device.finish():
+            request, record = ended.request, ended.record
+            is_short = len(record.token_times) < request.arrival.num_output
+            has_room = record.num_prompt + len(record.token_times) <= device.model.max_seq_len
+            if self._decode is not None and request.before is None and is_short and has_room:
+                self._hand_over(self._decode, ended, now)
+            else:
+                self._records[record.id] = record
+                self._num_admissible += record.id >= 0  # further answers have ids below
+
+    def _hand_over(self, decode: Pool, ended: Ended, now: float) -> None:
+        arrival = ended.request.arrival
+        request = SimulatedRequest(arrival, arrival.num_output, ended.record)
+        self._at(now + self._link(arrival.num_prompt), ARRIVE, self._submit(decode, request))
 
 
 def colocated(

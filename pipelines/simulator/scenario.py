@@ -15,7 +15,8 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Dispatch, Link, Pool, Run
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
-from staticllm.pipelines.simulator.simulated_device import BulkJobs, DeviceModel
+from staticllm.pipelines.simulator.simulated_device import DeviceModel
+from staticllm.pipelines.simulator.simulated_jobs import BulkJobs
 from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Arrival
 

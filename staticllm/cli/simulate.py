@@ -253,10 +253,13 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     host = HostCost(options["host_ms"] / 1e3, swap=options["swap_us"] / 1e6)
     if options["costs"]:
         variants, table = read_costs(options["costs"])
-        return replace(tabled_model(config, VariantIndex(variants), table, host), drafting=_drafting(options))
-    mode: Literal["shared", "separate"] = options["programs"]
-    cost = AnalyticCosts(options["weights_ms"] / 1e3, options["row_ms"] / 1e3, options["attention_us"] / 1e6)
-    return replace(configured_model(config, mode, cost, host), drafting=_drafting(options))
+        model = tabled_model(config, VariantIndex(variants), table, host)
+    else:
+        mode: Literal["shared", "separate"] = options["programs"]
+        cost = AnalyticCosts(options["weights_ms"] / 1e3, options["row_ms"] / 1e3, options["attention_us"] / 1e6)
+        model = configured_model(config, mode, cost, host)
+    has_beams = any(arrival.are_beams for arrival in arrivals)
+    return replace(model, drafting=_drafting(options), prefix_caching=has_beams)
 
 
 def _drafting(options: dict[str, Any]) -> Drafting | None:

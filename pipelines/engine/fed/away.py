@@ -42,7 +42,7 @@ class AwaySequences:
         return tuple(state.view for state in self._states.values())
 
     def expected_since(self, now: float) -> list[float]:
-        """Return since when each sequence is away that is expected back after the moment ``now`` (``time.perf_counter``)."""
+        """Return since when each sequence is away that is expected back after the moment ``now``."""
         return [each.since for each in self.views if each.ready_at is not None and each.ready_at >= now]
 
     def add(self, state: FedState) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from staticllm.core import FinishReason
+from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
 from staticllm.pipelines.engine.fed.feeds import FedCore, Feeds
 from staticllm.pipelines.engine.fed.state import FedState, FeedOrder, FeedResult
@@ -38,8 +38,9 @@ class BeamRequest(RequestState):
         queue: OutputQueue | None = None,
         decode: Decode | None = None,
         grammar_mask: GrammarMask | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        super().__init__(request, vocab_size, queue)
+        super().__init__(request, vocab_size, queue, clock=clock)
         self._first_mask = grammar_mask
         assert request.beams is not None, "not a beam search"
         limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
@@ -95,7 +96,8 @@ class BeamRequest(RequestState):
 
     def _feed(self, index: int, tokens: Sequence[int]) -> None:
         assert self._feeds is not None, "it has ended"
-        self._feeds.feed(self._beams[index], FeedOrder(tuple(tokens), "last", partial(self._take, index)))
+        order = FeedOrder(tuple(tokens), "last", partial(self._take, index), self.clock())
+        self._feeds.feed(self._beams[index], order)
 
     def _take(self, index: int, result: FeedResult) -> None:
         """Choose the next beams, when the feeds of all have ended; this is one of them."""
@@ -116,10 +118,10 @@ class BeamRequest(RequestState):
 
     def _choose(self, feeds: Feeds, index: int, logits: Logits) -> None:
         """Let the search know the logits ``[vocab]`` after a beam, and go on if they were the last ones of the step."""
-        start = time.perf_counter()
+        start = self.clock()
         self._search.take(index, logits, self._beams[index].mask)
         successors = self._search.advance() if self._search.is_complete else None
-        now = time.perf_counter()
+        now = self.clock()
         self._choosing_seconds += now - start
         if successors is None:
             return
@@ -174,13 +176,14 @@ def new_state(
     processors: Sequence[Sequence[LogitsProcessor]],
     grammar: PreparedGrammar | None,
     decode: Decode | None,
+    clock: Clock = time.perf_counter,
 ) -> RequestState:
     """Return a request as the engine runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
     mask = None if grammar is None else grammar.mask
     if request.beams is None:
-        state = RequestState(request, vocab_size, queue, processors, mask)
+        state = RequestState(request, vocab_size, queue, processors, mask, clock)
     else:
-        state = BeamRequest(request, vocab_size, queue, decode, mask)
+        state = BeamRequest(request, vocab_size, queue, decode, mask, clock)
     state.queue.compile_times = None if grammar is None else grammar.times
     return state
 
@@ -199,7 +202,7 @@ class BeamRequests:
         request.begin(self._feeds, self._remove)
 
     def end_expired(self, now: float) -> None:
-        """End the searches that were cancelled or are past their deadline at the ``time.perf_counter`` moment ``now``."""
+        """End the searches that were cancelled or are past their deadline at the moment ``now``."""
         for request in list(self._requests.values()):
             if (reason := request.sequences[0].finish_reason_at(now)) is not None:
                 request.end(reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-from staticllm.core import FinishReason
+from staticllm.core import Clock, FinishReason
 from staticllm.errors import PromptError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.fed.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
@@ -20,6 +20,7 @@ from staticllm.pipelines.profiling.stats import Profiler
 class FedCore(Protocol):
     """What feeds use of the engine's core."""
 
+    clock: Clock
     requests: dict[int, RequestState]
     kv_manager: KVCacheManager
     options: EngineOptions
@@ -47,7 +48,7 @@ class Feeds:
         self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = (), owner: int = 0
     ) -> FedState:
         """Return a new sequence, which is away; ``is_internal`` as in ``FedState``, the others as in ``EngineRequest``."""
-        state = FedState(self._core.vocab_size, priority, None, is_internal, adapters, owner)
+        state = FedState(self._core.vocab_size, priority, None, is_internal, adapters, owner, self._core.clock)
         self._core.kv_manager.away.add(state)
         return state
 

@@ -103,7 +103,7 @@ class FedSequence:
             self._is_busy = False
             feed.on_done(result)
 
-        order = FeedOrder(tuple(feed.tokens), feed.wanted, on_done)
+        order = FeedOrder(tuple(feed.tokens), feed.wanted, on_done, self._core.clock())
 
         def run() -> None:
             try:

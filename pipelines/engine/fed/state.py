@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from staticllm.core import FinishReason
+from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.output_queue import OutputQueue
@@ -43,7 +43,7 @@ class FeedResult:
 
 @dataclass(frozen=True)
 class FeedOrder:
-    """Tokens for a sequence, sent at the ``time.perf_counter`` moment ``sent_at``.
+    """Tokens for a sequence, sent at the moment ``sent_at`` of the engine's clock.
 
     ``on_done`` is called once, on the engine's thread, and must return quickly.
     """
@@ -51,7 +51,7 @@ class FeedOrder:
     tokens: tuple[int, ...]
     wanted: Wanted
     on_done: Callable[[FeedResult], None]
-    sent_at: float = field(default_factory=time.perf_counter)
+    sent_at: float
 
 
 class ThinkTime:
@@ -94,13 +94,14 @@ class FedState(SequenceState):
         is_internal: bool = False,
         adapters: AdapterScales = (),
         owner: int = 0,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner)
-        super().__init__(request, OutputQueue(), vocab_size)
+        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner, arrival=clock())
+        super().__init__(request, OutputQueue(), vocab_size, clock=clock)
         self.info.is_fed = True
         self.think = think or ThinkTime()
         self.is_internal = is_internal
-        self.away_since = time.perf_counter()
+        self.away_since = self.clock()
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
         self.is_closed = False
         self.mask: GrammarMask | None = None  # what may follow, where a grammar governs a beam
@@ -120,7 +121,9 @@ class FedState(SequenceState):
     def forked(self) -> FedState:
         """Return another sequence of the same client with the same tokens, and without slots."""
         asked = self.request
-        other = FedState(self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner)
+        other = FedState(
+            self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner, self.clock
+        )
         other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
         other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)
@@ -133,7 +136,7 @@ class FedState(SequenceState):
 
     @property
     def ready_at(self) -> float | None:
-        """The ``time.perf_counter`` moment by which the next feed is expected; None if it cannot be known."""
+        """The moment by which the next feed is expected; None if it cannot be known."""
         expected = self.think.expected
         is_known = expected is not None and self._is_answering and not self.is_internal
         return self.away_since + (expected or 0.0) if is_known else None
@@ -188,7 +191,7 @@ class FedState(SequenceState):
         assert self._logits is not None, "no feed"
         self._logits[self._num_rows :] = np.nan
         self.is_suspect = not is_finite
-        self.away_since = time.perf_counter()
+        self.away_since = self.clock()
         self.token_times.append(self.away_since)
         self._is_answering = True
         self._result = self._finished(self._logits, is_finite=is_finite)
@@ -198,7 +201,7 @@ class FedState(SequenceState):
         if self._result is not None and self._order is not None:
             order, result = self._order, self._result
             self._order = self._result = self._logits = None
-            self.away_since = time.perf_counter()
+            self.away_since = self.clock()
             order.on_done(result)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -210,7 +213,7 @@ class FedState(SequenceState):
             self.post()
 
     def _finished(self, logits: Logits | None, error: Exception | None = None, is_finite: bool = True) -> FeedResult:
-        queued = (self.started or time.perf_counter()) - self._fed_at
+        queued = (self.started or self.clock()) - self._fed_at
         return FeedResult(logits, error, is_finite, self._device_seconds, queued)
 
 

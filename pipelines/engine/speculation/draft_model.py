@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ class DraftModel:
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[Draft]:
         """Return a draft for each answer, with at most as many tokens as given; empty where there is no room for it."""
-        start = time.perf_counter()
+        start = self._runner.clock()
         try:
             return self._drafts(wanted)
         except Exception as error:
@@ -103,14 +102,14 @@ class DraftModel:
                 warnings.warn(f"the draft model is not used any more: {error}", RuntimeWarning, stacklevel=2)
             return [NO_DRAFT] * len(wanted)
         finally:
-            self.seconds += time.perf_counter() - start
+            self.seconds += self._runner.clock() - start
 
     def measure(self, until: float) -> None:
-        """Measure what a drafted token costs, for each number of requests, before the ``time.perf_counter`` moment ``until``."""
+        """Measure what a drafted token costs, for each number of requests, before the moment ``until`` of the runner's clock."""
         index, costs = self._runner.index, self._runner.costs
         for rows, sequences in index.sizes:
             variant = index.at(rows, sequences, 1)
-            if rows == sequences and variant is not None and time.perf_counter() < until:
+            if rows == sequences and variant is not None and self._runner.clock() < until:
                 program = self._runner.programs[variant]
                 costs.set(variant, min(timed_run(program) for _ in range(3)))
 

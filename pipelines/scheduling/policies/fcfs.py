@@ -22,7 +22,8 @@ class Fcfs:
 
     def plan(self, view: View) -> Plan:
         """Return a chunk of the first admitted prompt if KV slots are free for it, else a decode step of all running requests."""
-        startable = [request for request in in_order(view.waiting) if request.is_fed or view.free_places > 0]
+        has_place = view.free_places > 0
+        startable = [request for request in in_order(view.waiting) if request.is_fed or has_place]
         admitted = [*in_order(view.prefilling), *startable]
         if admitted and fits(view, admitted[0]):
             return Plan(prefill=((admitted[0].id, chunk_of(view, admitted[0])),))

@@ -10,7 +10,7 @@ import pytest
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, TokenBound, View
-from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
 from staticllm.pipelines.scheduling.policies.common import admissible_prompts, to_swap_in
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 from staticllm.testing import (
@@ -178,6 +178,16 @@ def test_a_prompt_may_run_while_beams_take_turns_in_all_places():
     assert [
         request.id for request in admissible_prompts(replace(view, max_num_seqs=1, waiting=(*view.waiting, fed)))
     ] == [2]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_one_of_several_answers_that_share_all_slots_runs_without_the_others(name):
+    """Two prompts fill the arena. Each of their answers alone frees no slot, so that no plan keeps the rule of free slots."""
+    answers = tuple(RequestView(i, "swapped", 90.0 + i, 25, 24, 0, 1, 99.0) for i in (1, 2, 3, 4))
+    view = a_view(waiting=(), prefilling=(), running=(), swapped=answers, free_slots=0)
+    with pytest.warns(RuntimeWarning, match="free-slots"):
+        plan = Planner(make_policy(name)).plan(view)
+    assert plan == Plan(decode=(1,), swap_in=(1,), preempt=(2, 3, 4))
 
 
 def test_a_policy_cannot_change_the_view():

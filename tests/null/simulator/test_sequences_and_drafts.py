@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from staticllm.cli import cli
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
+from staticllm.pipelines.engine.speculation.draft_planner import FIRST_PLAIN
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.pipelines.simulator.cluster import Cluster, Pool
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
@@ -52,23 +53,35 @@ requests = st.lists(
 )  # fmt: skip
 
 
+FULL_OF_SHARED_SLOTS = [
+    *(Arrival(number, 0.0, 1, 1) for number in range(5)),
+    Arrival(5, 0.0, 13, 2, num_answers=3),
+    *(Arrival(number, 0.0, prompt, 2, num_answers=2, are_beams=True) for number, prompt in ((6, 16), (7, 19))),
+]
+"""After three prompts, two sequences of each share all 48 slots: none of the six alone frees one."""
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=25, deadline=None)
 @given(
     arrivals=requests, kv_slots=st.integers(48, 160), host_kv_slots=st.sampled_from([0, 40]), num_seqs=st.integers(1, 4),
-    drafting=st.sampled_from([None, Drafting(3, 0.7, 0.001)]),
+    drafting=st.sampled_from([None, Drafting(3, 0.7, 0.001)]), prefix_caching=st.booleans(),
 )  # fmt: skip
+@example(FULL_OF_SHARED_SLOTS, 48, 0, 1, None, False)
 def test_every_sequence_gets_its_tokens_and_gives_its_slots_back(
-    policy, arrivals, kv_slots, host_kv_slots, num_seqs, drafting
+    policy, arrivals, kv_slots, host_kv_slots, num_seqs, drafting, prefix_caching
 ):
     """Slots are so few that beams lose theirs while they wait for others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a plan that expects slots which siblings still share is replaced by fcfs
-        run, device = run_on_one(model(num_seqs, kv_slots, host_kv_slots, drafting), arrivals, policy)
+        device_model = replace(model(num_seqs, kv_slots, host_kv_slots, drafting), prefix_caching=prefix_caching)
+        run, device = run_on_one(device_model, arrivals, policy)
     assert len(run.requests) == sum(arrival.num_answers for arrival in arrivals)
     wanted = sorted(arrival.num_output for arrival in arrivals for _ in range(arrival.num_answers))
     assert sorted(len(record.token_times) for record in run.requests) == wanted
-    assert (device.slots_used, device.host_slots_used, len(device.table)) == (0, 0, 0)
+    num_kept = device.core.kv_manager.prefix.idle_slots
+    assert (device.slots_used, device.host_slots_used, device.num_requests) == (num_kept, 0, 0)
+    assert prefix_caching or not num_kept
     for step in run.steps[0]:
         assert 0 <= step.slots_in_use <= kv_slots
 
@@ -94,16 +107,26 @@ def test_beams_go_on_together():
     assert narrow.requests[0].token_times[-1] > wide.requests[0].token_times[-1]
 
 
+def test_beams_that_lost_their_slots_get_them_back_from_the_host_pool():
+    """Eight beams have 160 slots, and 64 more places in the host pool: without them, prompts run again and again."""
+    arrivals = [Arrival(number, 0.0, 20, 20, num_answers=4, are_beams=True) for number in range(2)]
+    kept, again = (
+        run_on_one(replace(model(4, 100, 200), prefix_caching=is_on), arrivals, "dynamic")[0] for is_on in (True, False)
+    )
+    rows = [sum(step.prefill_rows for step in run.steps[0]) for run in (kept, again)]
+    assert rows[0] < rows[1]
+    assert max(each.token_times[-1] for each in kept.requests) < max(each.token_times[-1] for each in again.requests)
+
+
 def test_drafts_are_accepted_as_often_as_given_and_only_where_they_pay():
     arrivals = [Arrival(0, 0.0, 4, 24)]
     plain, _ = run_on_one(model(), arrivals)
     sure, _ = run_on_one(model(drafting=Drafting(3, 1.0)), arrivals)
     decoding = [step for step in sure.steps[0] if step.decode]
-    assert [step.drafts[0][1:] for step in decoding if step.drafts] == [(3, 3)] * 5 + [(2, 2)]
-    assert len(decoding) == 6  # the last call has room for three tokens
+    assert [step.drafts[0][1:] if step.drafts else None for step in decoding] == [None] * FIRST_PLAIN + [(3, 3)] * 5
     assert sure.requests[0].token_times[-1] < plain.requests[0].token_times[-1] / 2
     never, _ = run_on_one(model(drafting=Drafting(3, 0.0)), arrivals)
-    assert never.requests == plain.requests
+    assert never.requests[0].token_times[-1] < 1.01 * plain.requests[0].token_times[-1], "the engine finds out, cheaply"
     slow, _ = run_on_one(model(drafting=Drafting(3, 0.5, seconds=1.0)), arrivals)
     assert slow.requests == plain.requests
     many = [Arrival(number, 0.0, 4, 24) for number in range(60)]

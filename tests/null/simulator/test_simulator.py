@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
@@ -68,7 +68,7 @@ def test_a_device_without_requests_uses_no_slots():
     pool = Pool(model(kv_slots=64, host_kv_slots=30), POLICIES["prefill_first"], 2)
     Cluster(pool).run(poisson(20, 40, Lengths((1, 24), (1, 24))))
     for device in pool.devices:
-        assert (device.slots_used, device.host_slots_used, len(device.table), device.num_requests) == (0, 0, 0, 0)
+        assert (device.slots_used, device.host_slots_used, device.num_requests) == (0, 0, 0)
 
 
 def single(seconds, output=1):
@@ -150,6 +150,13 @@ def test_concurrency_limits_the_admitted_requests():
 def test_a_request_that_can_never_fit_is_refused():
     with pytest.raises(ConfigError, match="a sequence can have 48 KV slots"):
         Scenario(model(), (Arrival(0, 0.0, 60, 1),)).run("fcfs")
+
+
+@pytest.mark.filterwarnings("ignore:the scheduler")
+def test_a_request_that_the_engine_cannot_run_is_an_error():
+    small = replace(model(), kv_slots=32)
+    with pytest.raises(DeviceError, match="request 3 of 40 tokens: no program or not enough KV slots"):
+        Scenario(small, (Arrival(3, 0.0, 40, 2),)).run("fcfs")
 
 
 def test_jains_index_is_1_for_equal_values_and_1_over_n_for_a_single_one():

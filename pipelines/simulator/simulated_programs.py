@@ -1,0 +1,162 @@
+"""Programs that take their predicted time on a virtual clock and compute nothing, and the runner and KV cache around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.core import MAX_ANSWERS, ModelShape, Variant
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.sequence import KVSequence
+from staticllm.kvcache.slot_allocator import SlotAllocator
+from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
+from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.programs.model_runner import Accept, ModelRunner, StepResult
+from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.workload import Arrival
+
+VOCAB_SIZE = MAX_ANSWERS + 2
+"""The number of token ids, so that each of the most beams has a token of its own."""
+ANSWER_TOKEN, PROMPT_TOKEN = 0, VOCAB_SIZE - 1
+"""Every token of an answer, unless it is a beam, and every token of a prompt but the first."""
+SHAPE = ModelShape((), (), VOCAB_SIZE, position_rank=0)
+"""A model without keys and values: slots are counted, and take no memory."""
+LEAST_SECONDS = 1e-9
+"""The least cost that a policy sees; 0 would be an unknown one."""
+
+Tokens = NDArray[np.int64]
+NextLogits = Callable[[Tokens], Logits]
+"""Returns logits ``[n, vocab]`` after tokens ``[n]``."""
+
+
+class VirtualClock:
+    """A clock that stands still until somebody moves it; the simulated engine reads its moments from it, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let ``seconds`` pass."""
+        self.now += seconds
+
+
+class SimulatedProgram:
+    """A program that takes ``seconds`` on ``clock``."""
+
+    def __init__(self, buffers: StepBuffers, seconds: float, clock: VirtualClock, logits: NextLogits) -> None:
+        self.buffers = buffers
+        self._seconds, self._clock, self._next_logits = seconds, clock, logits
+
+    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
+        """Let the time of a call pass, and return it in seconds."""
+        if meanwhile is not None:
+            meanwhile()
+        self._clock.advance(self._seconds)
+        self.buffers.logits[0] = self._next_logits(self.buffers.input_ids[0, self.buffers.logit_rows])
+        return self._seconds
+
+
+class SimulatedCache(KVCache):
+    """A KV cache of ``num_slots`` slots without contents. Copies to and from the host pool take ``swap_seconds`` per slot."""
+
+    def __init__(self, kv_lens: Sequence[int], num_slots: int, clock: VirtualClock, swap_seconds: float) -> None:
+        super().__init__(SHAPE, kv_lens)
+        self.num_slots, self.slots = num_slots, SlotAllocator(num_slots)
+        self._clock, self._swap_seconds = clock, swap_seconds
+
+    def copy_out(self, sequence: KVSequence) -> StoredSequence:
+        self._clock.advance(len(sequence) * self._swap_seconds)
+        return super().copy_out(sequence)
+
+    def bring_back(self, stored: StoredSequence, length: int) -> KVSequence:
+        self._clock.advance(length * self._swap_seconds)
+        return super().bring_back(stored, length)
+
+
+class SimulatedRunner(ModelRunner):
+    """Runs simulated programs: before each call, the host takes its time.
+
+    ``num_calls`` counts the calls. ``is_waking``: whether the device was idle before the next one.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        programs: Mapping[Variant, SimulatedProgram],
+        costs: CostModel,
+        clock: VirtualClock,
+        host: HostCost,
+    ) -> None:
+        super().__init__(cache, programs, costs, clock=clock)
+        self._virtual_clock, self._host = clock, host
+        self.num_calls = 0
+        self.is_waking = True
+
+    def run(
+        self,
+        variant: Variant,
+        segments: Sequence[Segment],
+        meanwhile: Callable[[], None] | None = None,
+        accept: Accept | None = None,
+    ) -> StepResult:
+        self.num_calls += 1
+        self._virtual_clock.advance(self._lead(segments))
+        result = super().run(variant, segments, meanwhile, accept)
+        self._virtual_clock.advance(self._host.answer)
+        return result
+
+    def _lead(self, segments: Sequence[Segment]) -> float:
+        """Return the host's time before a call; a part of that between two calls has passed when tokens were chosen."""
+        host = self._host
+        if self.is_waking and host.wake is not None:
+            return host.wake
+        seconds = host(sum(len(segment.tokens) for segment in segments), len(segments))
+        return seconds if self.is_waking else max(0.0, seconds - host.answer)
+
+
+def prompt_of(arrival: Arrival) -> tuple[int, ...]:
+    """Return the tokens of a prompt. The first one is its own, outside the vocabulary, so that prompts begin differently."""
+    return (VOCAB_SIZE + arrival.id, *(PROMPT_TOKEN,) * (arrival.num_prompt - 1))
+
+
+def next_logits(tokens: Tokens) -> Logits:
+    """Return the logits of the simulated model: any token of answers follows a prompt, and each of them follows itself."""
+    return _LOGITS.take(tokens, 0, mode="clip")
+
+
+def simulated_runner(
+    variants: Iterable[Variant],
+    cost: Cost,
+    num_slots: int,
+    clock: VirtualClock,
+    host: HostCost,
+    known: Mapping[Variant, float] | None = None,
+    logits: NextLogits = next_logits,
+) -> SimulatedRunner:
+    """Return a runner of programs with these costs. The engine knows them, or begins with the measurements ``known``."""
+    variants = tuple(variants)
+    pool = BufferPool(variants, SHAPE)
+    programs = {v: SimulatedProgram(StepBuffers(v, pool), cost(v), clock, logits) for v in variants}
+    costs = CostModel(known)
+    for variant in variants if known is None else ():
+        costs.set(variant, max(cost(variant), LEAST_SECONDS))
+    cache = SimulatedCache([variant.kv_len for variant in variants], num_slots, clock, host.swap)
+    return SimulatedRunner(cache, programs, costs, clock, host)
+
+
+def _logits_after_each() -> Logits:
+    """Return the logits ``[vocab, vocab]`` after each token: beams begin with different tokens, and each goes on by itself."""
+    found = np.diag(np.full(VOCAB_SIZE, 100.0, np.float32))
+    found[PROMPT_TOKEN] = 100.0
+    found[PROMPT_TOKEN, PROMPT_TOKEN] = 0.0
+    return found
+
+
+_LOGITS = _logits_after_each()
