@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.structured.schemas.depth import check_depth
-from staticllm.pipelines.generation.structured.schemas.facts import LITERAL
-from staticllm.pipelines.generation.structured.schemas.negation import Exact
+from staticllm.pipelines.generation.structured.schemas.facts import LITERAL, MAPS
 from staticllm.pipelines.generation.structured.schemas.numbers import adds_bounds, with_exact_bounds
 from staticllm.pipelines.generation.structured.schemas.rewriting import rewritten
 
@@ -24,19 +23,12 @@ FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname
 """The formats that llguidance enforces; JSON Schema lets all others be mere annotations."""
 ANNOTATIONS = frozenset(["deprecated", "contentSchema"])
 """Keywords that say nothing about what is valid, and that llguidance does not know."""
-_COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "dependentSchemas", "dependentRequired")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
-MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+_COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "dependentRequired")
+_OPEN = ("additionalProperties", "patternProperties")
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?!\])|\[", re.DOTALL)
 _CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f"
 Schema = dict[str, Any]
-_COUNTS = (
-    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
-)  # fmt: skip
-_APPLIERS = (
-    "allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if", "then", "else", "dependentSchemas", "contains",
-)  # fmt: skip
-"""Keywords by which other schemas evaluate properties and items, too."""
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 
 def json_value(text: str, what: str) -> Any:
@@ -115,7 +107,7 @@ def _prepared(schema: Any, rules: _Rules) -> Any:
     if not isinstance(schema, dict):
         return schema
     is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
-    rules = replace(rules, closes=rules.closes and not is_combined and not isinstance(schema, Exact))
+    rules = replace(rules, closes=rules.closes and not is_combined)
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
@@ -128,7 +120,7 @@ def _prepared(schema: Any, rules: _Rules) -> Any:
             found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
         else:
             found[name] = value if name in LITERAL else _prepared(value, rules)
-    found = with_exact_bounds(_rewritten(found), rules.adds_bounds)
+    found = with_exact_bounds(_without_dependents(_whole_counts(found)), rules.adds_bounds)
     if rules.closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
     return found
@@ -152,64 +144,19 @@ def _lists_its_properties(schema: Mapping[str, Any]) -> bool:
     return isinstance(required, list) and set(map(str, required)) <= set(properties) and least <= len(properties)
 
 
-def _rewritten(schema: Schema) -> Schema:
-    """Return an equal schema object without the keywords that llguidance does not know and others can say; the others stay."""
-    for rewrite in _REWRITES:
-        schema = rewrite(schema)
-    return schema
-
-
 def _whole_counts(schema: Schema) -> Schema:
     """Write 2.0 as 2."""
     found = {name: schema[name] for name in _COUNTS if isinstance(schema.get(name), float)}
     return schema | {name: int(value) for name, value in found.items() if value.is_integer()}
 
 
-def _without_inert(schema: Schema) -> Schema:
-    """Leave out what has no effect without another keyword, and anchors that only dynamic references find."""
-    inert = set[str]()
-    if "if" not in schema:
-        inert |= {"then", "else"}
-    elif not {"then", "else"} & set(schema):
-        inert.add("if")
-    if "contains" not in schema:
-        inert |= {"minContains", "maxContains"}
-    return {name: value for name, value in schema.items() if name not in inert}
-
-
-def _without_unevaluated(schema: Schema) -> Schema:
-    """Say ``additionalProperties`` and ``items`` in place of the properties and items that no other schema evaluates."""
-    has_others = any(name in schema for name in _APPLIERS)
-    for name, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if name not in schema:
-            continue
-        rest = {key: value for key, value in schema.items() if key != name}
-        if schema[name] is True or plain in schema:
-            schema = rest
-        elif not has_others:
-            schema = {**rest, plain: schema[name]}
-    return schema
-
-
 def _without_dependents(schema: Schema) -> Schema:
-    """Say that either a property is missing, or what depends on it holds."""
-    required, schemas = schema.get("dependentRequired", {}), schema.get("dependentSchemas", {})
-    if not (required or schemas) or not isinstance(required, dict) or not isinstance(schemas, dict):
-        is_empty = required == {} and schemas == {}
-        return {name: value for name, value in schema.items() if not (is_empty and name.startswith("dependent"))}
-    rest = {name: value for name, value in schema.items() if name not in ("dependentRequired", "dependentSchemas")}
-    parts: list[Any] = [{"required": names} for names in required.values()] + list(schemas.values())
+    """Say that either a property is missing, or those that depend on it are there."""
+    required = schema.get("dependentRequired")
+    if not isinstance(required, dict):
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "dependentRequired"}
     choices = [
-        {"anyOf": [{"properties": {name: False}}, part]}
-        for name, part in zip((*required, *schemas), parts, strict=True)
-        if part != {"required": []}
+        {"anyOf": [{"properties": {name: False}}, {"required": names}]} for name, names in required.items() if names
     ]
     return {**rest, "allOf": [*rest.get("allOf", []), *choices]} if choices else rest
-
-
-_REWRITES: tuple[Callable[[Schema], Schema], ...] = (
-    _whole_counts,
-    _without_inert,
-    _without_unevaluated,
-    _without_dependents,
-)

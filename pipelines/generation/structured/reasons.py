@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.json_schema import MAPS
 from staticllm.pipelines.generation.structured.matcher import first_line
 from staticllm.pipelines.generation.structured.nodes import Choice, Node, Reference, Repeat, Rules, Schema, children
 from staticllm.pipelines.generation.structured.regex import python_reason, with_place
-from staticllm.pipelines.generation.structured.schemas.facts import LITERAL
-from staticllm.pipelines.generation.structured.schemas.rewriting import MAX_PLACES, OVERLAPPING
+from staticllm.pipelines.generation.structured.schemas.facts import LITERAL, MAPS
+from staticllm.pipelines.generation.structured.schemas.rewriting import OVERLAPPING
 from staticllm.pipelines.generation.structured.translation import SyntaxTree
 
 NOTHING = "NoExtensionBias"
@@ -23,8 +22,14 @@ _PREFIXES = ("failed to compile JSON schema: ", "Unsatisfiable schema: ")
 _LARK_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _UNKNOWN = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _REMEDIES = {
-    "contains": f"give the array a maxItems of at most {MAX_PLACES} and no minContains or maxContains, or leave it out",
-    "uniqueItems": "give items an enum of few values, or leave it out",
+    "not": "say what is allowed instead, with enum, bounds or anyOf",
+    **dict.fromkeys(["if", "then", "else", "dependentSchemas"], "write the cases as the options of an anyOf"),
+    "dependencies": "use dependentRequired",
+    **dict.fromkeys(["contains", "minContains", "maxContains"], "use minItems and maxItems, or leave it out"),
+    "uniqueItems": "leave it out (in pydantic, use list in place of set), and remove what comes twice from the answer",
+    "propertyNames": "list the names in properties, or use patternProperties",
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
 }
 _WORDS = (
     (r"Invalid type: (.*)", r"the type '\1' is unknown: use string, number, integer, boolean, null, array or object"),

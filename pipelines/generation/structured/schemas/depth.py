@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.structured.schemas.facts import LITERAL, AnySchema, InexpressibleError, SchemaFacts
+from staticllm.pipelines.generation.structured.schemas.facts import (
+    LITERAL,
+    MAPS,
+    AnySchema,
+    InexpressibleError,
+    SchemaFacts,
+)
 
 MAX_LEVELS = 300
 """llguidance ends the process from about 900 levels on, on a stack of 8 MiB."""
 MAX_STEPS = 1_000_000
 """The most values that are looked at: parts that are referred to may lie within each other."""
 _DEFINITIONS = frozenset(["$defs", "definitions"])
-_MAPS = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 _REFERENCES = ("$ref", "$dynamicRef")
 _NO_SCHEMAS = frozenset([*LITERAL, *_REFERENCES])
 
@@ -83,7 +88,7 @@ class _Reader:
                 references |= {value[key] for key in _REFERENCES if isinstance(value.get(key), str)}
                 for key in value.keys() - skipped:
                     inner = value[key]
-                    is_map = key in _MAPS and isinstance(inner, Mapping)
+                    is_map = key in MAPS and isinstance(inner, Mapping)
                     waiting.append(([*inner.values()] if is_map else inner, level + 1))
         return _Part(levels, frozenset(references))
 

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from staticllm.pipelines.generation.structured.nodes import escaped
-
 AnySchema: TypeAlias = Any
 """A JSON schema: an object, or a boolean."""
 Atoms: TypeAlias = frozenset[str]
@@ -16,9 +14,9 @@ ANY: Atoms = frozenset(["null", "boolean", "integer", "fraction", "string", "arr
 NUMBERS: Atoms = frozenset(["integer", "fraction"])
 LITERAL = ("const", "enum", "default", "examples")
 """Keywords whose values are JSON values, not schemas."""
+MAPS = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+"""Keywords whose values are schemas by name."""
 MAX_DEPTH = 40
-MAX_CHARS = 60
-"""The longest text that a regular expression excludes: each character is a group within the one before it."""
 MAX_VISITS = 60_000
 """The most parts of schemas that are looked at, over all; two options are compared in pairs."""
 VALUES_PER_PART = 16
@@ -27,10 +25,6 @@ VALUES_PER_PART = 16
 
 class InexpressibleError(Exception):
     """What a schema says cannot be said with the keywords that llguidance knows, or not in bounded time."""
-
-
-class ExhaustedError(InexpressibleError):
-    """More parts were looked at than is allowed: no further question about this schema will be answered."""
 
 
 class SchemaFacts:
@@ -44,17 +38,17 @@ class SchemaFacts:
         """Count parts that are looked at.
 
         Raises:
-            ExhaustedError: there were too many.
+            InexpressibleError: there were too many; then no further question about this schema is answered.
         """
         self._num_left -= num_parts
         if self._num_left < 0:
-            raise ExhaustedError
+            raise InexpressibleError
 
     def listed(self, part: Mapping[str, Any]) -> list[Any] | None:
         """Return the values of ``const`` or ``enum``, and count them; None without them.
 
         Raises:
-            ExhaustedError: there were too many.
+            InexpressibleError: there were too many.
         """
         values = listed_values(part)
         self.visit(len(values or ()) // VALUES_PER_PART)
@@ -150,18 +144,6 @@ def atom_of(value: object) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def type_of(atoms: Atoms) -> list[str]:
-    """Return the value of ``type`` that names these types.
-
-    Raises:
-        InexpressibleError: it has numbers without the whole ones.
-    """
-    if "fraction" in atoms and "integer" not in atoms:
-        raise InexpressibleError
-    names = atoms - NUMBERS | {"number"} if "fraction" in atoms else atoms
-    return sorted(names)
-
-
 def canonical(value: object) -> str:
     """Return a text that equal JSON values, and no others, have in common."""
     return json.dumps(_plain(value), sort_keys=True)
@@ -173,29 +155,3 @@ def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
-def pattern_of_others(texts: Sequence[str]) -> str:
-    """Return a regular expression of all texts but these, in the syntax of Rust's ``regex`` crate.
-
-    Raises:
-        InexpressibleError: a text is too long.
-    """
-    if max(map(len, texts)) > MAX_CHARS:
-        raise InexpressibleError
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for char in text:
-            node = node.setdefault(char, {})
-        node[""] = {}
-    return f"^({_others(tree)})$"
-
-
-def _others(node: Mapping[str, Any]) -> str:
-    chars = [char for char in node if char]
-    if not chars:
-        return r"[\s\S]+" if node else r"[\s\S]*"
-    ways = [f"[^{''.join(map(escaped, chars))}][\\s\\S]*"]
-    ways += [f"{escaped(char)}({_others(node[char])})" for char in chars]
-    return "|".join(ways if "" in node else ["", *ways])

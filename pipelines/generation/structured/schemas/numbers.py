@@ -14,7 +14,7 @@ from staticllm.errors import GenerationConfigError
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 1 << 63
-_COMBINERS = ("$ref", "$dynamicRef", "anyOf", "oneOf", "not", "if")
+_COMBINERS = ("$ref", "$dynamicRef", "anyOf", "oneOf")
 STEP_DIGITS = 3
 """An excluded whole bound becomes an included one that is further in by 10 to the power of minus so many digits more than the
 other bound has, and by a millionth at most."""

@@ -13,11 +13,11 @@ from typing import Any
 from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.generation.structured.schemas.facts import (
     LITERAL,
+    MAPS,
     AnySchema,
     InexpressibleError,
     SchemaFacts,
 )
-from staticllm.pipelines.generation.structured.schemas.rewriting import NAMED
 
 ROOT = "root"
 """The definition that holds the schema of all parameters, in the schema of one that refers to it."""
@@ -175,7 +175,7 @@ def _moved(schema: AnySchema) -> AnySchema:
     for name, value in schema.items():
         if name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             found[name] = f"#/$defs/{ROOT}{value[1:]}"
-        elif name in NAMED and isinstance(value, Mapping):
+        elif name in MAPS and isinstance(value, Mapping):
             found[name] = {key: _moved(each) for key, each in value.items()}
         else:
             found[name] = value if name in LITERAL else _moved(value)
