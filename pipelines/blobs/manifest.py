@@ -270,6 +270,8 @@ def _check_decoder(shape: ModelShape, content: Mapping[str, Any]) -> None:
         raise ValueError(f"properties has no part {missing[0]!r}")
     if "encode" in parts or not content["kv_type"]:
         raise ValueError("a part or the type of KV slots is not that of a decoder")
+    if shape.position_rank not in (0, 2, 3):
+        raise ValueError("the rank of its positions is impossible")
     if any(state.num_bytes > MAX_STATE_BYTES for state in shape.recurrent_states):
         raise ValueError("a recurrent state has more than 16 GiB")
     _check_adapters(shape)
