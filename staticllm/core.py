@@ -223,7 +223,7 @@ class ModelShape:
     kv_states: tuple[KVState, ...]
     masks: tuple[MaskKind, ...]
     vocab_size: Size  # the numbers per row of the output: of logits, or of an embedding if the head is cut
-    position_rank: Annotated[int, Meta(ge=0, le=3)]  # 2 for [1, S]; 3 for [k, 1, S] (M-RoPE); 0 if the model takes no positions
+    position_rank: Annotated[int, Meta(ge=0, le=3)]  # 2: [1, S]; 3: [k, 1, S] (M-RoPE); 0: it takes no positions
     position_copies: Annotated[int, Meta(ge=0, le=64)] = 1  # k of [k, 1, S]
     is_packable: bool = True  # whether several sequences can share a step
     has_distances: bool = False  # whether it takes the positions of keys and queries
