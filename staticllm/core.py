@@ -104,7 +104,7 @@ class RecurrentState:
     index: Count
     variable_id: Name
     shape: tuple[Size, ...]
-    dtype: Literal["float32", "float16", "int64", "int32"] = "float32"
+    dtype: Annotated[str, Meta(pattern="^(float32|float16|int64|int32)$")] = "float32"
 
     @property
     def num_bytes(self) -> int:
