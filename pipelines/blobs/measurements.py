@@ -84,10 +84,15 @@ class CostsPlace:
         made = {
             "layout": options.layout,
             "few_rows": options.few_rows,
-            "properties": {part: json_properties(values) for part, values in options.properties.items()},
+            "properties": {part: _without_cache_mode(values) for part, values in options.properties.items()},
         }
         subject = _digest_of({"fingerprint": self.fingerprint.to_json(), "cores": usable_cores(), **made})
         return KeptCosts(kind, MeasurementFile(self.folder / COSTS, subject, self.key), self.folder / LOCK)
+
+
+def _without_cache_mode(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return properties but for where weights are stored: that changes no cost."""
+    return {name: value for name, value in json_properties(properties).items() if name != "CACHE_MODE"}
 
 
 class KeptCosts(Generic[V]):

@@ -117,15 +117,15 @@ def test_a_streamer_that_stops_does_not_wait_for_the_device(pipe, monkeypatch):
 
 
 def test_a_decode_that_fails_in_the_stop_checker_only_spoils_no_answer(pipe, monkeypatch):
-    tokenizer, failed = pipe.get_tokenizer(), threading.Event()
+    failed, push = threading.Event(), IncrementalDetokenizer.push
 
-    def decode(tokens):
-        if threading.current_thread().name == "staticllm-stop-checker" and len(tokens) == 4:
+    def failing(detokenizer, token):
+        if threading.current_thread().name == "staticllm-stop-checker" and len(detokenizer.text) > 8:
             failed.set()
             raise RuntimeError("no memory")
-        return tokenizer.decode(tokens)
+        return push(detokenizer, token)
 
-    monkeypatch.setattr(pipe._stop_checker, "_decode", decode)
+    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
     handle = pipe.submit("hello", max_new_tokens=200, ignore_eos=True, stop_strings={"zzzz"})
     assert failed.wait(30)
     monkeypatch.undo()
