@@ -187,6 +187,8 @@ def _is_number(item: Field[Any]) -> bool:
     return str(item.type).removesuffix(" | None") in ("int", "float")
 
 
-_NUMBERS = frozenset(item.name.upper() for item in fields(StaticLLMConfig) if _is_number(item))
+_LENGTHS = frozenset(["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
+_NUMBERS = frozenset(item.name.upper() for item in fields(StaticLLMConfig) if _is_number(item)) - _LENGTHS
+"""The numbers that may be written as text. GenAI refuses the lengths so."""
 _HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}
 _OF_DECODERS = (*_HINTS, *_OWN, DEVICE_PROPERTIES, *_OF_PIPELINES)

@@ -83,7 +83,7 @@ def test_the_properties_of_the_device_win_as_in_openvino():
 
 def test_the_lengths_of_an_npu_may_be_its_own_properties():
     given = {
-        "DEVICE_PROPERTIES": {"NPU": {"MAX_PROMPT_LEN": 64, "NPUW_DEVICES": "CPU"}, "CPU": {"MAX_PROMPT_LEN": "128"}}
+        "DEVICE_PROPERTIES": {"NPU": {"MAX_PROMPT_LEN": 64, "NPUW_DEVICES": "CPU"}, "CPU": {"MAX_PROMPT_LEN": 128}}
     }
     found = {each.device: each.config.max_prompt_len for each in resolve_candidates("NPU,CPU", given, {})}
     assert found == {"NPU": 64, "CPU": 128}

@@ -63,7 +63,13 @@ def test_a_hint_names_what_the_caller_takes_and_never_the_same_name_again():
         resolve({"PREFILL_CONFIG": {"MAX_PROMPT_LEN": 5}}, DEVICE)
 
 
-@pytest.mark.parametrize("value", [128, 128.0, "128", "128.0"])
+@pytest.mark.parametrize("name", ["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
+def test_lengths_are_no_texts_as_in_genai(name):
+    with pytest.raises(ConfigError, match=f"{name}='128': must be a whole number"):
+        resolve({name: "128"})
+
+
+@pytest.mark.parametrize("value", [128, 128.0])
 def test_a_whole_float_is_a_whole_number(value):
     found = resolve({"MAX_PROMPT_LEN": value}).config.max_prompt_len
     assert found == 128
@@ -89,7 +95,7 @@ def test_every_switch_takes_every_form(name):
             resolve({name.upper(): value})
 
 
-NUMBERS = {"max_prompt_len": 64, "min_response_len": 8, "max_num_seqs": 2, "kv_slots": 4096, "host_kv_slots": 0, "max_waiting": 5,
+NUMBERS = {"max_num_seqs": 2, "kv_slots": 4096, "host_kv_slots": 0, "max_waiting": 5,
            "memory_limit_mb": 900, "cache_limit_gb": 2, "ttft_ms": 50, "tpot_ms": 5, "gap_ms": 7, "kv_cache_gb": 1}  # fmt: skip
 
 
@@ -99,7 +105,7 @@ def test_numbers_may_be_written_as_text(name):
     for value in ("x", "", "nan", "-1", "1e999", "9" * 5000, "64 MB"):
         with pytest.raises(ConfigError, match=name.upper()):
             resolve({name.upper(): value})
-    assert resolve({"PREFILL_HINT": "STATIC", "MAX_PROMPT_LEN": "64"}).config.prefill_rows == (64,)
+    assert resolve({"PREFILL_HINT": "STATIC", "MAX_PROMPT_LEN": 64}).config.prefill_rows == (64,)
     assert resolve({"KV_CACHE_PRECISION": "U8"}).config.kv_cache_precision == "u8"
 
 
