@@ -69,7 +69,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
 
     @property
     def can_embed(self) -> bool:
-        """Whether somebody says how a decoder's vectors become one: then it is an embedder, not a chat model."""
+        """Whether the user or a file says how a decoder's vectors become one: then it is an embedder, not a chat model."""
         return bool(self.pooling or self.chosen.score_tokens)
 
     @property
