@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from staticllm.errors import SnapshotError
-from staticllm.files import open_regular, whole_file
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.stored import StoredLayout, StoredSequence
+from staticllm.system.files import open_regular, whole_file
 
 MAGIC, OLD_MAGIC = b"staticllm kv v3\n", b"staticllm rows"
 MAX_HEADER = 1 << 16

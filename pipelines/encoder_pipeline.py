@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import openvino_genai as genai
 
 from staticllm.errors import ConfigError, shown
-from staticllm.heap import return_free_memory
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
@@ -24,7 +23,8 @@ from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.jobs import JobHost
-from staticllm.threads import check_process, close_when_collected
+from staticllm.system.heap import return_free_memory
+from staticllm.system.threads import check_process, close_when_collected
 
 QUERY_PRIORITY = 1
 """The default priority of queries; that of documents is 0."""

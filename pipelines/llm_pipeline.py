@@ -15,22 +15,21 @@ import openvino_genai as genai
 from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError, GenerationConfigError
-from staticllm.heap import return_free_memory
 from staticllm.model_dir import forget_in_memory
 from staticllm.pipelines.chat_session import ChatSession
+from staticllm.pipelines.daemon_client.daemon_home import DaemonHome
+from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.model_loader.arguments import named_in_memory, positional, resolve_candidates, source_of
-from staticllm.pipelines.model_loader.draft_source import take_draft_source, use_draft
-from staticllm.pipelines.model_loader.launch import Launched, launch
-from staticllm.pipelines.model_loader.text_reader import TextReader
-from staticllm.pipelines.model_loader.weights_watch import watch_of
+from staticllm.pipelines.launch.arguments import named_in_memory, positional, resolve_candidates, source_of
+from staticllm.pipelines.launch.draft_source import take_draft_source, use_draft
+from staticllm.pipelines.launch.engine import Launched, launch
+from staticllm.pipelines.launch.text_reader import TextReader
+from staticllm.pipelines.loading.weights_watch import watch_of
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.remote.daemon_home import DaemonHome
-from staticllm.pipelines.remote.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.snapshots import ModelSnapshots
@@ -43,7 +42,8 @@ from staticllm.pipelines.text.together import run_together
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
-from staticllm.threads import close_when_collected
+from staticllm.system.heap import return_free_memory
+from staticllm.system.threads import close_when_collected
 
 Streamer: TypeAlias = Callable[[str], genai.StreamingStatus | bool | None] | genai.StreamerBase | None
 GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, object] | None

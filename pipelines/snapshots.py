@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from staticllm.model_dir import weights_of
-from staticllm.pipelines.blobs.fingerprint import fingerprint_model
-from staticllm.pipelines.model_loader.launch import Launched
-from staticllm.pipelines.remote.remote_launch import RemoteLaunched
+from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
+from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched
+from staticllm.pipelines.launch.engine import Launched
 from staticllm.pipelines.text.input_processor import InputProcessor
 
 

@@ -22,7 +22,7 @@ from staticllm.adapters.lora import LoraAdapter, LoraLayer
 from staticllm.compiler_passes.graph.linear_layers import find_linear_layers
 from staticllm.devices import get_core
 from staticllm.model_dir import read_model
-from staticllm.pipelines.model_loader.load import load
+from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 CALLS = ((1, 1), (4, 4), (16, 16), (128, 1))

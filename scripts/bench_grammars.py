@@ -69,9 +69,9 @@ def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, fl
     ``hidden`` the share of the time of masks that passed while the device ran.
     """
     from staticllm import StaticLLMPipeline
-    from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
-    from staticllm.pipelines.generation.structured.grammar import Grammar
-    from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
+    from staticllm.pipelines.grammars.compiler import GrammarCompiler
+    from staticllm.pipelines.grammars.grammar import Grammar
+    from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 
     length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(tokens, 128)}
     firsts: list[float] = []
@@ -110,9 +110,9 @@ def bench_masks(options: argparse.Namespace) -> None:
     """Print the times of both libraries: to compile a grammar and make its first mask, and for each further mask."""
     import openvino_genai as genai
 
-    from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
-    from staticllm.pipelines.generation.structured.grammar import Grammar
-    from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
+    from staticllm.pipelines.grammars.compiler import GrammarCompiler
+    from staticllm.pipelines.grammars.grammar import Grammar
+    from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 
     tokenizer, begin = genai.Tokenizer(options.model), time.perf_counter()
     vocabulary = read_vocabulary(tokenizer)

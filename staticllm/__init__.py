@@ -28,19 +28,10 @@ from staticllm.errors import (
 from staticllm.metrics import PerfMetrics
 from staticllm.model_dir import demo_model_path
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText, ToolCall
+from staticllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
-    from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
-    from staticllm.pipelines.generation.logits_processors import LogitsProcessor
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.model_loader.draft_source import draft_model
-    from staticllm.pipelines.profiling.stats import Stats
-    from staticllm.pipelines.profiling.trace import Trace
-    from staticllm.pipelines.programs.variant_index import VariantIndex
-    from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
-    from staticllm.pipelines.text.handle import GenerationHandle
-    from staticllm.pipelines.text.parsing.events import (
+    from staticllm.pipelines.conversation.parsing.events import (
         ArgumentsDelta,
         CallBegin,
         CallBroken,
@@ -48,6 +39,16 @@ if TYPE_CHECKING:
         ContentDelta,
         ReasoningDelta,
     )
+    from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
+    from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
+    from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+    from staticllm.pipelines.launch.draft_source import draft_model
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from staticllm.pipelines.profiling.stats import Stats
+    from staticllm.pipelines.profiling.trace import Trace
+    from staticllm.pipelines.programs.variant_index import VariantIndex
+    from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
+    from staticllm.pipelines.text.handle import GenerationHandle
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
     from staticllm.pipelines.text_rerank_pipeline import RerankConfig, RerankHandle, StaticRerankPipeline
 
@@ -57,7 +58,6 @@ if __name__ != "staticllm":
 if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__).with_name("pipelines").is_dir():
     __path__.append(str(_CHECKOUT))  # in a checkout compiler_passes, kvcache and pipelines lie beside this folder
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
@@ -117,7 +117,7 @@ __all__ = [
 
 
 _LAZY = {
-    "draft_model": "model_loader.draft_source",
+    "draft_model": "launch.draft_source",
     **dict.fromkeys(("Adapter", "AdapterConfig"), "generation.genai_adapters"),
     "GenerationHandle": "text.handle",
     "LogitsProcessor": "generation.logits_processors",
@@ -127,7 +127,7 @@ _LAZY = {
     "VariantIndex": "programs.variant_index",
     **dict.fromkeys(
         ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
-        "text.parsing.events",
+        "conversation.parsing.events",
     ),
     **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
     "EmbeddingConfig": "embedding.embedding_config",

@@ -13,7 +13,7 @@ from msgspec import Meta
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Name = Annotated[str, Meta(max_length=4096)]
-"""Numbers and texts within the bounds that are checked where they come from a file (``blobs/stored.py``)."""
+"""Numbers and texts within the bounds that are checked where they come from a file (``artifacts/stored.py``)."""
 Clock = Callable[[], float]
 """Returns this moment, in seconds: ``time.perf_counter``, or the virtual clock of a simulation."""
 Phase = Literal["prefill", "generate"]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from staticllm.errors import ModelError, enough_memory, last_line
-from staticllm.files import open_regular, read_regular
-from staticllm.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, path_kind
+from staticllm.system.files import open_regular, read_regular
+from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
 if TYPE_CHECKING:
     import openvino as ov

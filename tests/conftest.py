@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
-from slow_tests import Stopwatch, is_listed, slow_tests
+from support.slow_tests import Stopwatch, is_listed, slow_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
@@ -20,7 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run the slow tests too, and all cases of those that take a sample"
     )
-    parser.addoption("--write-slow", action="store_true", help="measure the tests and write tests/slow_tests.txt anew")
+    parser.addoption(
+        "--write-slow", action="store_true", help="measure the tests and write tests/support/slow_tests.txt anew"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,7 +107,7 @@ def model_path(zoo: Path):
 @pytest.fixture(scope="session")
 def models_of(model_path, tmp_path_factory):
     """A function from a name to a model with two adapters, made once."""
-    from adapter_models import TARGETS, Models
+    from support.models.adapter_models import TARGETS, Models
 
     known = {}
 
@@ -134,7 +136,7 @@ def handles(llama):
 @pytest.fixture(scope="module")
 def adapted_pipe(llama, handles):
     """A pipeline of ``llama`` that was loaded with both adapters."""
-    from helpers import SHORT
+    from support.helpers import SHORT
 
     from staticllm import AdapterConfig, StaticLLMPipeline
 
@@ -144,7 +146,7 @@ def adapted_pipe(llama, handles):
 
 @pytest.fixture(scope="session")
 def _programs_of_this_run():
-    from shared_programs import SharedPrograms
+    from support.engine.shared_programs import SharedPrograms
 
     from staticllm import demo_model_path
 
@@ -161,14 +163,14 @@ def shared_programs(_programs_of_this_run) -> Iterator[None]:
 @pytest.fixture(scope="module", params=["here", pytest.param("child", marks=pytest.mark.slow)])
 def staticllm(request: pytest.FixtureRequest):
     """The command line, in this process, and with ``--all`` also in a child process."""
-    import command_line
+    from support import command_line
 
     return command_line.in_here if request.param == "here" else command_line.in_child
 
 
 @pytest.fixture(scope="session")
 def _originals():
-    from shared_programs import Original
+    from support.engine.shared_programs import Original
 
     known: dict[Path, Original] = {}
     return lambda path: known.get(path) or known.setdefault(path, Original(path))

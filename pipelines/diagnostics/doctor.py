@@ -18,11 +18,11 @@ from staticllm.core import OnProgress
 from staticllm.devices import get_core, kind, npu_compiler_problem
 from staticllm.errors import StaticLLMError, last_line
 from staticllm.model_dir import demo_model_path
-from staticllm.pipelines.blobs.cache import BlobCache
+from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.diagnostics.model_check import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.diagnostics.reports import Finding
-from staticllm.pipelines.model_loader.load import load
+from staticllm.pipelines.loading.load import load
 
 PACKAGES = (
     "openvino",

@@ -13,8 +13,8 @@ from staticllm.compiler_passes.lower_encoder import LoweredEncoder
 from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramMode
 from staticllm.devices import check_known, get_core, is_present, kind
-from staticllm.pipelines.blobs.cache import BlobCache, key_of
-from staticllm.pipelines.blobs.measurements import CostsPlace
+from staticllm.pipelines.artifacts.cache import BlobCache, key_of
+from staticllm.pipelines.artifacts.measurements import CostsPlace
 from staticllm.pipelines.diagnostics.memory import device_memory
 from staticllm.pipelines.diagnostics.process_memory import private_bytes
 from staticllm.pipelines.diagnostics.settings import label_of
@@ -29,7 +29,7 @@ from staticllm.pipelines.embedding.encoder_kind import (
 )
 from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, default_pooling
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.model_loader.load import load_job
+from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.layout import PROGRAM_BYTES
 from staticllm.ports import (

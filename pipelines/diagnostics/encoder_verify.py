@@ -22,8 +22,8 @@ from staticllm.core import EncoderShape, OnProgress, Pooling, ProgramMode
 from staticllm.devices import get_core, kind
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
-from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
-from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.artifacts.blob_set import read_manifest, rewrite_manifest
+from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.diagnostics.reports import Agreement, Verdict
 from staticllm.pipelines.embedding.encoder_job import encoder_job
@@ -32,7 +32,7 @@ from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import embed_texts
-from staticllm.pipelines.model_loader.load import load_job
+from staticllm.pipelines.loading.load import load_job
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
 LENGTHS = (1, 2, 3, 5, 9, 17, 33, 60, 100, 128, 250, 512)

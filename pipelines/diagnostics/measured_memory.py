@@ -78,8 +78,8 @@ def _run(results: Connection, path: str, device: str, config: StaticLLMConfig) -
 def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, weights_of
+    from staticllm.pipelines.launch.arguments import read_tokenizer
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.pipelines.model_loader.arguments import read_tokenizer
 
     directory = check_model_dir(path, True, config.weights_path)
     stages = Stages(weights_of(directory, config.weights_path))

@@ -18,8 +18,8 @@ from staticllm.errors import (
 )
 from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.blobs.fingerprint import fingerprint_model
+from staticllm.pipelines.artifacts.cache import BlobCache
+from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
 from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline

@@ -15,11 +15,11 @@ from staticllm.core import OnProgress, ProgramMode, Variant
 from staticllm.devices import check_device, get_core
 from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.blobs.blob_set import read_manifest, rewrite_manifest
-from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.artifacts.blob_set import read_manifest, rewrite_manifest
+from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.diagnostics.reports import Agreement, Verdict
-from staticllm.pipelines.model_loader.load import load
+from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner

@@ -17,7 +17,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.threads import check_may_wait
+from staticllm.system.threads import check_may_wait
 
 POLL_SECONDS = 0.5
 """The longest single wait of a caller: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.core import Pooling
 from staticllm.errors import ModelError, last_line
-from staticllm.files import read_regular
 from staticllm.model_dir import max_positions
+from staticllm.system.files import read_regular
 
 MAX_JSON = 1 << 20
 MAX_DENSE_BYTES = 1 << 30

@@ -14,11 +14,11 @@ from staticllm.core import OnProgress
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir, max_positions
-from staticllm.pipelines.blobs.blob_set import is_ours
+from staticllm.pipelines.artifacts.blob_set import is_ours
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
-from staticllm.pipelines.model_loader.genai_properties import from_genai
-from staticllm.pipelines.model_loader.kind import LoadJob
+from staticllm.pipelines.launch.genai_properties import from_genai
+from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.properties import resolve
 
 MAX_LENGTH = 512

@@ -17,14 +17,14 @@ from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramMode, P
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.blobs.blob_set import json_properties
-from staticllm.pipelines.blobs.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
-from staticllm.pipelines.blobs.manifest import Manifest
+from staticllm.pipelines.artifacts.blob_set import json_properties
+from staticllm.pipelines.artifacts.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
+from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.embedding.encoder_calls import check_ports, random_texts
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, Wanted, default_pooling, plan_encoder
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.model_loader.kind import LoadJob, ProgramKind
+from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.programs.build import CompiledPrograms
 from staticllm.pipelines.programs.compile_plan import StartWith
 from staticllm.pipelines.programs.layout import program_mode

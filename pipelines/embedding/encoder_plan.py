@@ -15,15 +15,15 @@ from staticllm.compiler_passes.pass_pipeline import EncoderOptions
 from staticllm.core import EncoderShape, EncoderVariant, Part, Pooling, ProgramMode, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError
-from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import read_model
 from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS
-from staticllm.pipelines.model_loader.kind import LoadJob
+from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import CompilePlan
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layout import program_mode
 from staticllm.ports import INPUT_IDS
+from staticllm.system.mapped_weights import MappedWeights
 
 EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))

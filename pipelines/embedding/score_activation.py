@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
-from staticllm.files import read_regular
 from staticllm.pipelines.embedding.encoder_files import TRUSTED
+from staticllm.system.files import read_regular
 
 Activation = Literal["sigmoid", "identity", "softmax"]
 """What makes a score of a logit: ``softmax`` takes all labels of a text together."""

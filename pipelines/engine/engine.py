@@ -13,12 +13,12 @@ from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
+from staticllm.pipelines.engine.beams import Decode, new_state
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
+from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.device_use import SoleUse
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed.beam_requests import Decode, new_state
-from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
@@ -27,13 +27,13 @@ from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.recording import progress_of
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, prepare_grammar
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.threads import check_may_wait, check_process, owned_device, start_thread
+from staticllm.system.threads import check_may_wait, check_process, owned_device, start_thread
 
 Result = TypeVar("Result")
 

@@ -12,10 +12,10 @@ from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
+from staticllm.pipelines.engine.beams import BeamRequest, BeamRequests
+from staticllm.pipelines.engine.client_sequences.feeds import Feeds
+from staticllm.pipelines.engine.client_sequences.state import FedState
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
-from staticllm.pipelines.engine.fed.beam_requests import BeamRequest, BeamRequests
-from staticllm.pipelines.engine.fed.feeds import Feeds
-from staticllm.pipelines.engine.fed.state import FedState
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions

@@ -11,8 +11,8 @@ from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.rotation import KeyRotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.fed.away import AwaySequences
-from staticllm.pipelines.engine.fed.state import FedState
+from staticllm.pipelines.engine.client_sequences.away import AwaySequences
+from staticllm.pipelines.engine.client_sequences.state import FedState
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import SINKS, shorten
 from staticllm.pipelines.engine.request import SequenceState

@@ -23,9 +23,9 @@ from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
 from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.mask import ForcedTokens, GrammarMask
+from staticllm.pipelines.grammars.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 

@@ -38,8 +38,8 @@ from staticllm.pipelines.generation.extra_options import (
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.requested import CONFIG, KEYWORDS, requested_grammar
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_grammar
 
 UNLIMITED = 2**64 - 1
 MAX_STOP_TOKEN = 2**63 - 1

@@ -40,8 +40,6 @@ from staticllm.devices import (
     supported_properties,
     with_exact_f32,
 )
-from staticllm.heap import return_large_blocks
-from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import check_model_dir, read_model, weights_size
 from staticllm.pipelines.programs.autotune import ProbeTimes, calibrated
 from staticllm.pipelines.programs.compile import CompileOptions
@@ -50,6 +48,8 @@ from staticllm.pipelines.programs.layer_probe import ProbedProgram, layers_speed
 from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
 from staticllm.pipelines.programs.lowered import Lowered, S, V
 from staticllm.pipelines.programs.variants import choose_variants
+from staticllm.system.heap import return_large_blocks
+from staticllm.system.mapped_weights import MappedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from staticllm.kvcache.rotation import KeyRotations, find_rotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.costs.probe import CostProbe
 from staticllm.pipelines.programs.chunking import plan_chunks
-from staticllm.pipelines.programs.cost_model import CostModel
-from staticllm.pipelines.programs.cost_probe import CostProbe
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]

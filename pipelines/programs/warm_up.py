@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from staticllm.core import OnProgress, ProgressEvent, Variant
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.bind import BoundPrograms
-from staticllm.pipelines.programs.cost_model import CostModel
 
 FIRST_ROWS = (16, 1)
 """Rows of the calls of a shared program that run in any case, in this order: a short prompt packs most of the weights."""

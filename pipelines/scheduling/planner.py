@@ -22,7 +22,7 @@ from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.request_table import RequestTable
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check, check_wait_so_far
-from staticllm.threads import start_thread
+from staticllm.system.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "dynamic": Dynamic,

@@ -11,8 +11,8 @@ from typing import Any
 
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
-from staticllm.files import write_whole
-from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.costs.model import CostModel
+from staticllm.system.files import write_whole
 
 Cost = Callable[[Variant], float]
 """Returns the seconds that one call of a variant takes."""

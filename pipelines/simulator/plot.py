@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from staticllm.errors import ConfigError
-from staticllm.files import write_whole
 from staticllm.pipelines.profiling.records import RequestRecord
 from staticllm.pipelines.simulator.cluster import Run
+from staticllm.system.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ import heapq
 from functools import partial
 from itertools import count
 
+from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed.state import FedState, FeedOrder, FeedResult
 from staticllm.pipelines.simulator.simulated_programs import ANSWER_TOKEN, prompt_of
 from staticllm.pipelines.simulator.workload import Arrival
 

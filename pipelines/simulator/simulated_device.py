@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.engine.beams import new_state
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed.beam_requests import new_state
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import EngineRequest, RequestState, new_id
 from staticllm.pipelines.generation.beam_search import BeamParams

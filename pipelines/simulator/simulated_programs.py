@@ -13,8 +13,8 @@ from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.model_runner import Accept, ModelRunner, StepResult
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
-from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cost_model import HostCost
 from staticllm.pipelines.simulator.scenario import Scenario

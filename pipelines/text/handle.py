@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
+from staticllm.pipelines.conversation.parsing.events import Event
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.loop_waker import OutputSignal, in_thread, running_waker
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta, kept_outputs
-from staticllm.pipelines.text.parsing.events import Event
 from staticllm.pipelines.text.reader_role import ReaderRole
 from staticllm.pipelines.text.results import Results, results_of
-from staticllm.threads import check_may_wait, check_process, start_thread
+from staticllm.system.threads import check_may_wait, check_process, start_thread
 
 POLL_SECONDS = 0.5
 """The longest single wait of a reader: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""

@@ -13,7 +13,7 @@ from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.threads import start_thread
+from staticllm.system.threads import start_thread
 
 
 class StopChecker:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from staticllm.adapters.safetensors_file import SafetensorsFile, open_safetensors, safetensors_in_memory
 from staticllm.errors import AdapterError, enough_memory
-from staticllm.files import read_regular
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.model_paths.path_kinds import ADAPTER
 from staticllm.model_paths.path_kinds import FILE as FILE_KIND
+from staticllm.system.files import read_regular
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_CONFIG = 1 << 20

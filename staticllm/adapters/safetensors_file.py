@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import AdapterError
-from staticllm.files import open_regular
+from staticllm.system.files import open_regular
 
 MAX_HEADER = 16 << 20
 MAX_TENSORS = 1 << 16

@@ -13,10 +13,10 @@ import click
 from staticllm.cli.options import Number
 from staticllm.cli.progress import progress
 from staticllm.errors import BlobError, ConfigError
-from staticllm.files import read_regular
+from staticllm.system.files import read_regular
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.blobs.cache import BlobCache, Entry
+    from staticllm.pipelines.artifacts.cache import BlobCache, Entry
 
 GB = 1e9
 MAX_KEY = 1 << 16
@@ -48,7 +48,7 @@ def _common(function: Command) -> Command:
 
 
 def _open(folder: str) -> BlobCache:
-    from staticllm.pipelines.blobs.cache import BlobCache
+    from staticllm.pipelines.artifacts.cache import BlobCache
 
     if not Path(folder).is_dir():
         raise ConfigError(f"there is no cache folder {folder!r}: give the folder that CACHE_DIR names")
@@ -56,7 +56,7 @@ def _open(folder: str) -> BlobCache:
 
 
 def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
-    from staticllm.pipelines.blobs.crashes import LIMIT, num_crashes
+    from staticllm.pipelines.artifacts.crashes import LIMIT, num_crashes
 
     manifest = entry.manifest
     problem = problem or entry.problem
@@ -163,8 +163,8 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
-    from staticllm.pipelines.blobs.blob_set import read_manifest, read_stored
-    from staticllm.pipelines.blobs.cache import BlobCache, key_of
+    from staticllm.pipelines.artifacts.blob_set import read_manifest, read_stored
+    from staticllm.pipelines.artifacts.cache import BlobCache, key_of
 
     manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # check all bytes first, so that nothing of a damaged set is copied
@@ -176,7 +176,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
 
 def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
     """Copy a whole set, or nothing; every byte is compared with its digest."""
-    from staticllm.pipelines.blobs.blob_set import copy_set
+    from staticllm.pipelines.artifacts.blob_set import copy_set
 
     if target.exists():
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")

@@ -24,7 +24,7 @@ from staticllm.model_paths.path_kind import path_kind
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.blobs.manifest import Manifest
+    from staticllm.pipelines.artifacts.manifest import Manifest
 
 
 @click.command("compile", cls=GroupedCommand, groups=PROGRAM_GROUP)
@@ -67,7 +67,7 @@ def command(
         compile_it = encoders.compile_set if encoders.is_encoder(model, options) else _compile
         manifest = compile_it(model, target, is_verified, options, Steps(shown), shown)
     if as_json:
-        from staticllm.pipelines.blobs.manifest import manifest_to_json
+        from staticllm.pipelines.artifacts.manifest import manifest_to_json
 
         click.echo(json.dumps(manifest_to_json(manifest), indent=2))
     else:
@@ -83,8 +83,8 @@ def _target(model: str, given: str) -> str:
         UsageError: it is a model, which click took for the value of ``--export-blob``.
         ConfigError: it exists, or cannot be written.
     """
-    from staticllm.pipelines.model_loader.blob_export import check_new
-    from staticllm.pipelines.model_loader.exported import DEFAULT_BLOB
+    from staticllm.pipelines.loading.export import check_new
+    from staticllm.pipelines.loading.exported import DEFAULT_BLOB
 
     if given and path_kind(expanded(given)).is_loadable:
         raise click.UsageError(
@@ -103,8 +103,8 @@ def _compile(
     """Compile a decoder and write its blob set, and compare it with the original if that is asked for."""
     from staticllm.adapters.adapter_set import AdapterSet
     from staticllm.adapters.lora import read_adapter
-    from staticllm.pipelines.model_loader.blob_export import export_set
-    from staticllm.pipelines.model_loader.decoder_kind import job_of
+    from staticllm.pipelines.loading.decoder_kind import job_of
+    from staticllm.pipelines.loading.export import export_set
 
     config = read_config(options)
     if options["adapters"]:

@@ -16,7 +16,7 @@ from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from staticllm.core import ProgramMode
-    from staticllm.pipelines.blobs.manifest import Manifest
+    from staticllm.pipelines.artifacts.manifest import Manifest
     from staticllm.pipelines.diagnostics.encoder_reports import EncoderEstimate, EncoderReport, EncoderVariantReport
     from staticllm.pipelines.diagnostics.reports import Verdict
     from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
@@ -91,7 +91,7 @@ def compile_set(
 ) -> Manifest:
     """Compile an encoder, write its blob set, and compare it with the original if that is asked for."""
     from staticllm.pipelines.embedding.encoder_job import encoder_job
-    from staticllm.pipelines.model_loader.blob_export import export_set
+    from staticllm.pipelines.loading.export import export_set
 
     if options.get("adapters"):
         raise ConfigError("--adapter changes decoders, this model is an encoder: leave it out")

@@ -15,8 +15,8 @@ import click
 from staticllm.cli.usage.model_arguments import folder_of, one_model
 from staticllm.config import PROGRAMS, StaticLLMConfig
 from staticllm.errors import MAX_LEN, ConfigError, PromptError
-from staticllm.files import refusal_of
 from staticllm.properties import resolve
+from staticllm.system.files import refusal_of
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline

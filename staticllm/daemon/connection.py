@@ -21,7 +21,7 @@ from staticllm.daemon.session import Session
 from staticllm.daemon.streams import OutputStream
 from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError, StaticLLMError, as_ours
-from staticllm.pipelines.remote.failures import failed, refused
+from staticllm.pipelines.daemon_client.failures import failed, refused
 from staticllm.wire import tensors
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError

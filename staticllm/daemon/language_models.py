@@ -14,14 +14,14 @@ from staticllm.daemon.call_watch import CallWatch
 from staticllm.daemon.devices import Devices
 from staticllm.daemon.language_source import LanguageSource
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
+from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
 from staticllm.pipelines.engine.device_use import DeviceUse
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.generation.structured.compiler import GrammarCompiler
-from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
-from staticllm.pipelines.model_loader.arguments import read_tokenizer
-from staticllm.pipelines.model_loader.draft_source import use_draft
-from staticllm.pipelines.model_loader.launch import Launched, launch
-from staticllm.pipelines.remote.request_checks import check_fields, check_scales
+from staticllm.pipelines.grammars.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.vocabulary import read_vocabulary
+from staticllm.pipelines.launch.arguments import read_tokenizer
+from staticllm.pipelines.launch.draft_source import use_draft
+from staticllm.pipelines.launch.engine import Launched, launch
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of

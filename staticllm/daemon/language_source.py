@@ -14,8 +14,8 @@ from staticllm.config import StaticLLMConfig
 from staticllm.errors import AdapterError, ModelError
 from staticllm.model_dir import weights_of, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.model_loader.arguments import Candidate
-from staticllm.pipelines.model_loader.draft_source import DraftSource
+from staticllm.pipelines.launch.arguments import Candidate
+from staticllm.pipelines.launch.draft_source import DraftSource
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 MAX_ADAPTERS = 64

@@ -19,8 +19,8 @@ from filelock import FileLock, Timeout
 
 from staticllm.daemon.limits import Limits
 from staticllm.errors import StaticLLMError
-from staticllm.parent_watch import ParentWatch
-from staticllm.pipelines.remote.failures import check
+from staticllm.pipelines.daemon_client.failures import check
+from staticllm.system.parent_watch import ParentWatch
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError, SilentError

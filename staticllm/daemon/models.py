@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from staticllm.daemon.limits import Limits
 from staticllm.errors import BusyError
-from staticllm.heap import return_free_memory
+from staticllm.system.heap import return_free_memory
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from staticllm.pipelines.engine.output_queue import (
     TokenOutput,
     output_to_dict,
 )
-from staticllm.threads import start_thread
+from staticllm.system.threads import start_thread
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, Kind, Message
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from staticllm.errors import ConfigError
-from staticllm.files import write_whole
+from staticllm.system.files import write_whole
 
 MAX_EVENTS = 200_000
 

@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from staticllm.files import open_regular, read_regular
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.path_kinds import PathKind
+from staticllm.system.files import open_regular, read_regular
 
 MODEL_XML = "openvino_model.xml"
 TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")

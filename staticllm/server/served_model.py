@@ -16,15 +16,15 @@ from staticllm.errors import ClosedError, ConfigError, ModelError, StaticLLMErro
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.arguments import expanded
 from staticllm.model_paths.path_kind import path_kind
+from staticllm.pipelines.daemon_client.daemon_home import DaemonHome
 from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
 from staticllm.pipelines.diagnostics.memory import estimate_memory
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.model_loader.arguments import resolve_candidates
-from staticllm.pipelines.remote.daemon_home import DaemonHome
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.admission import Admission

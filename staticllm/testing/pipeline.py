@@ -19,10 +19,10 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.launch.arguments import Candidate
+from staticllm.pipelines.launch.engine import Launched
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.model_loader.arguments import Candidate
-from staticllm.pipelines.model_loader.launch import Launched
-from staticllm.pipelines.model_loader.loaded import Loaded
+from staticllm.pipelines.loading.loaded import Loaded
 from staticllm.pipelines.programs.build import CompiledPrograms, DecoderPrograms
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.model_runner import ModelRunner

@@ -6,7 +6,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from lora_files import Lora
+from support.models.lora_files import Lora
 
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.diagnostics.reference import EXACT

@@ -13,11 +13,13 @@ import pytest
 from openvino.properties import streams
 
 from staticllm import StaticLLMPipeline, demo_model_path
-from staticllm.pipelines.model_loader.arguments import resolve_candidates
+from staticllm.pipelines.launch.arguments import resolve_candidates
 
 pytestmark = [
     pytest.mark.usefixtures("shared_programs"),
-    pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="GenAI's paged attention fails in bf16 under a limited ISA"),
+    pytest.mark.skipif(
+        "ONEDNN_MAX_CPU_ISA" in os.environ, reason="GenAI's paged attention fails in bf16 under a limited ISA"
+    ),
 ]
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}

@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import openvino_genai as genai
 import pytest
-from encoder_models import ARCHIVES, unpack
+from support.encoders.encoder_models import ARCHIVES, unpack
 
 from staticllm import StaticRerankPipeline
 from staticllm.errors import PromptError

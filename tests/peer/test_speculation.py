@@ -6,7 +6,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from engine_drafters import always_drafting
+from support.engine.engine_drafters import always_drafting
 
 import staticllm
 from staticllm import StaticLLMPipeline

@@ -15,7 +15,7 @@ from staticllm.errors import ClosedError, NumericalError, PromptError, as_ours, 
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.pool.pool_state import Batch, Ending, PoolDevice, PoolState, PoolText
-from staticllm.threads import check_process, owned_device, start_thread
+from staticllm.system.threads import check_process, owned_device, start_thread
 
 CLOSE_SECONDS = 10.0
 """The time that running batches have when the pool is closed."""

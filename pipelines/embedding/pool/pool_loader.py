@@ -38,7 +38,7 @@ from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
 from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
 from staticllm.pipelines.embedding.windve.queue_policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
-from staticllm.pipelines.model_loader.genai_properties import plain_properties
+from staticllm.pipelines.launch.genai_properties import plain_properties
 from staticllm.properties import DEVICE_PROPERTIES, as_number, properties_by_device, with_own
 
 PolicyName = Literal["plain", "predicted", "windve", "windve_q"]

@@ -10,10 +10,10 @@ import numpy as np
 
 from staticllm.kvcache.sequence import KVSequence, common_prefix
 from staticllm.kvcache.step import Segment
+from staticllm.pipelines.costs.probe import timed_run
 from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, Draft
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.programs.cost_probe import timed_run
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 KIND = "model"

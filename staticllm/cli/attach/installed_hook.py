@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from staticllm.errors import ConfigError
-from staticllm.files import whole_file
+from staticllm.system.files import whole_file
 
 FILE = "staticllm-attach.pth"
 """The name of the file in the environment's site-packages. Python runs its line at each start, and reads it as the locale says:

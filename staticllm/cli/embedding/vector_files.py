@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from staticllm.cli.embedding.texts import BATCH_TEXTS, Entry
 from staticllm.errors import ConfigError
-from staticllm.files import whole_file
+from staticllm.system.files import whole_file
 
 FORMATS = ("npy", "jsonl", "parquet")
 SUFFIXES = {".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from staticllm.files import read_regular
+from staticllm.system.files import read_regular
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MAX_BYTES = 1 << 20

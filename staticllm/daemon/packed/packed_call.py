@@ -10,7 +10,7 @@ import numpy as np
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.packed.replay import Array, RowLog
 from staticllm.errors import PromptError
-from staticllm.pipelines.engine.fed.state import Wanted
+from staticllm.pipelines.engine.client_sequences.state import Wanted
 from staticllm.ports import INPUT_IDS, POSITION_IDS
 
 

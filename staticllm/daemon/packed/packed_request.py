@@ -14,9 +14,9 @@ import numpy as np
 
 from staticllm.daemon.packed.packed_call import EngineLimits, PackedCall, UnusualCallError, logs_of, read_call
 from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
+from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed
+from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.fed.sequence import FedSequence, Feed
-from staticllm.pipelines.engine.fed.state import FeedResult, Wanted
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

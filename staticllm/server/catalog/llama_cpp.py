@@ -6,13 +6,13 @@ from typing import Any
 
 import openvino_genai as genai
 
-import staticllm
 from staticllm.errors import ClosedError
 from staticllm.pipelines.generation.options import UNLIMITED
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.catalog.facts import context_length, current_facts
 from staticllm.server.served_model import ServedModel
 from staticllm.server.state import ServerState
+from staticllm.version import __version__
 
 _PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -30,7 +30,7 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "chat_template": facts.template,
         "chat_template_caps": {"supports_tools": facts.has_tools, "supports_tool_calls": facts.has_calls},
         "modalities": {"vision": False, "audio": False},
-        "build_info": f"staticllm-{staticllm.__version__}",
+        "build_info": f"staticllm-{__version__}",
         "is_sleeping": pipeline is None,
     }
     tokenizer = _tokenizer_of(pipeline)

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.pipelines.text.parsing.events import (
+from staticllm.pipelines.conversation.parsing.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,
@@ -21,6 +20,7 @@ from staticllm.pipelines.text.parsing.events import (
     ReasoningDelta,
     merged,
 )
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers import AnswerDelta, Part
 from staticllm.server.api_error import to_json
 from staticllm.server.ollama.names import nanoseconds, timestamp

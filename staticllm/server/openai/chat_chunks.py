@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.pipelines.text.parsing.events import (
+from staticllm.pipelines.conversation.parsing.events import (
     ArgumentsDelta,
     CallBegin,
     ContentDelta,
@@ -16,6 +15,7 @@ from staticllm.pipelines.text.parsing.events import (
     ReasoningDelta,
     merged,
 )
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers import AnswerDelta, AnswerEnd, Part, Usage
 from staticllm.server.openai.progress import PromptProgress, timings_of
 from staticllm.server.openai.reasons import finish_reason, token_logprobs

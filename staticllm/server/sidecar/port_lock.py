@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from staticllm.errors import ConfigError
-from staticllm.files import read_regular, whole_file
+from staticllm.system.files import read_regular, whole_file
 from staticllm.wire import endpoint
 
 MAX_NOTE = 1 << 16

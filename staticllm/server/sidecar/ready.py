@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staticllm.errors import ConfigError
-from staticllm.files import whole_file
+from staticllm.system.files import whole_file
 
 MODE = 0o600
 """Only this user may read a ready file, which may hold a key. Windows takes the permissions of the folder instead."""

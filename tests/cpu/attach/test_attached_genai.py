@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from lora_files import Lora
+from support.models.lora_files import Lora
 
 from staticllm import demo_model_path
-from tests.attached_programs import daemon_environment, last_json, run
+from tests.support.attach.attached_programs import daemon_environment, last_json, run
 
 
 @pytest.fixture(scope="module")

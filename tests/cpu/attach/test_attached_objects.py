@@ -11,7 +11,7 @@ import pytest
 
 from staticllm import demo_model_path
 from staticllm.cli.attach.launcher import attached_environment
-from tests.daemons import daemon_thread
+from tests.support.attach.daemons import daemon_thread
 
 
 @pytest.fixture

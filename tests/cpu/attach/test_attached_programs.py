@@ -12,7 +12,7 @@ import pytest
 
 from staticllm import demo_model_path
 from staticllm.cli.attach.launcher import attached_environment
-from tests.attached_programs import daemon_environment, last_json, run
+from tests.support.attach.attached_programs import daemon_environment, last_json, run
 
 STEPS = """
 import os, signal, sys

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from staticllm import ConfigError
 from staticllm.cli.attach import installed_hook
 from staticllm.cli.attach.launcher import HOOK, command
-from tests.attached_programs import daemon_environment
+from tests.support.attach.attached_programs import daemon_environment
 
 SHOW = "import sys; print([type(finder).__name__ for finder in sys.meta_path if type(finder).__name__ == 'Finder'])"
 NUMBERS = """

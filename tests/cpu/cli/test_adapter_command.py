@@ -5,9 +5,9 @@ from __future__ import annotations
 import zipfile
 
 import pytest
-from command_line import in_here
-from helpers import PROMPT, tokens_of
-from lora_files import Lora
+from support.command_line import in_here
+from support.helpers import PROMPT, tokens_of
+from support.models.lora_files import Lora
 
 from staticllm import Adapter, AdapterConfig, StaticLLMPipeline
 

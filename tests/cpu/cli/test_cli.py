@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from command_line import ENVIRONMENT, STATICLLM, in_child, in_here
+from support.command_line import ENVIRONMENT, STATICLLM, in_child, in_here
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -14,8 +14,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 from click.testing import CliRunner  # noqa: E402
-from daemons import wait_for  # noqa: E402
-from served import serving  # noqa: E402
+from support.attach.daemons import wait_for  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.cli import cli  # noqa: E402
 from staticllm.cli.client.tables import printable  # noqa: E402

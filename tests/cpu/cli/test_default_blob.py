@@ -45,7 +45,7 @@ def test_a_set_without_a_path_is_written_beside_the_model(arguments, staticllm):
 
 @pytest.mark.slow
 def test_that_of_the_embedded_model_is_written_here(tmp_path, monkeypatch):
-    from command_line import in_here
+    from support.command_line import in_here
 
     monkeypatch.chdir(tmp_path)
     assert in_here("compile", "--export-blob", *SIZE).returncode == 0
@@ -61,7 +61,7 @@ def test_a_model_after_the_option_is_no_path_of_a_set(staticllm):
 
 @pytest.mark.usefixtures("read_only")
 def test_a_read_only_folder_is_refused_before_compiling(monkeypatch):
-    from command_line import in_here
+    from support.command_line import in_here
 
     monkeypatch.setattr("staticllm.cli.compile._compile", lambda *_: 1 / 0)
     done = in_here("compile", "my_model", "--export-blob")
@@ -72,7 +72,7 @@ def test_a_read_only_folder_is_refused_before_compiling(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is Linux's")
 def test_a_place_that_takes_no_files_is_refused_before_compiling(model, monkeypatch, tmp_path):
-    from command_line import in_here
+    from support.command_line import in_here
 
     monkeypatch.setattr("os.access", lambda path, mode: True)  # as for root
     monkeypatch.setattr("staticllm.cli.compile._compile", lambda *_: 1 / 0)
@@ -94,7 +94,7 @@ def test_a_place_that_takes_no_files_is_refused_before_compiling(model, monkeypa
     "arguments", [["trace", "record", "-o", "/proc/x.json"], ["run", "hi", "--profile", "/proc/x.json"]]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_loading(arguments, monkeypatch):
-    from command_line import in_here
+    from support.command_line import in_here
 
     monkeypatch.setattr("staticllm.StaticLLMPipeline.__init__", lambda *_, **__: 1 / 0)
     done = in_here(*arguments, "-m", "my_model")

@@ -16,10 +16,10 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-import command_line
 import numpy as np
 import pytest
-from encoder_models import encoder_directory, unpack
+from support import command_line
+from support.encoders.encoder_models import encoder_directory, unpack
 
 from staticllm import demo_model_path
 from staticllm.cli.embedding import embed, texts, vector_files

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from encoder_models import encoder_directory, unpack
+from support.encoders.encoder_models import encoder_directory, unpack
 
 from staticllm import StaticEmbeddingPipeline
 

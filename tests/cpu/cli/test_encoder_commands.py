@@ -6,9 +6,9 @@ import numpy as np
 import openvino as ov
 import pytest
 from click.testing import CliRunner
-from encoder_directories import a_directory, scores_directory
-from encoder_models import TinyEncoder
 from openvino import opset13 as ops
+from support.encoders.encoder_directories import a_directory, scores_directory
+from support.encoders.encoder_models import TinyEncoder
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.cli import cli
@@ -219,7 +219,7 @@ def test_a_model_of_another_kind_or_half_a_model_gets_one_line(scores, tmp_path)
 
 
 def test_a_cross_encoder_is_no_embedding_model(tmp_path):
-    from encoder_directories import add_tokenizer
+    from support.encoders.encoder_directories import add_tokenizer
 
     directory = scores_directory(tmp_path / "scores")
     add_tokenizer(directory)

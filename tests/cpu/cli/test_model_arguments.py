@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from command_line import in_here
+from support.command_line import in_here
 
 from staticllm import demo_model_path
 from staticllm.cli.run import command as run_command

@@ -6,8 +6,8 @@ import zipfile
 from html import escape
 
 import pytest
-from encoder_directories import scores_directory
-from encoder_models import ARCHIVES
+from support.encoders.encoder_directories import scores_directory
+from support.encoders.encoder_models import ARCHIVES
 
 from staticllm import (
     AdapterError,

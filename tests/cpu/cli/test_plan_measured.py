@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-import command_line
 import pytest
+from support import command_line
 
 from staticllm import demo_model_path
 from staticllm.pipelines.diagnostics.measured_memory import BUFFERS, KV_SLOTS, PROGRAM, SOURCE, UNKNOWN

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 
-import command_line
 import pytest
+from support import command_line
 
 from staticllm import StaticLLMConfig, demo_model_path
 from staticllm.pipelines.diagnostics.inspect import inspect_model

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import zipfile
 
-import command_line
 import pytest
-from encoder_models import ARCHIVES, unpack
+from support import command_line
+from support.encoders.encoder_models import ARCHIVES, unpack
 
 from staticllm import StaticRerankPipeline
 from staticllm.cli.progress import Progress

@@ -16,7 +16,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
     pytest.importorskip(package)
 
 import psutil  # noqa: E402
-from daemons import wait_for  # noqa: E402
+from support.attach.daemons import wait_for  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SECONDS = 120

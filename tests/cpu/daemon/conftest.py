@@ -9,8 +9,8 @@ import pytest
 
 from staticllm.daemon.packed.packed_model import PackedModel
 from staticllm.wire.messages import Kind
-from tests.daemons import RawClient, daemon_thread
-from tests.packed_programs import EXACT, SHORT, Original, Program
+from tests.support.attach.daemons import RawClient, daemon_thread
+from tests.support.attach.packed_programs import EXACT, SHORT, Original, Program
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 

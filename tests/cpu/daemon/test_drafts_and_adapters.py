@@ -6,10 +6,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from adapter_models import answer, config_of
-from daemons import daemon_thread
-from engine_drafters import always_drafting
-from helpers import EXACT, PROMPT, SHORT, one_line
+from support.attach.daemons import daemon_thread
+from support.engine.engine_drafters import always_drafting
+from support.helpers import EXACT, PROMPT, SHORT, one_line
+from support.models.adapter_models import answer, config_of
 
 import staticllm
 from staticllm import Adapter, AdapterConfig, AdapterError, ConfigError, StaticLLMPipeline, draft_model

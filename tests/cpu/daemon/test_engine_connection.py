@@ -19,15 +19,15 @@ from staticllm.errors import (
     UnsupportedModelError,
     to_wire,
 )
+from staticllm.pipelines.daemon_client import engine_connection
+from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
+from staticllm.pipelines.daemon_client.failures import check, failed, refused
+from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.remote import engine_connection
-from staticllm.pipelines.remote.engine_connection import EngineConnection
-from staticllm.pipelines.remote.failures import check, failed, refused
-from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
-from tests.daemons import wait_for
+from tests.support.attach.daemons import wait_for
 
 SECONDS = 10
 

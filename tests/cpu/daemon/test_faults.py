@@ -20,8 +20,8 @@ from staticllm import StaticLLMPipeline
 from staticllm.daemon import server
 from staticllm.wire import endpoint
 from staticllm.wire.messages import MAX_FRAME, Kind, Message, encode
-from tests.daemons import RawClient, daemon_process, daemon_thread, wait_for
-from tests.helpers import EXACT
+from tests.support.attach.daemons import RawClient, daemon_process, daemon_thread, wait_for
+from tests.support.helpers import EXACT
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 
@@ -110,8 +110,8 @@ def test_a_client_that_floods_without_reading_is_cut_and_others_go_on(daemon):
         alone = str(pipe.generate("Hi", max_new_tokens=16))
         rude = RawClient()
         engine = pipe._engine
-        from staticllm.pipelines.model_loader.arguments import resolve_candidates
-        from staticllm.pipelines.remote.remote_launch import _plain
+        from staticllm.pipelines.daemon_client.remote_launch import _plain
+        from staticllm.pipelines.launch.arguments import resolve_candidates
 
         (candidate,) = resolve_candidates("CPU", None, options)
         body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}

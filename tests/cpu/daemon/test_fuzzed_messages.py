@@ -19,14 +19,14 @@ import pytest
 
 import staticllm
 from staticllm.daemon import server
+from staticllm.pipelines.daemon_client.remote_launch import _plain
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.model_loader.arguments import resolve_candidates
-from staticllm.pipelines.remote.remote_launch import _plain
+from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.wire import endpoint, tensors
 from staticllm.wire.blocks import Block
 from staticllm.wire.messages import BLOCK, Kind, Message, ProtocolError, decode, encode
-from tests.daemons import RawClient, daemon_thread, wait_for
-from tests.helpers import EXACT
+from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
+from tests.support.helpers import EXACT
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 STATEFUL = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from daemons import daemon_thread
-from held import check_gives_back, programs
-from helpers import EXACT, SHORT, tokens_of
+from support.attach.daemons import daemon_thread
+from support.helpers import EXACT, SHORT, tokens_of
+from support.server.held import check_gives_back, programs
 
 from staticllm import ClosedError, StaticLLMPipeline, demo_model_path
 from staticllm.daemon.packed.packed_model import PackedModel
-from tests.packed_programs import Program
+from tests.support.attach.packed_programs import Program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")
 
@@ -55,7 +55,7 @@ def test_a_model_that_the_server_unloads():
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     httpx = pytest.importorskip("httpx")
-    from served import serving
+    from support.server.served import serving
 
     others = len(programs())
     with serving(idle_unload=0.2) as served:

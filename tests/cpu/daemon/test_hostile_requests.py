@@ -12,7 +12,7 @@ from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.testing import fake_pipeline
 
 PROMPT = tuple(range(5, 25))

@@ -20,9 +20,9 @@ from staticllm import StaticLLMPipeline
 from staticllm.cli.attach.launcher import attached_environment
 from staticllm.daemon import lifetime
 from staticllm.errors import ProcessLostError, SnapshotError
-from staticllm.pipelines.remote.engine_connection import EngineConnection
-from tests.daemons import daemon_process, wait_for
-from tests.helpers import EXACT, one_line
+from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
+from tests.support.attach.daemons import daemon_process, wait_for
+from tests.support.helpers import EXACT, one_line
 
 PROMPT = "What is an NPU?"
 SECONDS = 120

@@ -28,8 +28,8 @@ from staticllm.errors import (
 )
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.scheduling.interface import TokenBound
-from tests.daemons import daemon_process, daemon_thread, wait_for
-from tests.helpers import EXACT
+from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
+from tests.support.helpers import EXACT
 
 PROMPT = "What is an NPU?"
 OPTIONS = {**EXACT, "MAX_PROMPT_LEN": 256, "PROGRAMS": "shared"}

@@ -9,7 +9,7 @@ import pytest
 
 from staticllm.daemon.packed.packed_model import PackedModel
 from staticllm.errors import ClosedError, PromptError
-from tests.packed_programs import EXACT, SHORT, TOLERANCE, Original, Program
+from tests.support.attach.packed_programs import EXACT, SHORT, TOLERANCE, Original, Program
 
 PACKED = ["demo", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom", "opt", "phi3"))]
 

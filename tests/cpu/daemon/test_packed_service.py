@@ -10,7 +10,7 @@ import pytest
 
 import staticllm
 from staticllm.wire.messages import Kind, Message
-from tests.daemons import RawClient, daemon_thread, wait_for
+from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
 
 CONFIG = {
     "INFERENCE_PRECISION_HINT": "f32",

@@ -7,7 +7,7 @@ import openvino as ov
 import pytest
 
 from staticllm.wire.messages import Kind, Message
-from tests.daemons import RawClient
+from tests.support.attach.daemons import RawClient
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import pytest
 
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, ProcessLostError
+from staticllm.pipelines.daemon_client import recovery
+from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
+from staticllm.pipelines.daemon_client.failures import refused
+from staticllm.pipelines.daemon_client.live_request import MAX_LOSSES, LiveRequest
+from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput, output_to_dict
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.remote import recovery
-from staticllm.pipelines.remote.engine_connection import EngineConnection
-from staticllm.pipelines.remote.failures import refused
-from staticllm.pipelines.remote.live_request import MAX_LOSSES, LiveRequest
-from staticllm.pipelines.remote.remote_engine import RemoteEngine
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, Kind, Message
-from tests.daemons import wait_for
+from tests.support.attach.daemons import wait_for
 
 SECONDS = 20
 

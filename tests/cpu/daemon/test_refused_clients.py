@@ -15,7 +15,7 @@ import pytest
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import Kind, Message
-from tests.daemons import RawClient, daemon_thread, wait_for
+from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 

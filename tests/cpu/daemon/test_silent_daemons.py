@@ -11,11 +11,11 @@ import pytest
 
 from staticllm.daemon import lifetime
 from staticllm.errors import DeviceError, StaticLLMError
-from staticllm.pipelines.remote.daemon_home import UserDaemon
-from staticllm.pipelines.remote.daemon_link import DaemonLink
+from staticllm.pipelines.daemon_client.daemon_home import UserDaemon
+from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.wire import endpoint
 from staticllm.wire.silence import SilenceWatch
-from tests.helpers import one_line
+from tests.support.helpers import one_line
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from staticllm.daemon.devices import Devices
 from staticllm.daemon.packed.replay import Asker, OriginalModel, Replay
 from staticllm.daemon.plain import PlainModel
 from staticllm.errors import PromptError
-from tests.packed_programs import EXACT
+from tests.support.attach.packed_programs import EXACT
 
 NAMES = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 

@@ -19,7 +19,7 @@ from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import Kind
-from tests.daemons import wait_for
+from tests.support.attach.daemons import wait_for
 
 SECONDS = 10
 

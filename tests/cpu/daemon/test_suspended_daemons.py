@@ -26,8 +26,8 @@ from staticllm import StaticLLMPipeline
 from staticllm.daemon import plain
 from staticllm.errors import ProcessLostError
 from staticllm.wire import endpoint
-from tests.daemons import daemon_process, daemon_thread, wait_for
-from tests.helpers import EXACT, one_line
+from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
+from tests.support.helpers import EXACT, one_line
 
 SECONDS = 120
 PROMPT = "What is an NPU?"

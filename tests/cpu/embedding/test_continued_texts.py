@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from long_texts import CHUNKS, SMALL, Original, embedder, runner_of, tokens
+from support.encoders.long_texts import CHUNKS, SMALL, Original, embedder, runner_of, tokens
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import ClosedError, StaticLLMError

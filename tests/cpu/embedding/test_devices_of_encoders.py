@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from encoder_directories import a_directory
+from support.encoders.encoder_directories import a_directory
 
 from staticllm import StaticEmbeddingPipeline
 from staticllm.errors import ConfigError, DeviceError

@@ -6,9 +6,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from disentangled import Disentangled
-from encoder_directories import TEXTS, add_tokenizer
-from encoder_models import Alone
+from support.encoders.disentangled import Disentangled
+from support.encoders.encoder_directories import TEXTS, add_tokenizer
+from support.encoders.encoder_models import Alone
 
 from staticllm import StaticEmbeddingPipeline, demo_model_path
 

@@ -13,8 +13,8 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from command_line import in_here
-from encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
+from support.command_line import in_here
+from support.encoders.encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
 
 from staticllm import demo_model_path
 from staticllm.core import EncoderVariant

@@ -6,16 +6,16 @@ import warnings
 
 import numpy as np
 import pytest
-from encoder_directories import TEXTS, a_directory, no_compilation, scores_directory
-from helpers import forge
+from support.encoders.encoder_directories import TEXTS, a_directory, no_compilation, scores_directory
+from support.helpers import forge
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.blobs.blob_set import MANIFEST, read_manifest
+from staticllm.pipelines.artifacts.blob_set import MANIFEST, read_manifest
 from staticllm.pipelines.embedding.encoder_job import encoder_job
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.model_loader.blob_export import export_set
-from staticllm.pipelines.model_loader.load import load_job
+from staticllm.pipelines.loading.export import export_set
+from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}

@@ -9,8 +9,8 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from encoder_models import ARCHIVES, Alone, encoder_directory, unpack
-from helpers import one_line
+from support.encoders.encoder_models import ARCHIVES, Alone, encoder_directory, unpack
+from support.helpers import one_line
 
 from staticllm.devices import get_core
 from staticllm.errors import ModelError, NumericalError, StaticLLMError

@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from encoder_models import WIDTH, encoder_directory
+from support.encoders.encoder_models import WIDTH, encoder_directory
 
 from staticllm import StaticEmbeddingPipeline
 from staticllm.errors import ConfigError, ModelError

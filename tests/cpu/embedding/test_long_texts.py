@@ -5,9 +5,9 @@ import shutil
 import numpy as np
 import openvino_genai as genai
 import pytest
-from encoder_directories import a_directory, no_compilation
-from encoder_models import unit
-from long_texts import Original, demo_embedder, hidden_states, words
+from support.encoders.encoder_directories import a_directory, no_compilation
+from support.encoders.encoder_models import unit
+from support.encoders.long_texts import Original, demo_embedder, hidden_states, words
 
 from staticllm.errors import BlobError
 from staticllm.pipelines.diagnostics.encoder_reports import inspect_encoder
@@ -16,7 +16,7 @@ from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.encoder_plan import continuing_for
 from staticllm.pipelines.embedding.packing.continued_text import chunk_variant
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.model_loader.blob_export import export_set
+from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}

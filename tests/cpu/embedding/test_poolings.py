@@ -6,9 +6,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from encoder_models import Alone, encoder_directory, write
-from helpers import one_line
 from openvino import opset13 as ops
+from support.encoders.encoder_models import Alone, encoder_directory, write
+from support.helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline
 from staticllm.devices import get_core

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from encoder_models import ARCHIVES, unpack
-from helpers import one_line
+from support.encoders.encoder_models import ARCHIVES, unpack
+from support.helpers import one_line
 
 from staticllm import StaticRerankPipeline
 from staticllm.errors import BusyError, ConfigError, ModelError, PromptError

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from encoder_models import encoder_directory
-from helpers import one_line
+from support.encoders.encoder_models import encoder_directory
+from support.helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, Trace, demo_model_path
 from staticllm.errors import ClosedError, ConfigError, StaticLLMError

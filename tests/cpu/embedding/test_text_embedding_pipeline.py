@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openvino_genai as genai
 import pytest
-from encoder_models import Alone, encoder_directory, write
+from support.encoders.encoder_models import Alone, encoder_directory, write
 
 from staticllm.core import ProgressEvent
 from staticllm.devices import get_core

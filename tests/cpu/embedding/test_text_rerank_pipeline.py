@@ -12,9 +12,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from encoder_models import ARCHIVES, Alone, unpack, write
-from helpers import one_line
 from openvino import opset13 as ops
+from support.encoders.encoder_models import ARCHIVES, Alone, unpack, write
+from support.helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
 from staticllm.devices import get_core

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 import pytest
-from encoder_models import Alone, Packed, Placed, unit, unpack
 from openvino import opset13 as ops
 from openvino.op.util import Variable, VariableInfo
+from support.encoders.encoder_models import Alone, Packed, Placed, unit, unpack
 
 from staticllm.compiler_passes.graph.step_graph import named_result, upstream
 from staticllm.compiler_passes.lower_encoder import lower_encoder

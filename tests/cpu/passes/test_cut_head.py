@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from encoder_models import HIDDEN, Alone, unit, unpack
+from support.encoders.encoder_models import HIDDEN, Alone, unit, unpack
 
 from staticllm.compiler_passes.decoder import DECODER_EMBEDDER
 from staticllm.compiler_passes.inputs.classify_mask import visible_cells

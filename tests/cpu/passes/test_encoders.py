@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from encoder_models import (
+from support.encoders.encoder_models import (
     HEADS,
     Alone,
     Packed,

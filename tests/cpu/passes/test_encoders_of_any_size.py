@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import openvino as ov
 import pytest
-from encoder_models import (
+from openvino import opset13 as ops
+from openvino.preprocess import PrePostProcessor
+from support.encoders.encoder_models import (
     TinyEncoder,
     a_range,
     a_variant,
@@ -16,8 +18,6 @@ from encoder_models import (
     symmetric_alibi,
     window_before_and_after,
 )
-from openvino import opset13 as ops
-from openvino.preprocess import PrePostProcessor
 
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lora_files import Lora
+from support.models.lora_files import Lora
 
 from staticllm.adapters.lora import read_adapter, shapes_of
 from staticllm.compiler_passes.decoder import DECODER, with_adapters

@@ -3,8 +3,8 @@
 import numpy as np
 import openvino as ov
 import pytest
-from encoder_models import ARCHIVES, TinyEncoder, unpack
 from openvino import opset13 as ops
+from support.encoders.encoder_models import ARCHIVES, TinyEncoder, unpack
 
 from staticllm.compiler_passes.model_kind import check_kind, kind_in, kind_of
 from staticllm.devices import get_core

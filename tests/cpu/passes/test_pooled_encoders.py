@@ -3,8 +3,8 @@
 import numpy as np
 import openvino as ov
 import pytest
-from encoder_models import HEADS, Alone, Packed, TinyEncoder, some_texts, unpack
 from openvino import opset13 as ops
+from support.encoders.encoder_models import HEADS, Alone, Packed, TinyEncoder, some_texts, unpack
 
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions

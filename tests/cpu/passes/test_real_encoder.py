@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoder_models import Packed, Placed
+from support.encoders.encoder_models import Packed, Placed
 
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.core import EncoderVariant

@@ -7,8 +7,9 @@ import re
 import numpy as np
 import openvino as ov
 import pytest
-from disentangled import Disentangled
-from encoder_models import (
+from openvino import opset13 as ops
+from support.encoders.disentangled import Disentangled
+from support.encoders.encoder_models import (
     VOCABULARY,
     WIDTH,
     Packed,
@@ -26,7 +27,6 @@ from encoder_models import (
     unpack,
     window_before_and_after,
 )
-from openvino import opset13 as ops
 
 from staticllm.compiler_passes.encoder import ENCODER
 from staticllm.compiler_passes.lower_encoder import lower_encoder

@@ -9,10 +9,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from adapter_models import COUNT, answer, config_of
-from engine_drafters import always_drafting
-from helpers import PROMPT, SHORT, one_line
-from lora_files import PREFIX, Lora, safetensors_bytes
+from support.engine.engine_drafters import always_drafting
+from support.helpers import PROMPT, SHORT, one_line
+from support.models.adapter_models import COUNT, answer, config_of
+from support.models.lora_files import PREFIX, Lora, safetensors_bytes
 
 from staticllm import (
     Adapter,

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import openvino as ov
 import pytest
-from adapter_models import COUNT, TARGETS, answer, config_of
-from helpers import PROMPT, SHORT, one_line
-from lora_files import Lora, merged_model
+from support.helpers import PROMPT, SHORT, one_line
+from support.models.adapter_models import COUNT, TARGETS, answer, config_of
+from support.models.lora_files import Lora, merged_model
 
 from staticllm import (
     Adapter,
@@ -21,7 +21,7 @@ from staticllm import (
 )
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
-from staticllm.pipelines.model_loader.load import load
+from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.properties import resolve
 

@@ -9,8 +9,8 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from helpers import assert_nothing_held, one_line
 from openvino import opset13 as ops
+from support.helpers import assert_nothing_held, one_line
 
 from staticllm import (
     ConfigError,

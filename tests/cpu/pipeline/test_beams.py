@@ -5,7 +5,7 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import GenerationConfigError
-from tests.helpers import EXACT
+from tests.support.helpers import EXACT
 
 QUESTION = "What is an NPU?"
 

@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from adapter_models import Models
-from encoder_directories import TEXTS, a_directory, scores_directory
-from encoder_models import ARCHIVES
-from held import check_gives_back, no_collector, num_files, num_threads, programs
-from helpers import PROMPT, SHORT, one_line, tokens_of
+from support.encoders.encoder_directories import TEXTS, a_directory, scores_directory
+from support.encoders.encoder_models import ARCHIVES
+from support.helpers import PROMPT, SHORT, one_line, tokens_of
+from support.models.adapter_models import Models
+from support.server.held import check_gives_back, no_collector, num_files, num_threads, programs
 
 from staticllm import (
     Adapter,

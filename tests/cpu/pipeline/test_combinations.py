@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers import EXACT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.helpers import EXACT
+from support.quick import examples
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import GenerationConfigError

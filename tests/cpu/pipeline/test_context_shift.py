@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import EXACT, tokens_of
+from support.helpers import EXACT, tokens_of
 
 from staticllm import StaticLLMPipeline
 from staticllm.kvcache.groups import place_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import EXACT
+from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
 

@@ -15,7 +15,7 @@ import pytest
 
 from staticllm import DecodedResults, StaticLLMPipeline, demo_model_path
 from staticllm.errors import ConfigError, GenerationConfigError, ModelError, PromptError
-from staticllm.pipelines.model_loader.genai_properties import from_genai, plain_properties
+from staticllm.pipelines.launch.genai_properties import from_genai, plain_properties
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

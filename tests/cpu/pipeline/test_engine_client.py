@@ -14,7 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import OutputQueue, output_from_dict, output_to_dict
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.model_loader.launch import launch
+from staticllm.pipelines.launch.engine import launch
 
 
 class JSONClient:

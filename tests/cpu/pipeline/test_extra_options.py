@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import openvino_genai as genai
 import pytest
-from helpers import one_line
+from support.helpers import one_line
 
 from staticllm import GenerationConfigError, LogitsProcessor, StaticLLMPipeline, demo_model_path
 from staticllm.testing import fake_pipeline

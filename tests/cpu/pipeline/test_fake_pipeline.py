@@ -11,7 +11,7 @@ import openvino_genai
 import pytest
 
 from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMPipeline
-from staticllm.pipelines.model_loader import launch
+from staticllm.pipelines.launch import engine as launch
 from staticllm.testing import fake_answer, fake_pipeline
 
 SHORT = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64}

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openvino_genai import StructuredOutputConfig as Soc
-from quick import examples
+from support.quick import examples
 
 import staticllm
 from staticllm import GenerationConfigError, StaticLLMPipeline
 from staticllm.pipelines.scheduling.planner import POLICIES
-from tests.daemons import daemon_thread
-from tests.helpers import EXACT, assert_nothing_held
+from tests.support.attach.daemons import daemon_thread
+from tests.support.helpers import EXACT, assert_nothing_held
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

@@ -8,9 +8,9 @@ import threading
 from collections import Counter
 
 import pytest
-from adapter_models import TARGETS, Models, config_of
-from daemons import daemon_thread
-from helpers import EXACT
+from support.attach.daemons import daemon_thread
+from support.helpers import EXACT
+from support.models.adapter_models import TARGETS, Models, config_of
 
 from staticllm import Adapter, AdapterConfig, StaticLLMError, StaticLLMPipeline, demo_model_path, draft_model
 from staticllm.pipelines.scheduling.planner import POLICIES

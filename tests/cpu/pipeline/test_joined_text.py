@@ -6,7 +6,7 @@ import openvino_genai as genai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm import ModelError, demo_model_path
 from staticllm.model_dir import joins_tokens

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers import EXACT, tokens_of
+from support.helpers import EXACT, tokens_of
 
 from staticllm import SnapshotError, StaticLLMPipeline
 

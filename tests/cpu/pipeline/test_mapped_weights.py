@@ -12,9 +12,10 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 
-from staticllm import StaticLLMPipeline, demo_model_path, mapped_weights
+from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.devices import get_core
-from staticllm.mapped_weights import MappedWeights
+from staticllm.system import mapped_weights
+from staticllm.system.mapped_weights import MappedWeights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the pages")
 SIZE = 8 << 20

@@ -10,7 +10,7 @@ from staticllm.errors import MAX_SHOWN, GenerationConfigError, StaticLLMError, s
 from staticllm.pipelines.generation.config_values import NAMES
 from staticllm.pipelines.generation.extra_options import EXTRA_NAMES
 from staticllm.pipelines.generation.options import resolve
-from staticllm.pipelines.generation.structured.requested import KEYWORDS
+from staticllm.pipelines.grammars.requested import KEYWORDS
 
 
 class Unshowable:

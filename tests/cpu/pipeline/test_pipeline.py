@@ -6,7 +6,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 import pytest
-from helpers import EXACT
+from support.helpers import EXACT
 
 from staticllm import DecodedResults, EncodedResults, GeneratedText, StaticLLMConfig, StaticLLMPipeline
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import SHORT
+from support.helpers import SHORT
 
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.diagnostics.reference import StatefulReference

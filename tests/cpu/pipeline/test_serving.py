@@ -10,10 +10,10 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import EXACT, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.helpers import EXACT, tokens_of
+from support.quick import examples
 
 import staticllm
 from staticllm import BusyError, ClosedError, GenerationConfigError, PromptError, StaticLLMPipeline

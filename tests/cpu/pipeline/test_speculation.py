@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import openvino_genai as genai
 import pytest
-from engine_drafters import always_drafting
+from support.engine.engine_drafters import always_drafting
 
 import staticllm
 from staticllm import ConfigError, GenerationConfigError, StaticLLMPipeline

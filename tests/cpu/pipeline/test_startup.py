@@ -6,12 +6,14 @@ import time
 
 import numpy as np
 import pytest
-from helpers import PROMPT, SHORT, tokens_of
+from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError, DeviceError, ModelError, SnapshotError
-from staticllm.pipelines.blobs.cache import BlobCache
-from staticllm.pipelines.model_loader import launch, loaded, text_reader
+from staticllm.pipelines.artifacts.cache import BlobCache
+from staticllm.pipelines.launch import engine as launch
+from staticllm.pipelines.launch import text_reader
+from staticllm.pipelines.loading import loaded
 from staticllm.pipelines.programs import autotune, build, compile_plan
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

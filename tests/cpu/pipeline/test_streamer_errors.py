@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import openvino_genai as genai
 import pytest
-from helpers import assert_nothing_held, one_line
+from support.helpers import assert_nothing_held, one_line
 
 from staticllm import GenerationConfigError, PromptTooLongError, StaticLLMError, StaticLLMPipeline
 

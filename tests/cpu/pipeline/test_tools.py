@@ -9,11 +9,11 @@ import shutil
 import numpy as np
 import openvino_genai as genai
 import pytest
-from helpers import one_line
+from support.helpers import one_line
 
 from staticllm import AssistantMessage, GenerationConfigError, PromptError, StaticLLMPipeline, ToolCall, demo_model_path
-from staticllm.pipelines.text.parsing import formats
-from staticllm.pipelines.text.parsing.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
+from staticllm.pipelines.conversation.parsing import formats
+from staticllm.pipelines.conversation.parsing.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
 from staticllm.pipelines.text.special_tokens import SpecialTokens
 from staticllm.testing import fake_pipeline
 

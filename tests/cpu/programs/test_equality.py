@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 import pytest
-from helpers import EXACT, tokens_of
+from support.helpers import EXACT, tokens_of
 
 from staticllm import StaticLLMPipeline
 

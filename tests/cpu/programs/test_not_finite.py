@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import openvino as ov
 import pytest
-from helpers import SHORT, tokens_of
+from support.helpers import SHORT, tokens_of
 
 from staticllm import NumericalError, StaticLLMPipeline
 

@@ -12,17 +12,17 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Size
 from staticllm.devices import get_core
 from staticllm.errors import BlobError
-from staticllm.mapped_weights import MappedWeights
 from staticllm.model_dir import read_model
-from staticllm.pipelines.blobs import manifest
-from staticllm.pipelines.blobs.fingerprint import OtherFingerprint
-from staticllm.pipelines.model_loader.blob_export import export_set
-from staticllm.pipelines.model_loader.kind import LoadJob, ProgramKind
-from staticllm.pipelines.model_loader.load import load_job
+from staticllm.pipelines.artifacts import manifest
+from staticllm.pipelines.artifacts.fingerprint import OtherFingerprint
+from staticllm.pipelines.loading.export import export_set
+from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
+from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.pipelines.programs.compile_plan import CompilePlan
 from staticllm.pipelines.programs.layout import program_mode
+from staticllm.system.mapped_weights import MappedWeights
 
 BANDS, WIDTH = 8, 4
 

@@ -12,8 +12,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from encoder_directories import a_directory  # noqa: E402
-from served import serving  # noqa: E402
+from support.encoders.encoder_directories import a_directory  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
 from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402

@@ -16,8 +16,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 import httpx  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from quick import examples  # noqa: E402
-from served import serving  # noqa: E402
+from support.quick import examples  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import BusyError  # noqa: E402
 from staticllm.server import admission as admission_module  # noqa: E402

@@ -16,7 +16,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 openai = pytest.importorskip("openai")
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
 from staticllm.server.served_model import ModelSpec, ServedModel, demo_spec  # noqa: E402

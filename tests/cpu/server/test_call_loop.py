@@ -12,10 +12,10 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
-from staticllm.pipelines.text.parsing.formats import format_beside  # noqa: E402
+from staticllm.pipelines.conversation.parsing.formats import format_beside  # noqa: E402
 from staticllm.server.served_model import ModelSpec  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
 

@@ -13,7 +13,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 openai = pytest.importorskip("openai")
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
 

@@ -12,8 +12,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from quick import examples  # noqa: E402
 from sse_starlette import ServerSentEvent  # noqa: E402
+from support.quick import examples  # noqa: E402
 
 from staticllm.server.api_error import to_json  # noqa: E402
 from staticllm.server.chunk_stream import ChunkStream, EventFrame  # noqa: E402

@@ -8,7 +8,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
     pytest.importorskip(package)
 httpx = pytest.importorskip("httpx")
 
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.testing import fake_pipeline  # noqa: E402
 

@@ -19,8 +19,8 @@ hypothesis = pytest.importorskip("hypothesis")
 psutil = pytest.importorskip("psutil")
 
 import httpx  # noqa: E402
-from encoder_directories import a_directory  # noqa: E402
-from served import serving  # noqa: E402
+from support.encoders.encoder_directories import a_directory  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
 

@@ -12,7 +12,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 pytest.importorskip("llguidance")
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
 from staticllm.server.served_model import ModelSpec  # noqa: E402

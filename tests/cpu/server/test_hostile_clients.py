@@ -16,7 +16,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import ConfigError  # noqa: E402
 from staticllm.server import access  # noqa: E402

@@ -12,7 +12,7 @@ httpx = pytest.importorskip("httpx")
 
 from staticllm.pipelines.scheduling.planner import make_policy  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
-from tests.served import serving  # noqa: E402
+from tests.support.server.served import serving  # noqa: E402
 
 STEP_SECONDS = 0.002
 NUM_TOKENS = 60

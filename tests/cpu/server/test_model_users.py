@@ -11,8 +11,8 @@ httpx = pytest.importorskip("httpx")
 
 from staticllm.pipelines.scheduling.planner import make_policy  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
-from tests.daemons import wait_for  # noqa: E402
-from tests.served import SECONDS, serving  # noqa: E402
+from tests.support.attach.daemons import wait_for  # noqa: E402
+from tests.support.server.served import SECONDS, serving  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "Is it sunny?"}]
 REQUESTS = {

@@ -17,9 +17,9 @@ import pytest
 for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
     pytest.importorskip(package)
 
-from echo_model import CALL, asking, load_echo  # noqa: E402
-from encoder_directories import a_directory  # noqa: E402
-from served import serving  # noqa: E402
+from support.encoders.encoder_directories import a_directory  # noqa: E402
+from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
 

@@ -12,9 +12,9 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from echo_model import CALL, asking, load_echo  # noqa: E402
-from encoder_directories import TEXTS, a_directory  # noqa: E402
-from served import serving  # noqa: E402
+from support.encoders.encoder_directories import TEXTS, a_directory  # noqa: E402
+from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.generation.options import UNLIMITED  # noqa: E402
 from staticllm.server.ollama.names import seconds_of  # noqa: E402

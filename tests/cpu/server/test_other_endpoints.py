@@ -14,9 +14,9 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 openai = pytest.importorskip("openai")
 
 import httpx  # noqa: E402
-from encoder_directories import TEXTS, a_directory, scores_directory  # noqa: E402
-from encoder_models import ARCHIVES  # noqa: E402
-from served import serving  # noqa: E402
+from support.encoders.encoder_directories import TEXTS, a_directory, scores_directory  # noqa: E402
+from support.encoders.encoder_models import ARCHIVES  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY  # noqa: E402
 from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402

@@ -13,8 +13,8 @@ sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'staticllm[browser]'"
 )
 
-from browsers import ScriptedModel, launched, tab_of  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.browsers import ScriptedModel, launched, tab_of  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

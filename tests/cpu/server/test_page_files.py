@@ -11,7 +11,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.server.page.assets import ASSETS  # noqa: E402
 from staticllm.server.served_model import demo_spec  # noqa: E402

@@ -15,8 +15,8 @@ import pytest
 for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
     pytest.importorskip(package)
 
-from encoder_directories import a_directory  # noqa: E402
-from ray_cluster import EXACT, RayCluster, text_of  # noqa: E402
+from support.encoders.encoder_directories import a_directory  # noqa: E402
+from support.server.ray_cluster import EXACT, RayCluster, text_of  # noqa: E402
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path  # noqa: E402
 

@@ -13,7 +13,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import StaticLLMError  # noqa: E402
 from staticllm.server.api_error import ApiError  # noqa: E402

@@ -15,7 +15,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 jsonschema = pytest.importorskip("jsonschema")
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.cli.client.top import lines_of  # noqa: E402
 

@@ -14,8 +14,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 import httpx  # noqa: E402
-from echo_model import CALL, asking, load_echo  # noqa: E402
-from served import serving  # noqa: E402
+from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.server.api_error import ApiError  # noqa: E402
 from staticllm.server.responses.store import ResponseStore, StoredResponse  # noqa: E402

@@ -16,7 +16,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 jsonschema = pytest.importorskip("jsonschema")
 
 import httpx  # noqa: E402
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.server.page import scheduler_feed  # noqa: E402
 from staticllm.server.served_model import ModelSpec, demo_spec  # noqa: E402

@@ -19,7 +19,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 
 import httpx  # noqa: E402
 import psutil  # noqa: E402
-from daemons import wait_for  # noqa: E402
+from support.attach.daemons import wait_for  # noqa: E402
 
 SERVE = [sys.executable, "-m", "staticllm", "serve"]
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows passes no descriptors and no signals")
@@ -113,7 +113,7 @@ def test_it_ends_with_its_parent(tmp_path):
 
 
 def test_a_watch_reports_the_end_once_and_can_be_closed():
-    from staticllm.parent_watch import ParentWatch
+    from staticllm.system.parent_watch import ParentWatch
 
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ends = []

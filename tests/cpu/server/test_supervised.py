@@ -19,11 +19,11 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 
 import httpx  # noqa: E402
 import psutil  # noqa: E402
-from daemons import daemon_process, wait_for  # noqa: E402
-from served import serving  # noqa: E402
+from support.attach.daemons import daemon_process, wait_for  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.daemon import lifetime  # noqa: E402
-from staticllm.pipelines.blobs.crashes import num_crashes  # noqa: E402
+from staticllm.pipelines.artifacts.crashes import num_crashes  # noqa: E402
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
 from staticllm.server.sidecar.model_home import WorkerHome  # noqa: E402
 
@@ -172,7 +172,7 @@ def test_a_blob_set_that_crashed_twice_is_not_used_again(run_folder, tmp_path, c
 
 def test_a_blob_path_in_quarantine_is_refused_with_the_remedy(tmp_path):
     import staticllm
-    from staticllm.pipelines.blobs.crashes import count_crash
+    from staticllm.pipelines.artifacts.crashes import count_crash
 
     options = {**PROPERTIES, "MAX_PROMPT_LEN": 64, "BLOB_PATH": str(tmp_path / "set")}
     with staticllm.StaticLLMPipeline(staticllm.demo_model_path(), "CPU", EXPORT_BLOB=True, **options):

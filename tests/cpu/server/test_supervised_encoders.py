@@ -15,9 +15,9 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 
 import httpx  # noqa: E402
 import psutil  # noqa: E402
-from daemons import wait_for  # noqa: E402
-from encoder_directories import a_directory  # noqa: E402
-from served import serving  # noqa: E402
+from support.attach.daemons import wait_for  # noqa: E402
+from support.encoders.encoder_directories import a_directory  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance  # noqa: E402
 from staticllm.server.served_model import model_spec  # noqa: E402

@@ -11,8 +11,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
     pytest.importorskip(package)
 
 import httpx  # noqa: E402
-from daemons import wait_for  # noqa: E402
-from served import serving  # noqa: E402
+from support.attach.daemons import wait_for  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 SECONDS = 60
 CLIENT = httpx.Client(timeout=SECONDS, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))

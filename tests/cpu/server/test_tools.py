@@ -13,7 +13,7 @@ openai = pytest.importorskip("openai")
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
-from served import serving  # noqa: E402
+from support.server.served import serving  # noqa: E402
 
 from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_files import PREFIX, safetensors_bytes
+from support.models.lora_files import PREFIX, safetensors_bytes
 
 from staticllm.adapters.adapter_set import AdapterSet, to_bf16
 from staticllm.adapters.lora import CONFIG, FILE, MAX_VALUE, adapter_in_memory, read_adapter

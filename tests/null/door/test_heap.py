@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import sys, numpy as np
-from staticllm.heap import return_large_blocks
+from staticllm.system.heap import return_large_blocks
 from staticllm.pipelines.diagnostics.process_memory import private_bytes
 
 def left():
@@ -38,7 +38,7 @@ def test_freed_blocks_between_used_ones_return_to_the_system():
 
 
 SMALL = """
-from staticllm.heap import return_free_memory
+from staticllm.system.heap import return_free_memory
 from staticllm.pipelines.diagnostics.process_memory import private_bytes
 
 blocks = [bytes(2000) for _ in range(10000)]  # small ones, of Python's allocator and of the heap
@@ -60,7 +60,7 @@ def test_free_memory_below_a_used_block_returns_to_the_system():
 
 
 def test_other_systems_are_left_alone(monkeypatch):
-    from staticllm import heap
+    from staticllm.system import heap
 
     monkeypatch.setattr(heap.sys, "platform", "win32")
     monkeypatch.setattr(heap.ctypes, "CDLL", None)

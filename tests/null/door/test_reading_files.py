@@ -5,9 +5,9 @@ import tracemalloc
 
 import pytest
 
-from staticllm import files
 from staticllm.errors import DeviceError, enough_memory
-from staticllm.files import read_regular
+from staticllm.system import files
+from staticllm.system.files import read_regular
 
 
 def test_reading_takes_the_size_of_the_file_and_not_the_limit(tmp_path):

@@ -2,7 +2,7 @@
 
 import ast
 
-from slow_tests import choose_slow, is_listed, slow_tests
+from support.slow_tests import choose_slow, is_listed, slow_tests
 
 
 def functions_of(tree, prefix=""):
@@ -17,9 +17,9 @@ def functions_of(tree, prefix=""):
 def test_every_line_of_the_list_names_a_test(root):
     for line in slow_tests():
         module, _, function = line.partition("::")
-        assert (root / module).is_file(), f"{line} in tests/slow_tests.txt: there is no such module"
+        assert (root / module).is_file(), f"{line} in tests/support/slow_tests.txt: there is no such module"
         known = list(functions_of(ast.parse((root / module).read_text(encoding="utf-8"))))
-        assert not function or function in known, f"{line} in tests/slow_tests.txt: there is no such test"
+        assert not function or function in known, f"{line} in tests/support/slow_tests.txt: there is no such test"
 
 
 def test_parameters_and_whole_modules_are_found():

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from staticllm.files import write_whole
 from staticllm.pipelines.profiling.trace import Trace
+from staticllm.system.files import write_whole
 
 
 def test_a_failed_write_keeps_the_previous_file(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from fake_encoders import Adder, request
+from support.encoders.fake_encoders import Adder, request
 
 from staticllm.pipelines.embedding import batching_delay
 from staticllm.pipelines.embedding.batching_delay import LONGEST, SHARE, BatchingDelay

@@ -8,14 +8,14 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from fake_encoders import Adder, request
+from support.encoders.fake_encoders import Adder, request
 
-from staticllm import threads
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.embedding import embedding_request
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.threads import close_when_collected
+from staticllm.system import threads
+from staticllm.system.threads import close_when_collected
 
 SECONDS = 20
 

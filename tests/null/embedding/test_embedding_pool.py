@@ -6,7 +6,7 @@ import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
-from fake_instances import COSTS, NAN, POISON, Adder, request, sums
+from support.encoders.fake_instances import COSTS, NAN, POISON, Adder, request, sums
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
 from staticllm.pipelines.embedding.pool import pool_state

@@ -5,7 +5,7 @@ import time
 from concurrent.futures import CancelledError, wait
 
 import pytest
-from fake_encoders import POISON, Adder, request
+from support.encoders.fake_encoders import POISON, Adder, request
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
 from staticllm.pipelines.embedding import embedding_queue

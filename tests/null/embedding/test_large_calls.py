@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from fake_instances import Adder, request
+from support.encoders.fake_instances import Adder, request
 
 from staticllm.errors import BusyError, PromptError
 from staticllm.pipelines.embedding.pool.pool_loader import make_state

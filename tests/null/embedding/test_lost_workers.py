@@ -5,7 +5,7 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
-from fake_instances import Adder, request, sums
+from support.encoders.fake_instances import Adder, request, sums
 
 from staticllm.errors import ClosedError, DeviceError, StaticLLMError
 from staticllm.pipelines.embedding.pool import embedding_pool, pool_state

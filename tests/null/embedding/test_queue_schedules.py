@@ -8,10 +8,10 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from fake_encoders import POISON, Adder, request, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.encoders.fake_encoders import POISON, Adder, request, texts
+from support.quick import examples
 
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from output_queues import outputs_of
+from support.engine.output_queues import outputs_of
 
 from staticllm.pipelines.engine.output_queue import Finished
 from staticllm.pipelines.engine.request import EngineRequest

@@ -4,15 +4,15 @@ import warnings
 
 import numpy as np
 import pytest
-from beam_steps import advanced, beam_request
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
-from quick import examples
+from support.engine.beam_steps import advanced, beam_request
+from support.engine.engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
+from support.engine.output_queues import outputs_of
+from support.quick import examples
 
 from staticllm.errors import ClosedError, NumericalError
-from staticllm.pipelines.engine.fed.beam_requests import BeamRequest
+from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.output_queue import Finished
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits

@@ -5,9 +5,9 @@ from itertools import count
 import pytest
 
 from staticllm.core import FinishReason
+from staticllm.pipelines.engine.beams import new_state
+from staticllm.pipelines.engine.client_sequences.state import FeedOrder
 from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.fed.beam_requests import new_state
-from staticllm.pipelines.engine.fed.state import FeedOrder
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams

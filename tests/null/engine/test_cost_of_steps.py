@@ -8,13 +8,13 @@ import sys
 
 import numpy as np
 import pytest
-from beam_steps import beam_request
+from support.engine.beam_steps import beam_request
 
 from staticllm.core import Variant
 from staticllm.kvcache import host_pool, prefix
 from staticllm.kvcache.sequence import common_prefix
 from staticllm.kvcache.slot_allocator import SlotAllocator
-from staticllm.pipelines.engine.fed.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end, run_until
 

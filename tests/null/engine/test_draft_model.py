@@ -4,11 +4,11 @@ import warnings
 from unittest.mock import patch
 
 import pytest
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
-from quick import examples
+from support.engine.engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from support.engine.output_queues import outputs_of
+from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.output_queue import TokenOutput

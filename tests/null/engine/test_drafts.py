@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from engine_drafters import KINDS, Guesser, drafting_request
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of, reason_of
-from quick import examples
+from support.engine.engine_drafters import KINDS, Guesser, drafting_request
+from support.engine.engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
+from support.engine.output_queues import outputs_of, reason_of
+from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import GenerationConfigError

@@ -1,7 +1,7 @@
 """Tests failures in the engine, on the fake device: a failure ends only the requests to which it belongs."""
 
 import pytest
-from output_queues import outputs_of
+from support.engine.output_queues import outputs_of
 
 from staticllm.errors import DeviceError, GenerationConfigError, NumericalError
 from staticllm.kvcache import cache as cache_module

@@ -5,14 +5,14 @@ from collections import deque
 
 import numpy as np
 import pytest
-from engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.engine.engine_schedules import HOSTILE, MASKS, Disturbed, Schedule, assert_slots_counted
+from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError, ClosedError, PromptError
-from staticllm.pipelines.engine.fed.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import (
     FAKE_VARIANTS,

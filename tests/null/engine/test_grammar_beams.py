@@ -7,20 +7,20 @@ import re
 
 import numpy as np
 import pytest
-from beam_steps import advanced
-from grammars import END, OTHER_SPECIAL, compiler_of, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
-from quick import examples
+from support.engine.beam_steps import advanced
+from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, text_of
+from support.engine.output_queues import outputs_of
+from support.quick import examples
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.engine.fed.beam_requests import BeamRequest
+from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest, mask_of
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
-from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 

@@ -7,18 +7,18 @@ import re
 from functools import partial
 
 import pytest
-from grammars import END, OTHER_SPECIAL, compiler_of, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
-from quick import examples
+from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, text_of
+from support.engine.output_queues import outputs_of
+from support.quick import examples
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest, mask_of
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, FakeRequest, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 

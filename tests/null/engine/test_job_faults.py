@@ -6,7 +6,7 @@ import warnings
 from concurrent.futures import CancelledError
 
 import pytest
-from fake_encoders import POISON, Adder, request
+from support.encoders.fake_encoders import POISON, Adder, request
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue

@@ -5,7 +5,7 @@ import time
 import warnings
 
 import pytest
-from output_queues import outputs_of
+from support.engine.output_queues import outputs_of
 
 from staticllm.errors import ClosedError
 from staticllm.pipelines.engine.job_engine import JobEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from output_queues import reason_of
+from support.engine.output_queues import reason_of
 
 from staticllm.core import Variant
 from staticllm.kvcache import prefix

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine_schedules import Disturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
-from quick import examples
+from support.engine.engine_schedules import Disturbed
+from support.engine.output_queues import outputs_of
+from support.quick import examples
 
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest, RequestState

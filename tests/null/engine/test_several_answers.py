@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from output_queues import outputs_of
-from quick import examples
+from support.engine.output_queues import outputs_of
+from support.quick import examples
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import NumericalError, StaticLLMError

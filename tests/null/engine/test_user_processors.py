@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from output_queues import outputs_of
+from support.engine.output_queues import outputs_of
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.output_queue import TokenOutput

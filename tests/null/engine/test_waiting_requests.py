@@ -1,11 +1,11 @@
 """Tests what counts as a waiting request: a request counts once, however many answers or beams it has."""
 
 import pytest
-from beam_steps import beam_request
+from support.engine.beam_steps import beam_request
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError
-from staticllm.pipelines.engine.fed.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end

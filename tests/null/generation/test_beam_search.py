@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from beam_steps import advanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.engine.beam_steps import advanced
+from support.quick import examples
 
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits, repeating_tokens
 

@@ -5,16 +5,16 @@ import re
 
 import numpy as np
 import pytest
-from grammars import END, OTHER_SPECIAL, compiler_of, mask_of, random_answer, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, mask_of, random_answer, text_of
+from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.mask import ForcedTokens
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.mask import ForcedTokens
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1

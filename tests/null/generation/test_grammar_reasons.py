@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from grammars import OTHER_SPECIAL, compiler_of
+from support.engine.grammars import OTHER_SPECIAL, compiler_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.grammars.grammar import Grammar
 
 pytest.importorskip("llguidance")
 

@@ -4,10 +4,10 @@ import json
 import zipfile
 
 import pytest
-from grammars import OTHER_SPECIAL, compiler_of
+from support.engine.grammars import OTHER_SPECIAL, compiler_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.structured.grammar import Grammar
+from staticllm.pipelines.grammars.grammar import Grammar
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm.pipelines.generation.filters import typical, without_top_choices
 from staticllm.pipelines.generation.sampler import Mirostat, Sampler, candidate_distribution

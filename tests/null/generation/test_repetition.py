@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.logits_processors import processors_for

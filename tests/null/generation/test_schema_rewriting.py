@@ -5,14 +5,14 @@ import json
 import re
 
 import pytest
-from grammars import OTHER_SPECIAL, compiler_of, random_answer, text_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.engine.grammars import OTHER_SPECIAL, compiler_of, random_answer, text_of
+from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.generation.structured.schemas.rewriting import OVERLAPPING, rewritten
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.schemas.rewriting import OVERLAPPING, rewritten
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

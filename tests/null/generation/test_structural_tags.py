@@ -5,13 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from grammars import END, OTHER_SPECIAL, compiler_of, encode, mask_of, random_answer, text_of
+from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, encode, mask_of, random_answer, text_of
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.conversation.parsing.formats import MessageFormat
+from staticllm.pipelines.conversation.parsing.required_calls import required_calls
 from staticllm.pipelines.generation.extra_options import extra_options
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.text.parsing.formats import MessageFormat
-from staticllm.pipelines.text.parsing.required_calls import required_calls
+from staticllm.pipelines.grammars.grammar import Grammar
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1

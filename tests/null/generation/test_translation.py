@@ -5,20 +5,20 @@ import math
 import re
 
 import pytest
-from grammars import END, OTHER_SPECIAL, WORDS, compiler_of, encode, small_vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.engine.grammars import END, OTHER_SPECIAL, WORDS, compiler_of, encode, small_vocabulary
+from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.structured.ebnf import parse_ebnf
-from staticllm.pipelines.generation.structured.fewest_tokens import TokenBounds
-from staticllm.pipelines.generation.structured.grammar import KINDS, Grammar
-from staticllm.pipelines.generation.structured.json_schema import prepared, read_schema
-from staticllm.pipelines.generation.structured.nodes import Reference, Repeat, regular_rules, walk, without_tail_calls
-from staticllm.pipelines.generation.structured.regex import rust_regex
-from staticllm.pipelines.generation.structured.translation import lark_of
-from staticllm.pipelines.generation.structured.vocabulary import read_vocabulary
+from staticllm.pipelines.grammars.ebnf import parse_ebnf
+from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
+from staticllm.pipelines.grammars.grammar import KINDS, Grammar
+from staticllm.pipelines.grammars.json_schema import prepared, read_schema
+from staticllm.pipelines.grammars.nodes import Reference, Repeat, regular_rules, walk, without_tail_calls
+from staticllm.pipelines.grammars.regex import rust_regex
+from staticllm.pipelines.grammars.translation import lark_of
+from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import SnapshotError

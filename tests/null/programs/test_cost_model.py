@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.cost_model import CostModel
+from staticllm.pipelines.costs.model import CostModel
 
 SIZES = [
     Variant(r, c, s) for r, s in ((1, 1), (4, 4), (16, 1), (64, 1), (64, 8), (256, 1)) for c in (0, 256, 1024, 4096)

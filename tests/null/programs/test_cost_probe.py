@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from staticllm.core import Variant
+from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
+from staticllm.pipelines.costs.probe import NUM_CHECKED, CostProbe, worth_measuring
 from staticllm.pipelines.engine import engine as engine_module
-from staticllm.pipelines.programs.cost_model import STABLE_CALLS, CostModel
-from staticllm.pipelines.programs.cost_probe import NUM_CHECKED, CostProbe, worth_measuring
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
 

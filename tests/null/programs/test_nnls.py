@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staticllm.pipelines.programs.cost_model import nonnegative_least_squares
+from staticllm.pipelines.costs.model import nonnegative_least_squares
 
 
 @settings(deadline=None)

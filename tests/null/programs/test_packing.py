@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm.core import MaskKind, Variant
 from staticllm.kvcache.step import Segment

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.chunking import plan_chunks
-from staticllm.pipelines.programs.cost_model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.testing import fake_shape

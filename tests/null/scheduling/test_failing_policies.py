@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from output_queues import outputs_of
+from support.engine.output_queues import outputs_of
 
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.scheduling import planner as planner_module

@@ -9,7 +9,7 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.pipelines.engine.fed.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.linger import MAX_LINGER_SHARE, Linger

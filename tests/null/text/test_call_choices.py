@@ -8,9 +8,16 @@ import pytest
 
 jsonschema = pytest.importorskip("jsonschema")
 
-from staticllm.pipelines.text.parsing.events import CallBegin, CallBroken, CallEnd, ContentDelta, merged, message_of  # noqa: E402
-from staticllm.pipelines.text.parsing.formats import MessageFormat  # noqa: E402
-from staticllm.pipelines.text.parsing.message_parser import MessageParser  # noqa: E402
+from staticllm.pipelines.conversation.parsing.events import (  # noqa: E402
+    CallBegin,
+    CallBroken,
+    CallEnd,
+    ContentDelta,
+    merged,
+    message_of,
+)
+from staticllm.pipelines.conversation.parsing.formats import MessageFormat  # noqa: E402
+from staticllm.pipelines.conversation.parsing.message_parser import MessageParser  # noqa: E402
 
 TAGS = ("<tool_call>", "</tool_call>")
 TAGGED = MessageFormat("tagged", TAGS, ("<think>", "</think>"))

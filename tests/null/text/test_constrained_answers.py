@@ -5,20 +5,20 @@ import random
 
 import openvino_genai as genai
 import pytest
-from grammars import END, compiler_of, mask_of, text_of
+from support.engine.grammars import END, compiler_of, mask_of, text_of
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.conversation.parsing.events import message_of
+from staticllm.pipelines.conversation.parsing.formats import BLOCK, REASONING_TAGS, TAGS, MessageFormat
+from staticllm.pipelines.conversation.parsing.key_value_calls import ARG_KEY
+from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
+from staticllm.pipelines.conversation.parsing.recipients import ARROWS, TAGGED
+from staticllm.pipelines.conversation.parsing.required_calls import answer_grammar, is_content
+from staticllm.pipelines.conversation.parsing.wrapped_calls import CALLS
 from staticllm.pipelines.generation.options import resolve
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.generation.sampling_params import SamplingParams
-from staticllm.pipelines.generation.structured.grammar import Grammar
-from staticllm.pipelines.text.parsing.events import message_of
-from staticllm.pipelines.text.parsing.formats import BLOCK, REASONING_TAGS, TAGS, MessageFormat
-from staticllm.pipelines.text.parsing.key_value_calls import ARG_KEY
-from staticllm.pipelines.text.parsing.message_parser import MessageParser
-from staticllm.pipelines.text.parsing.recipients import ARROWS, TAGGED
-from staticllm.pipelines.text.parsing.required_calls import answer_grammar, is_content
-from staticllm.pipelines.text.parsing.wrapped_calls import CALLS
+from staticllm.pipelines.grammars.grammar import Grammar
 
 np = pytest.importorskip("numpy")
 CALL_FORMATS = [

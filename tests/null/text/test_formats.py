@@ -5,11 +5,10 @@ import json
 import pytest
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.extra_options import extra_options
-from staticllm.pipelines.text.parsing.events import message_of
-from staticllm.pipelines.text.parsing.formats import MessageFormat, find_format, shows_tools
-from staticllm.pipelines.text.parsing.message_parser import MessageParser
-from staticllm.pipelines.text.parsing.required_calls import (
+from staticllm.pipelines.conversation.parsing.events import message_of
+from staticllm.pipelines.conversation.parsing.formats import MessageFormat, find_format, shows_tools
+from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
+from staticllm.pipelines.conversation.parsing.required_calls import (
     Json,
     LimitedText,
     OptionalParts,
@@ -17,6 +16,7 @@ from staticllm.pipelines.text.parsing.required_calls import (
     Text,
     required_calls,
 )  # fmt: skip
+from staticllm.pipelines.generation.extra_options import extra_options
 
 THINK = ("<think>", "</think>")
 TAGS = ("<tool_call>", "</tool_call>")

@@ -6,9 +6,9 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
-from staticllm.pipelines.text.parsing.events import (
+from staticllm.pipelines.conversation.parsing.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,
@@ -18,9 +18,9 @@ from staticllm.pipelines.text.parsing.events import (
     merged,
     message_of,
 )
-from staticllm.pipelines.text.parsing.formats import MessageFormat
-from staticllm.pipelines.text.parsing.message_parser import MessageParser
-from staticllm.pipelines.text.parsing.python_calls import as_json
+from staticllm.pipelines.conversation.parsing.formats import MessageFormat
+from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
+from staticllm.pipelines.conversation.parsing.python_calls import as_json
 
 THINK = ("<think>", "</think>")
 TAGGED = MessageFormat("tagged", ("<tool_call>", "</tool_call>"), THINK)

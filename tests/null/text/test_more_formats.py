@@ -8,14 +8,14 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.conversation.parsing.events import ArgumentsDelta, CallBroken, merged, message_of
+from staticllm.pipelines.conversation.parsing.formats import find_format
+from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
+from staticllm.pipelines.conversation.parsing.required_calls import required_calls
 from staticllm.pipelines.generation.extra_options import extra_options
-from staticllm.pipelines.text.parsing.events import ArgumentsDelta, CallBroken, merged, message_of
-from staticllm.pipelines.text.parsing.formats import find_format
-from staticllm.pipelines.text.parsing.message_parser import MessageParser
-from staticllm.pipelines.text.parsing.required_calls import required_calls
 
 TEMPLATES = {
     "glm": "For each function call, output the function name and arguments within the following XML format:\n"

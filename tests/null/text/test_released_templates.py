@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import examples
+from support.quick import examples
 
 from staticllm.errors import PromptError
+from staticllm.pipelines.conversation.parsing.events import merged, message_of
+from staticllm.pipelines.conversation.parsing.formats import find_format, format_beside
+from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
+from staticllm.pipelines.conversation.parsing.required_calls import required_calls
+from staticllm.pipelines.conversation.templates.chat_template import render, shape_of
 from staticllm.pipelines.generation.extra_options import extra_options
-from staticllm.pipelines.text.parsing.events import merged, message_of
-from staticllm.pipelines.text.parsing.formats import find_format, format_beside
-from staticllm.pipelines.text.parsing.message_parser import MessageParser
-from staticllm.pipelines.text.parsing.required_calls import required_calls
-from staticllm.pipelines.text.templates.chat_template import render, shape_of
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates"
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"

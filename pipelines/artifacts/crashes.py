@@ -1,0 +1,80 @@
+"""Counts how often a process crashed while it used a blob set; a set with which two crashed is not used again.
+
+Blobs are machine code of a compiler for one driver. A set that is whole and was verified when it was made can crash the process
+after an update of the driver, and again after every restart. Who starts the process again counts (``staticllm serve
+--supervise``): the process itself cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from staticllm.errors import BlobError
+from staticllm.pipelines.artifacts.blob_set import CRASHES
+from staticllm.system.files import read_regular, whole_file
+
+LIMIT = 2
+"""The crashes after which a set is in quarantine."""
+MAX_BYTES = 4096
+WINDOWS_CRASH = 0xC0000000
+"""Exit codes of Windows from here on are those of exceptions that nothing handled."""
+_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
+
+
+def crash_name(exit_code: int) -> str | None:
+    """Return the name of the crash that ended a process; None if it ended by itself, or somebody ended it.
+
+    ``exit_code`` is that of ``subprocess``: on POSIX systems a negative one is a signal. SIGKILL and SIGTERM come from
+    outside, from a person or from a system without memory, and say nothing about the blobs.
+    """
+    if sys.platform == "win32":
+        code = exit_code & 0xFFFFFFFF
+        return f"exception {code:#x}" if code >= WINDOWS_CRASH else None
+    names = {-int(getattr(signal, name)): name for name in _SIGNALS if hasattr(signal, name)}
+    return names.get(exit_code)
+
+
+def count_crash(folder: Path, crash: str) -> int:
+    """Note that a process crashed while it used the set in ``folder``, and return how many have. 0 if it cannot be noted."""
+    found = num_crashes(folder) + 1
+    try:
+        with whole_file(folder / CRASHES) as file:
+            file.write(json.dumps({"crashes": found, "last": crash, "time": int(time.time())}).encode())
+    except OSError:
+        return 0
+    return found
+
+
+def num_crashes(folder: Path) -> int:
+    """Return how many processes have crashed with a set; 0 if none was noted, or the note is damaged."""
+    try:
+        found = json.loads(read_regular(folder / CRASHES, MAX_BYTES, follow=False))["crashes"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+    return found if type(found) is int and found > 0 else 0
+
+
+def quarantine_text(folder: Path) -> str | None:
+    """Return why a set is not used any more, with the remedy; None if it may be used."""
+    found = num_crashes(folder)
+    if found < LIMIT:
+        return None
+    return (
+        f"{found} processes have crashed with the blobs in {str(folder)!r}, they are in quarantine: remove the folder to compile "
+        "them again"
+    )
+
+
+def check_crashes(folder: Path) -> None:
+    """Check that a set may be used.
+
+    Raises:
+        BlobError: it is in quarantine.
+    """
+    text = quarantine_text(folder)
+    if text is not None:
+        raise BlobError(text)

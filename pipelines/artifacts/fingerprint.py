@@ -1,0 +1,247 @@
+"""The fingerprint of a blob set names everything that must be equal where the set is loaded, in terms that users know."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import openvino as ov
+
+from staticllm import compiler_passes, ports
+from staticllm.config import StaticLLMConfig
+from staticllm.core import KVType, Phase, ProgramLayout, ProgramMode
+from staticllm.errors import ModelError
+from staticllm.model_dir import model_in_memory
+from staticllm.model_paths.path_kind import MODEL_XML
+from staticllm.pipelines.programs import keep_small_constants
+from staticllm.version import __version__
+
+PIECE = 16 << 20
+"""Bytes per piece. The digest of a file is the digest of its pieces' digests, so that several cores share a large file."""
+_PASSES = Path(str(compiler_passes.__file__)).parent
+_NO_DEFAULT = "-"
+Kind = Literal["graph", "weights", "machine", "user"]
+"""The origin of a value: a digest of the graph or of the weights, a fact about the machine, or the user's choice."""
+
+
+def _labelled(label: str, kind: Kind = "machine", default: str | None = _NO_DEFAULT) -> Any:
+    """Return a field with the ``label`` that manifests and messages show. ``default`` None: the field may be absent."""
+    metadata = {"label": label, "kind": kind}
+    return field(metadata=metadata) if default == _NO_DEFAULT else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFingerprint:
+    """Digests of a graph and of its weights."""
+
+    ir_digest: str = _labelled("IR digest", "graph")
+    weights_digest: str = _labelled("weights digest", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint(ModelFingerprint):
+    """Everything that must be equal where a set is loaded; each kind of model adds its own choices.
+
+    Lengths and sizes are resolved, so a default equals the same value given by the user. ``driver`` and ``compiler`` are present
+    if the device reports them.
+    """
+
+    kind: str = _labelled("kind of model", default="")
+    openvino: str = _labelled("OpenVINO")
+    plugin: str = _labelled("plugin")
+    passes: str = _labelled("passes")
+    device: str = _labelled("device")
+    device_name: str = _labelled("device name")
+    capabilities: str = _labelled("capabilities")
+    driver: str | None = _labelled("driver", default=None)
+    compiler: str | None = _labelled("compiler", default=None)
+
+    def to_json(self) -> dict[str, str]:
+        """Return label → value of every field that is present."""
+        values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
+        return {label: value for label, value in values.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
+        """Return the fingerprint that ``to_json`` made ``content`` of.
+
+        Raises:
+            ValueError: a label is unknown, or a field is missing.
+        """
+        names = {item.metadata["label"]: item.name for item in fields(cls)}
+        if unknown := sorted(set(content) - set(names)):
+            raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
+        needed = {label for label, name in names.items() if name not in ("driver", "compiler")}
+        if missing := sorted(needed - set(content)):
+            raise ValueError(f"the fingerprint has no {missing[0]!r}")
+        return cls(**{names[label]: value for label, value in content.items()})
+
+    def difference(self, there: Fingerprint) -> str | None:
+        """Describe the first difference from ``there``, the fingerprint of a set; None if there is no difference."""
+        if self.kind != there.kind:
+            return f"this model is {with_article(self.kind)}, the blob is of {with_article(there.kind)}"
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
+            if mine == theirs:
+                continue
+            label, kind = item.metadata["label"], item.metadata["kind"]
+            if kind in ("graph", "weights"):
+                return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
+            return (
+                f"{label} {mine} asked, the blob has {theirs}" if kind == "user" else f"{label} {mine}, blob {theirs}"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFingerprint(Fingerprint):
+    """The fingerprint of a decoder's step programs."""
+
+    kind: str = _labelled("kind of model", default="decoder")
+    max_prompt_len: str = _labelled("MAX_PROMPT_LEN", "user")
+    min_response_len: str = _labelled("MIN_RESPONSE_LEN", "user")
+    programs: str = _labelled("PROGRAMS", "user")
+    kv_cache_precision: str = _labelled("KV_CACHE_PRECISION", "user")
+    max_num_seqs: str = _labelled("MAX_NUM_SEQS", "user")
+    kv_slots: str = _labelled("KV_SLOTS", "user")
+    prefill_rows: str = _labelled("PREFILL_ROWS", "user")
+    prefill_kv_lens: str = _labelled("PREFILL_KV_LENS", "user")
+    generate_kv_lens: str = _labelled("GENERATE_KV_LENS", "user")
+    prefill_properties: str = _labelled("prefill properties", "user")
+    generate_properties: str = _labelled("generate properties", "user")
+    adapters: str = _labelled("adapters", "user", default="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderFingerprint(Fingerprint):
+    """The fingerprint of an encoder's programs. ``dense`` is a digest of the Dense modules that they contain."""
+
+    kind: str = _labelled("kind of model", default="encoder")
+    dense: str = _labelled("Dense modules", "weights")
+    score_tokens: str = _labelled("score_tokens", "user")
+    max_length: str = _labelled("max_length", "user")
+    sizes: str = _labelled("sizes", "user")
+    programs: str = _labelled("PROGRAMS", "user")
+    normalize: str = _labelled("normalize", "user")
+    properties: str = _labelled("properties", "user")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherFingerprint(Fingerprint):
+    """The fingerprint of the programs of any other kind of model. ``choices`` are the user's, as JSON."""
+
+    programs: str = _labelled("PROGRAMS", "user")
+    properties: str = _labelled("properties", "user")
+    choices: str = _labelled("choices", "user")
+
+
+def with_article(kind: str) -> str:
+    """Return the name of a kind of model with its article."""
+    return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"
+
+
+def file_digest(path: Path) -> str:
+    """Return the hex digest (BLAKE2b over pieces) of a file's bytes and its length.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            pieces = list(pool.map(lambda start: _digest_of_piece(path, start), range(0, max(size, 1), PIECE)))
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
+    return bytes_digest(b"".join(pieces) + size.to_bytes(8, "little"))
+
+
+def _digest_of_piece(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.blake2b(file.read(PIECE), digest_size=32).digest()
+
+
+def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
+    """Return the hex digest (BLAKE2b) of bytes, keyed with ``key`` if there is one."""
+    return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(key).digest() if key else b"").hexdigest()
+
+
+def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:
+    """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    if (held := model_in_memory(directory)) is not None:
+        return ModelFingerprint(
+            ir_digest=bytes_digest(held.xml.encode()), weights_digest=bytes_digest(held.weights.data.tobytes())
+        )
+    xml = directory / MODEL_XML
+    return ModelFingerprint(ir_digest=file_digest(xml), weights_digest=file_digest(weights or xml.with_suffix(".bin")))
+
+
+def machine_values(core: ov.Core, device: str) -> dict[str, str]:
+    """Return what describes the machine and the compiler of ``device``: values of ``Fingerprint`` by field name."""
+    supported = core.get_property(device, "SUPPORTED_PROPERTIES")
+    found = {
+        "openvino": ov.get_version(),
+        "plugin": str(next(iter(core.get_versions(device).values())).build_number),
+        "passes": passes_digest(),
+        "device": device,
+        "device_name": str(core.get_property(device, "FULL_DEVICE_NAME")).strip(),
+        "capabilities": ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES")),
+    }
+    for name, key in (("driver", "NPU_DRIVER_VERSION"), ("compiler", "NPU_COMPILER_VERSION")):
+        if key in supported:
+            found[name] = str(core.get_property(device, key))
+    return found
+
+
+@cache
+def passes_digest() -> str:
+    """Return a digest of the code that turns models into programs: sets made by different passes are different sets.
+
+    A frozen application has no sources; the package version takes their place.
+    """
+    sources = "".join(f"{name}{digest}" for name, digest in pass_digests().items())
+    return bytes_digest(f"{__version__}{sources}".encode())[:16]
+
+
+@cache
+def pass_digests() -> Mapping[str, str]:
+    """Return file → digest of its source, for every module that decides what a program contains.
+
+    Passes are named by their room and file (``states/lift_state``).
+    """
+    passes = {path.relative_to(_PASSES).with_suffix("").as_posix(): path for path in sorted(_PASSES.rglob("*.py"))}
+    others = {path.stem: path for path in (Path(str(module.__file__)) for module in (ports, keep_small_constants))}
+    return {name: file_digest(path)[:8] for name, path in {**passes, **others}.items() if path.is_file()}
+
+
+def layout_values(
+    config: StaticLLMConfig, layout: ProgramLayout, kv_type: KVType, properties: Mapping[Phase, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return the user's lengths, sizes and properties, resolved: values of ``Fingerprint`` by field name."""
+    mode: ProgramMode = "separate" if layout == "separate" else "shared"
+    sizes = {
+        "max_prompt_len": config.max_prompt_len,
+        "min_response_len": config.min_response_len,
+        "programs": layout,
+        "kv_cache_precision": kv_type,
+        "max_num_seqs": config.num_seqs(mode),
+        "kv_slots": config.num_kv_slots(mode),
+        "prefill_rows": config.prefill_rows,
+        "prefill_kv_lens": config.prefill_kv_lens,
+        "generate_kv_lens": config.generate_kv_lens,
+    }
+    found = {name: "default" if value is None else str(value) for name, value in sizes.items()}
+    found["adapters"] = "none" if config.adapters is None else config.adapters.description
+    for phase, values in properties.items():
+        found[f"{phase}_properties"] = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+    return found

@@ -1,0 +1,1 @@
+"""How a model writes turns, calls and reasoning."""

@@ -1,0 +1,182 @@
+"""Measures the costs of variants while the engine has nothing to do."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from staticllm.core import Variant
+from staticllm.kvcache.step import StepBuffers
+from staticllm.pipelines.costs.model import CostModel
+
+logger = logging.getLogger(__name__)
+
+FAR_KV_LEN, MANY_ROWS = 1024, 256
+MAX_SECONDS = 0.15
+"""Seconds; longer calls are not measured, because a request that arrives meanwhile waits for them. A call cannot be cancelled:
+the CPU plugin then fails in later calls of the same program with other sizes (docs/decisions.md)."""
+NUM_CHECKED, DRIFT = 3, 1.25
+"""Costs of an earlier process that are measured again at the first rest, and the factor by which most of them may differ."""
+
+
+class Measurable(Protocol):
+    """A program that can run without a request, with whatever its buffers hold."""
+
+    @property
+    def buffers(self) -> StepBuffers: ...
+
+    def run(self) -> float: ...
+
+
+class CostProbe:
+    """The variants of a pipeline whose costs are worth measuring, in the order of their use. Runs on the engine's thread.
+
+    ``is_paused`` while programs are compiled in the background. Nothing is committed, so the KV cache does not change. The costs
+    of the remaining variants are estimated from these.
+
+    Costs of an earlier process are kept. ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by
+    more than ``DRIFT``. ``on_done`` is called when nothing is left to measure, if something was measured.
+    """
+
+    def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel) -> None:
+        self._programs, self._costs = programs, costs
+        self.is_paused = False
+        self.on_done: Callable[[], None] = lambda: None
+        self._num_measured = 0
+        self._todo: list[Variant] = []
+        self._unchecked: list[Variant] | None = None
+        self._ratios: list[float] = []
+        self._quick: list[Variant] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no variant is left to measure now."""
+        return self.is_paused or not self._todo
+
+    @property
+    def num_left(self) -> int:
+        """The number of variants that are left to measure."""
+        return len(self._todo)
+
+    def choose(self, variants: Iterable[Variant]) -> None:
+        """Measure those of ``variants`` that are worth it and whose costs are not stable, and check some that were adopted."""
+        wanted = worth_measuring(variants)
+        adopted = self._costs.adopted
+        if adopted and self._unchecked is None:
+            self._unchecked = [each for each in wanted if each in adopted and self._costs(each) <= MAX_SECONDS]
+            self._unchecked = self._unchecked[:NUM_CHECKED]
+        by_rows = {
+            variant.rows: variant for variant in sorted(wanted, reverse=True) if variant.rows > variant.sequences
+        }
+        self._quick = [by_rows[rows] for rows in sorted(by_rows)[:2]]
+        checked = self._unchecked or ()
+        self._todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
+
+    def measure_next(self, is_needed: Callable[[], bool]) -> None:
+        """Time the next variant, and add its cost. If ``is_needed`` is true between its runs, it is tried again later.
+
+        A variant that fails is left out: the requests that use it will report the error.
+        """
+        if self._todo:
+            self._measure(self._todo[-1], is_needed)
+        if self._num_measured and not self._todo:
+            self._num_measured = 0
+            try:
+                self.on_done()
+            except Exception:  # costs are only estimates: the engine's thread must go on
+                logger.warning("the measured costs could not be kept", exc_info=True)
+
+    def seconds_of(self, variant: Variant) -> float:
+        """Time a variant as ``measure_next`` does, without adding its cost.
+
+        Raises:
+            Exception: the device failed.
+        """
+        seconds = self._timed(variant, lambda: False)
+        assert seconds is not None
+        return seconds
+
+    def _measure(self, variant: Variant, is_needed: Callable[[], bool]) -> None:
+        if self._costs(variant) > MAX_SECONDS:
+            self._todo.pop()
+            return
+        try:
+            seconds = self._timed(variant, is_needed)
+        except Exception:
+            logger.warning("the cost of %s could not be measured", variant, exc_info=True)
+            self._todo.pop()
+            return
+        if seconds is not None:
+            self._todo.pop()
+            self._num_measured += 1
+            ratio = seconds / self._costs(variant)
+            self._costs.set(variant, seconds)
+            if self._unchecked and variant in self._unchecked:
+                self._unchecked.remove(variant)
+                self._check(max(ratio, 1 / ratio))
+
+    def _check(self, ratio: float) -> None:
+        """Note by which factor a cost of an earlier process was wrong; after the last one, doubt the others if most were."""
+        self._ratios.append(ratio)
+        if not self._unchecked and statistics.median(self._ratios) > DRIFT:
+            for variant in self._costs.adopted:
+                self._costs.doubt(variant)
+            self.choose(self._programs)
+
+    def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
+        """Return the seconds of a run after a call like those that it usually follows; None if the device is needed.
+
+        A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
+        chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count.
+        """
+        seconds = None
+        for each in (variant, variant if variant.rows == variant.sequences else self._other(variant), variant):
+            if is_needed():
+                return None
+            seconds = timed_run(self._programs[each])
+        return seconds
+
+    def _other(self, variant: Variant) -> Variant:
+        """Return a variant with other sizes that takes little time."""
+        others = (each for each in self._quick if each.rows != variant.rows)
+        return next(others, variant)
+
+
+def timed_run(program: Measurable) -> float:
+    """Run a program without a request, and return the seconds that it took. Nothing of its results is kept."""
+    program.buffers.logit_rows.fill(0)  # rows of a larger call may lie outside of this one
+    return program.run()
+
+
+def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
+    """Return the variants from which the costs of all others follow, those that are used most first.
+
+    These are, of every number of rows, prompts without a past, decoding, and mixed calls with the most sequences. The last two
+    and prompts of up to ``MANY_ROWS`` rows are measured over few and over ``FAR_KV_LEN`` slots.
+    """
+    known = [variant for variant in variants if variant.num_logits == variant.sequences]
+    most: dict[int, int] = {}
+    kv_lens: dict[tuple[int, int], list[int]] = {}
+    for variant in sorted(known, key=lambda variant: variant.kv_len):
+        if variant.rows > variant.sequences:
+            most[variant.rows] = max(variant.sequences, most.get(variant.rows, 0))
+        kv_lens.setdefault((variant.rows, variant.sequences), []).append(variant.kv_len)
+
+    def turn(variant: Variant) -> int | None:
+        if variant.sequences == 1 and not variant.kv_len:
+            return 0
+        seen = [kv_len for kv_len in kv_lens[variant.rows, variant.sequences] if kv_len]
+        if not seen or variant.kv_len not in (
+            seen[0],
+            next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1]),
+        ):
+            return None
+        if variant.rows == variant.sequences:
+            return 1
+        is_worth_it = variant.rows <= MANY_ROWS if variant.sequences == 1 else variant.sequences == most[variant.rows]
+        return 2 if is_worth_it else None
+
+    turns = {variant: found for variant in known if (found := turn(variant)) is not None}
+    return sorted(turns, key=lambda variant: (turns[variant], variant.rows, variant.kv_len))

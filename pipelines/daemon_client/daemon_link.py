@@ -1,0 +1,208 @@
+"""Connects to the daemon of this user, and starts it if it does not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import openvino as ov
+
+from staticllm.errors import DeviceError, ProcessLostError
+from staticllm.pipelines.daemon_client.failures import check
+from staticllm.wire import endpoint
+from staticllm.wire.channel import Channel
+from staticllm.wire.endpoint import EndpointError, GoneError, SilentError
+from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from staticllm.wire.silence import SilenceWatch
+
+START_SECONDS = 75.0
+"""Seconds in which a daemon that is started must listen."""
+
+
+GONE = (
+    "the process that runs the model has ended, and with it this request: send it again, which starts another process"
+)
+
+
+class Startable(Protocol):
+    """A daemon: where it listens, and how it is started."""
+
+    @property
+    def folder(self) -> Path:
+        """Its runtime folder.
+
+        Raises:
+            EndpointError: it cannot be used.
+        """
+        ...
+
+    def start(self) -> None:
+        """Start it, and return when it listens. Called if nobody listens.
+
+        Raises:
+            EndpointError: it does not listen in time.
+        """
+        ...
+
+
+class DaemonLink:
+    """This program as a client of the daemon: its first connection, which keeps the client alive, and those added to it.
+
+    One thread at a time may call ``ask``.
+
+    Raises:
+        DeviceError: no daemon can be reached or started.
+        StaticLLMError: it refused this program.
+    """
+
+    def __init__(self, home: Startable) -> None:
+        self._hello: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "openvino": ov.get_version(),
+            "pid": os.getpid(),
+            "program": Path(sys.argv[0] or "python").name[:256],
+            "priority": _priority() + 100,
+        }
+        try:
+            self._folder = home.folder
+            self._watch = SilenceWatch(self._folder)
+            self._first = self._open(home)
+        except EndpointError as error:
+            raise _unreachable(error) from error
+        try:
+            welcome = greet(self._first, self._hello, self._folder).body
+            self._first.watch(self._watch.check)
+            self._hello["session"], self._pid = welcome["session"], int(welcome["pid"])
+        except BaseException:
+            self._first.close()
+            raise
+
+    def ask(self, message: Message) -> Message:
+        """Send a message on the first connection, and return the answer.
+
+        Raises:
+            StaticLLMError: the daemon refused it, or it has gone.
+        """
+        return ask(self._first, message)
+
+    def connect(self) -> Channel:
+        """Return a further connection of this client.
+
+        Raises:
+            StaticLLMError: the daemon refused it, or it has gone.
+        """
+        try:
+            channel = Channel(endpoint.connect(self._folder))
+        except EndpointError as error:
+            raise _unreachable(error) from error
+        try:
+            greet(channel, self._hello, self._folder)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def check_silence(self) -> None:
+        """Return if the daemon answers new connections, or has ended.
+
+        Raises:
+            SilentError: it does not answer.
+        """
+        self._watch.check()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the daemon has ended as asked (``staticllm daemon stop``, SIGTERM), not by a crash or SIGKILL."""
+        return endpoint.stopped_pid(self._folder) == self._pid
+
+    def shut(self) -> None:
+        """End this client; a thread that waits in ``ask`` gets a ``ProcessLostError``. Any thread may call."""
+        self._first.shut()
+
+    def close(self) -> None:
+        """End this client; the daemon frees all that it had. A second call does nothing."""
+        self._first.close()
+
+    def _open(self, home: Startable) -> Channel:
+        """Connect, and start the daemon if nobody listens.
+
+        Raises:
+            EndpointError: it does not listen in time.
+        """
+        try:
+            return Channel(endpoint.connect(self._folder))
+        except endpoint.SilentError:
+            raise
+        except EndpointError:
+            home.start()
+        return Channel(endpoint.connect(self._folder))
+
+
+def _unreachable(error: EndpointError) -> DeviceError | ProcessLostError:
+    """Return the error of a daemon that cannot be reached; one that has just ended is started again by the next try."""
+    message = f"the daemon cannot be reached: {error}"
+    return ProcessLostError(message) if isinstance(error, GoneError) else DeviceError(message)
+
+
+def _priority() -> int:
+    """Return the priority that ``staticllm attach --priority`` gave to this program; 0 without one, from -100 to 100."""
+    text = os.environ.get("STATICLLM_ATTACH_PRIORITY", "")
+    return max(-100, min(100, int(text))) if text.lstrip("-").isdecimal() else 0
+
+
+def start_daemon() -> None:
+    """Start the daemon of this user in the background, and return when it listens.
+
+    Raises:
+        EndpointError: it does not listen within ``START_SECONDS``.
+    """
+    given = json.loads(os.environ.get("STATICLLM_DAEMON_COMMAND", "[]"))  # set by staticllm attach
+    command = [part for part in given if part != "--foreground"]
+    command = command or [sys.executable, "-m", "staticllm", "daemon", "start"]
+    start = time.monotonic()
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EndpointError(f"it could not be started after {time.monotonic() - start:.1f} s: {error}") from error
+    if result.returncode:
+        raise EndpointError(f"it could not be started: {result.stderr.strip()[-500:]}")
+
+
+def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:
+    """Say to the daemon of a folder who this program is, and return the answer.
+
+    Raises:
+        DeviceError: there is none in time.
+        StaticLLMError: as for ``ask``.
+    """
+    try:
+        channel.send(Message(Kind.HELLO, body=hello))
+        if not channel.poll(endpoint.ANSWER_SECONDS):
+            raise DeviceError(endpoint.silence_of(folder))
+        answer = channel.receive()
+    except (EOFError, OSError, ProtocolError) as error:
+        raise ProcessLostError(GONE) from error
+    check(answer)
+    return answer
+
+
+def ask(channel: Channel, message: Message) -> Message:
+    """Send a message and return the answer.
+
+    Raises:
+        StaticLLMError: the daemon refused it, it failed, or the daemon has gone (``ProcessLostError``).
+    """
+    try:
+        channel.send(message)
+        answer = channel.receive()
+    except SilentError as error:
+        raise DeviceError(f"the daemon cannot be reached: {error}") from error
+    except (EOFError, OSError, ProtocolError) as error:
+        raise ProcessLostError(GONE) from error
+    check(answer)
+    return answer

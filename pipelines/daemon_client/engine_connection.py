@@ -1,0 +1,225 @@
+"""One connection to an engine in the daemon: requests go there as plain values, and a thread reads what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count
+from queue import SimpleQueue
+
+from staticllm.core import FinishReason
+from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
+from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
+from staticllm.pipelines.daemon_client.failures import check
+from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.system.threads import start_thread
+from staticllm.wire.endpoint import SilentError
+from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
+
+QUESTION = 1 << 62
+"""Numbers from here on are those of questions; smaller ones are those of requests."""
+TOO_LONG = (
+    f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of tokens, or load "
+    "the model in this program (daemon=False, STATICLLM_ATTACH=off)"
+)
+OnLost = Callable[[], object]
+
+
+class EngineConnection:
+    """Carries requests to model ``handle`` of a daemon, and their outputs. Any thread may call the methods.
+
+    When the daemon ends, every request that it has accepted ends with a ``ProcessLostError``, and then ``on_lost`` is called on
+    the connection's own thread. It must not wait: ``close`` waits for that thread.
+
+    No thread holds the lock of the tables while it sends, or the thread that reads could wait for a send that waits for what is
+    to be read. What needs no answer is sent by a thread of its own, because finalizers ask for it too: the garbage collector
+    runs them at any moment, also on a thread that is sending.
+    """
+
+    def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
+        self._link, self._handle, self._on_lost = link, handle, on_lost
+        self._channel = link.connect()
+        self._queues: dict[int, OutputQueue] = {}  # by the request's id
+        self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
+        self._answers: dict[int, Future[Message]] = {}  # by the question's number
+        self._numbers = count(1)
+        self._lock = threading.Lock()  # of the tables
+        self._sending = threading.Lock()
+        self._is_closed = self._is_lost = False
+        self._channel.watch(self._check_silence)
+        self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
+        self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
+        self._thread = start_thread(self._read, "staticllm-remote")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the daemon is still there, as far as is known."""
+        return not self._is_lost
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a daemon that has ended did so as asked."""
+        return self._link.was_stopped
+
+    def submit(self, request: EngineRequest, queue: OutputQueue) -> CompileTimes | None:
+        """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
+
+        Returns what its grammar took to compile, if it has one.
+
+        Raises:
+            ProcessLostError: the daemon has ended before it accepted the request; nothing was put into ``queue``.
+            StaticLLMError: it was refused.
+        """
+        with self._lock:
+            self._queues[request.id] = queue
+            self._left[request.id] = set(range(request.num_sequences))
+        try:
+            answer = self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
+        except BaseException as error:
+            self._forget(request.id)
+            if not isinstance(error, StaticLLMError):  # Ctrl-C: the daemon may have accepted it
+                self.cancel(request.id)
+            raise
+        times = answer.body.get("grammar")
+        return None if times is None else CompileTimes(**times)
+
+    def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request, or one of its answers, soon; the daemon ignores unknown ones. Takes no lock."""
+        self.tell(Message(Kind.CANCEL, body={"request": request, "index": index, "reason": str(reason)}))
+
+    def has(self, request: int) -> bool:
+        """Return whether a request runs."""
+        return request in self._queues
+
+    def ask(self, message: Message) -> Message:
+        """Send a question about the model and wait for its answer, while outputs of requests go on.
+
+        Raises:
+            ClosedError: the connection was closed.
+            ConfigError: the message is too large.
+            ProcessLostError: the daemon has ended.
+            StaticLLMError: it refused, or failed.
+        """
+        future: Future[Message] = Future()
+        with self._lock:
+            if self._is_lost:
+                raise ProcessLostError(GONE)
+            if self._is_closed:
+                raise pipeline_closed()
+            number = message.number or QUESTION + next(self._numbers)
+            self._answers[number] = future
+        try:
+            with self._sending:
+                self._channel.send(Message(message.kind, self._handle, number, body=message.body))
+        except BaseException as error:
+            with self._lock:
+                for table in (self._answers, self._queues, self._left):  # in one step: a request may be submitted again
+                    table.pop(number, None)
+                if isinstance(error, (OSError, SilentError)) and not self._is_closed:
+                    self._is_lost = True  # the thread that reads may see it later
+            if isinstance(error, SilentError):
+                self._channel.shut()  # half of the message may have been sent
+                raise ProcessLostError(str(error)) from error
+            if isinstance(error, OSError):
+                raise ProcessLostError(GONE) from error
+            if isinstance(error, ProtocolError):
+                raise ConfigError(TOO_LONG) from None
+            raise
+        try:
+            answer = future.result()
+        except BaseException:  # Ctrl-C
+            with self._lock:
+                self._answers.pop(number, None)
+            raise
+        check(answer)
+        return answer
+
+    def tell(self, message: Message) -> None:
+        """Send a message about the model soon; a daemon that has ended is ignored. Takes no lock, so finalizers may call."""
+        self._notices.put(Message(message.kind, self._handle, QUESTION + next(self._numbers), body=message.body))
+
+    def close(self) -> None:
+        """End this program's requests, and give the model back. A second call does nothing."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        self._notices.put(None)
+        self._channel.shut()  # a thread that is sending returns as well
+        self._notifier.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._channel.close()
+        self._link.close()
+
+    def _send_notices(self) -> None:
+        while (message := self._notices.get()) is not None:
+            with contextlib.suppress(OSError, ProtocolError, SilentError), self._sending:
+                self._channel.send(message)
+
+    def _read(self) -> None:
+        """Read outputs and answers until the connection ends; then end everything that waits."""
+        error: Exception = ProcessLostError(GONE)
+        try:
+            while True:
+                self._take(self._channel.receive())
+        except (EOFError, OSError):
+            pass
+        except SilentError as silence:
+            error = ProcessLostError(str(silence))
+            self._channel.shut()  # a thread that is sending returns as well; a daemon that goes on drops the requests
+        except (ProtocolError, KeyError, TypeError, ValueError) as damaged:
+            error = as_ours(damaged)
+        with self._lock:
+            is_closed = self._is_closed and not self._is_lost
+            self._is_lost = not is_closed
+            answers, queues, left = dict(self._answers), dict(self._queues), dict(self._left)
+            for table in (self._answers, self._queues, self._left):
+                table.clear()
+        reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
+        for id, queue in queues.items():
+            for index in left[id] if id not in answers else ():  # one that was not accepted may be submitted again
+                queue.put(Finished(reason, None if is_closed else error, index))
+        for future in answers.values():
+            future.set_exception(error)
+        if not is_closed:
+            self._on_lost()
+
+    def _check_silence(self) -> None:
+        """Look whether the daemon still answers, if somebody waits for it.
+
+        Raises:
+            SilentError: it does not.
+        """
+        if self._queues or self._answers:
+            self._link.check_silence()
+
+    def _take(self, message: Message) -> None:
+        if message.kind is not Kind.OUTPUT:
+            with self._lock:
+                future = self._answers.pop(message.number, None)
+            if future is not None:
+                future.set_result(message)
+            return
+        with self._lock:
+            queue, left = self._queues.get(message.number), self._left.get(message.number)
+        if queue is None or left is None:
+            return
+        for values in message.body["outputs"]:
+            output = output_from_dict(values)
+            if isinstance(output, Finished):
+                left.discard(output.index)
+                if isinstance(output.error, ProcessLostError):  # of a process behind the daemon, which itself is there
+                    output = replace(output, error=ClosedError(str(output.error)))
+            if message.flags & LAST and values is message.body["outputs"][-1]:
+                self._forget(message.number)
+            queue.put(output)
+
+    def _forget(self, request: int) -> None:
+        with self._lock:
+            self._queues.pop(request, None)
+            self._left.pop(request, None)

@@ -1,0 +1,260 @@
+"""The ``EngineClient`` of an engine in the daemon; it connects again after the daemon has ended, and its requests go on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from staticllm.core import FinishReason
+from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
+from staticllm.kvcache.sequence import AdapterScales
+from staticllm.kvcache.snapshot import Identity
+from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
+from staticllm.pipelines.daemon_client.live_request import LiveRequest
+from staticllm.pipelines.daemon_client.recovery import Recovery
+from staticllm.pipelines.engine.client import UserProcessors
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.profiling.stats import Stats
+from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
+from staticllm.system.threads import CLOSE_SECONDS, check_process
+from staticllm.wire.messages import Kind, Message
+
+
+class RemoteEngine:
+    """Submits requests to a model of the daemon. One connection carries all of them.
+
+    ``connect`` loads the model in the daemon and returns a connection, which calls the function that it got when it is lost.
+    ``give_up`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
+    loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
+    go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
+    ``ProcessLostError``. Any thread may call the methods.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[OnLost], EngineConnection],
+        give_up: Callable[[], object] = lambda: None,
+        resumes: bool = False,
+    ) -> None:
+        self._connect, self._give_up, self._resumes = connect, give_up, resumes
+        self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
+        self._connecting = threading.Lock()  # held while the model is loaded
+        self._is_closed = self.has_own_tokenizer = False
+        self._pid = os.getpid()
+        self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
+        self._recovery = Recovery(self._live, self._connected)
+        self._connection = connect(self._lose)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the daemon is still there, as far as is known."""
+        return self._connection.is_alive
+
+    def reconnect(self) -> None:
+        """Load the model in the daemon again if it has ended. Takes as long as loading does.
+
+        Raises:
+            ClosedError: the engine was closed.
+            StaticLLMError: the daemon cannot be started, or refuses the model.
+        """
+        self._connected()
+
+    def submit(
+        self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
+    ) -> OutputQueue:
+        """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
+
+        Raises:
+            BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
+            ClosedError: the engine was closed.
+            ProcessLostError: the daemon has ended twice before it accepted the request.
+            GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
+                compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's.
+        """
+        if processors:
+            raise GenerationConfigError(
+                "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
+            )
+        if self.has_own_tokenizer and (request.grammar is not None or request.stop_strings):
+            what = "a grammar" if request.grammar is not None else "stop_strings of beams"
+            raise GenerationConfigError(
+                f"{what} with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "
+                "leave one of them out"
+            )
+        queue = queue or OutputQueue()
+        live = self._live[request.id] = LiveRequest(request, queue, self._forget)
+        try:
+            try:
+                times = self._connected().submit(request, live)
+            except ProcessLostError:
+                live.rewind()  # its outputs may have been faster than the answer that it is accepted
+                times = self._connected().submit(request, live)
+        except BaseException:
+            self._live.pop(request.id, None)
+            raise
+        if times is not None:
+            queue.compile_times = times
+        return queue
+
+    def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
+        live = self._live.get(request)
+        if os.getpid() != self._pid or live is None:
+            return
+        live.cancel(index, reason)  # first: the recovery reads it after it has submitted the request again
+        connection = self._connection
+        if connection.has(request):
+            connection.cancel(request, index, reason)
+        self._recovery.wake()
+
+    def check_process(self) -> None:
+        """Check that this is the process that the engine belongs to.
+
+        Raises:
+            ClosedError: it is a forked child.
+        """
+        check_process(self._pid)
+
+    def stats(self) -> Stats:
+        """Return the statistics of the daemon's engine, over all programs that use it.
+
+        Raises:
+            ClosedError: the engine was closed, or the daemon has ended.
+        """
+        self.check_process()
+        return Stats(**self._connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
+
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
+
+        The engine is watched from now on, until nobody has asked for 15 seconds.
+
+        Raises:
+            ClosedError: the engine was closed, or the daemon has ended.
+        """
+        self.check_process()
+        return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
+
+    def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
+        """Raise an error: a recording holds the calls of all programs, and is made in the daemon.
+
+        Raises:
+            StaticLLMError: always.
+        """
+        raise StaticLLMError("the engine is in the daemon: staticllm daemon trace records its calls")
+
+    def save_snapshot(
+        self,
+        tokens: list[int],
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes = b"",
+        adapters: AdapterScales = (),
+    ) -> int:
+        """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
+
+        Raises:
+            SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
+            ProcessLostError: the daemon has ended twice.
+            ClosedError: the engine was closed.
+        """
+        return self._snapshot("save", path, identity, key, adapters, tokens)
+
+    def load_snapshot(
+        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
+    ) -> int:
+        """Let the daemon read a snapshot. Return its number of tokens.
+
+        Raises:
+            SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
+            ClosedError: the engine was closed, or the daemon has ended.
+        """
+        return self._snapshot("load", path, identity, key, adapters, [])
+
+    def close(self, drain: bool = False) -> None:
+        """End this program's requests, or with ``drain`` wait for them, and give the model back. A second call does nothing."""
+        if os.getpid() != self._pid:
+            return
+        if drain:
+            self._drain()
+        self._is_closed = True
+        self._recovery.close()
+        self._give_up()
+        limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
+        if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
+            try:
+                self._connection.close()
+            finally:
+                self._connecting.release()
+        for live in list(self._live.values()):
+            live.end(FinishReason.CANCELLED)
+
+    def _connected(self) -> EngineConnection:
+        """Return a connection that works, as far as is known.
+
+        Raises:
+            ClosedError: the engine was closed.
+            StaticLLMError: the daemon cannot be started, or refuses the model.
+        """
+        self.check_process()
+        with self._connecting:
+            if self._is_closed:
+                raise pipeline_closed()
+            if not self._connection.is_alive:
+                self._connection.close()
+                self._connection = self._connect(self._lose)
+            if self._is_closed:  # meanwhile, by a thread that does not wait for long
+                self._connection.close()
+                raise pipeline_closed()
+            return self._connection
+
+    def _lose(self) -> None:
+        """Care for the requests of a connection that has ended, on its thread, which must not wait."""
+        lost = self._recovery.lost()
+        if self._is_closed:
+            for live in lost:
+                live.end(FinishReason.CANCELLED)
+            return
+        if lost and not (self._resumes and not self._connection.was_stopped):
+            for live in lost:
+                live.fail()
+        self._recovery.begin()
+        self.on_lost()
+
+    def _forget(self, request: int) -> None:
+        """Forget a request that has ended; if that was not by the daemon, end it there as well."""
+        self._live.pop(request, None)
+        if self._connection.has(request):
+            self._connection.cancel(request)
+
+    def _snapshot(
+        self,
+        action: str,
+        path: str | os.PathLike[str],
+        identity: Identity,
+        key: bytes,
+        adapters: AdapterScales,
+        tokens: list[int],
+    ) -> int:
+        body = {
+            "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
+            "adapters": adapters, "tokens": tokens,
+        }  # fmt: skip
+        message = Message(Kind.SNAPSHOT, body=body)
+        try:
+            answer = self._connected().ask(message)
+        except ProcessLostError:  # maybe long before, unnoticed; what it wrote is no file yet, or a whole one
+            answer = self._connected().ask(message)
+        return int(answer.body["tokens"])
+
+    def _drain(self) -> None:
+        ended = threading.Semaphore(0)
+        for live in list(self._live.values()):
+            live.queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
+        while self._live:
+            ended.acquire(timeout=0.2)

@@ -1,0 +1,265 @@
+"""Requests that are decoded by beam search: their beams are fed sequences, and the engine chooses their tokens together."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from staticllm.core import Clock, FinishReason
+from staticllm.errors import GenerationConfigError, NumericalError, as_ours
+from staticllm.pipelines.engine.client_sequences.feeds import FedCore, Feeds
+from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult
+from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.recording import request_record
+from staticllm.pipelines.engine.request import EngineRequest, PreparedGrammar, RequestState
+from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+from staticllm.pipelines.grammars.mask import GrammarMask
+from staticllm.pipelines.scheduling.interface import RequestStatus
+
+Decode = Callable[[list[int]], str]
+OnEnd = Callable[["BeamRequest", FinishReason], None]
+
+
+class BeamRequest(RequestState):
+    """A beam search inside the engine. Its tokens come at its end: only then it is known which answers are the best.
+
+    ``sequences`` has one entry for the records; it never holds slots. Each beam is a fed sequence, so beams share the slots of
+    their common tokens, wait for each other wherever policies run them, and lose slots to others like the sequences of clients.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        vocab_size: int,
+        queue: OutputQueue | None = None,
+        decode: Decode | None = None,
+        grammar_mask: GrammarMask | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        super().__init__(request, vocab_size, queue, clock=clock)
+        self._first_mask = grammar_mask
+        assert request.beams is not None, "not a beam search"
+        limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
+        self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
+        self._beams: list[FedState] = []
+        self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
+        self._choosing_seconds = self._device_seconds = 0.0  # since the last token
+        self._feeds: Feeds | None = None
+        self._on_end: OnEnd = lambda request, reason: None
+
+    def begin(self, feeds: Feeds, on_end: OnEnd) -> None:
+        """Run the prompt; ``on_end`` is called with this request when it has ended."""
+        self._feeds, self._on_end = feeds, on_end
+        self._beams = [feeds.open(self.request.priority, True, self.request.adapters, self.request.owner)]
+        self._beams[0].mask = self._first_mask
+        self._feed(0, self.request.prompt)
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End the search. Without an error, the best hypotheses so far are the answers. A second call does nothing."""
+        if self._feeds is None:
+            return
+        found: list[Hypothesis] = []
+        if error is None:
+            self._search.end(reason)
+            found = self._search.hypotheses()[: self.request.num_sequences]
+        feeds, self._feeds = self._feeds, None
+        self._close_beams(feeds, found)
+        for index, hypothesis in enumerate(found):
+            self._report(index, hypothesis)
+        is_whole = error is None and reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_whole and self._first_mask is not None and len(found) < self.request.num_sequences:
+            error = _too_few(len(found), self.request)
+        self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
+        self._on_end(self, reason)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the prompt has not begun. Beams that have lost their slots take turns with the others of the search."""
+        return self.sequences[0].started is None and self._beams[0].info.status is RequestStatus.WAITING
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the search and of its beams."""
+        super().set_priority(priority)
+        for state in self._beams:
+            state.set_priority(priority)
+
+    def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
+        """End the search without answers, in any state that an exception left, also one in the middle of its end."""
+        self._feeds = None
+        for state in self._beams:
+            feeds.forget(state)
+        self.finish_from(0, reason, error)
+
+    def _feed(self, index: int, tokens: Sequence[int]) -> None:
+        assert self._feeds is not None, "it has ended"
+        order = FeedOrder(tuple(tokens), "last", partial(self._take, index), self.clock())
+        self._feeds.feed(self._beams[index], order)
+
+    def _take(self, index: int, result: FeedResult) -> None:
+        """Choose the next beams, when the feeds of all have ended; this is one of them."""
+        lead = self.sequences[0]
+        if self._feeds is None:
+            return
+        if result.error is not None or result.logits is None or not result.is_finite:
+            self.end(FinishReason.ERROR, result.error or _not_finite())
+            return
+        self._device_seconds = max(self._device_seconds, result.device_seconds)  # beams mostly share their calls
+        lead.started = lead.started or self._beams[index].started
+        if not lead.token_times:
+            lead.num_cached = self._beams[index].num_cached
+        try:
+            self._choose(self._feeds, index, result.logits[-1])
+        except Exception as error:  # a bug in the search of this request; the others continue
+            self.end(FinishReason.ERROR, as_ours(error))
+
+    def _choose(self, feeds: Feeds, index: int, logits: Logits) -> None:
+        """Let the search know the logits ``[vocab]`` after a beam, and go on if they were the last ones of the step."""
+        start = self.clock()
+        self._search.take(index, logits, self._beams[index].mask)
+        successors = self._search.advance() if self._search.is_complete else None
+        now = self.clock()
+        self._choosing_seconds += now - start
+        if successors is None:
+            return
+        self.sequences[0].token_times.append(now)
+        self._steps.append((self._choosing_seconds, self._device_seconds))
+        self._choosing_seconds = self._device_seconds = 0.0
+        if not successors:
+            self.end(FinishReason.STOP)
+            return
+        self._continue(feeds, successors)
+        for number, successor in enumerate(successors):
+            if self._feeds is not None:  # else a feed before it failed at once
+                self._feed(number, [successor.token])
+
+    def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:
+        """Give each new beam a sequence: its parent's for the first child, a fork for the others. Close what has no child."""
+        before, taken, beams = self._beams, set[int](), list[FedState]()
+        for successor in successors:
+            parent = before[successor.parent]
+            beams.append(feeds.fork(parent) if successor.parent in taken else parent)
+            taken.add(successor.parent)
+        for state, mask in zip(beams, _masks_after(before, successors), strict=True):
+            state.mask = mask
+        for index, state in enumerate(before):
+            if index not in taken:
+                feeds.close(state, is_reusable=False)
+        self._beams = beams
+
+    def _close_beams(self, feeds: Feeds, found: Sequence[Hypothesis]) -> None:
+        """Close all beams. The one that begins most like the best answer stays cached: a conversation goes on with it."""
+        prompt = list(self.request.prompt)
+        answer = prompt + list(found[0].tokens) if found else prompt
+        best = max(self._beams, key=lambda state: _num_equal(state.tokens, answer), default=None)
+        for state in self._beams:
+            feeds.close(state, is_reusable=state is best)
+        self._beams = []
+
+    def _report(self, index: int, hypothesis: Hypothesis) -> None:
+        """Hand an answer to the reader: its tokens, with the moments at which tokens of their place were chosen."""
+        lead = self.sequences[0]
+        for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
+            moment, (chosen, device) = lead.token_times[place], self._steps[place]
+            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
+        self.queue.put(Finished(hypothesis.reason, None, index))
+        self._finished.add(index)
+
+
+def new_state(
+    request: EngineRequest,
+    vocab_size: int,
+    queue: OutputQueue | None,
+    processors: Sequence[Sequence[LogitsProcessor]],
+    grammar: PreparedGrammar | None,
+    decode: Decode | None,
+    clock: Clock = time.perf_counter,
+) -> RequestState:
+    """Return a request as the engine runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
+    mask = None if grammar is None else grammar.mask
+    if request.beams is None:
+        state = RequestState(request, vocab_size, queue, processors, mask, clock)
+    else:
+        state = BeamRequest(request, vocab_size, queue, decode, mask, clock)
+    state.queue.compile_times = None if grammar is None else grammar.times
+    return state
+
+
+class BeamRequests:
+    """The beam searches of a core that have not ended. Runs on the engine's thread."""
+
+    def __init__(self, core: FedCore, feeds: Feeds) -> None:
+        self._core: FedCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+        self._feeds = feeds
+        self._requests: dict[int, BeamRequest] = {}
+
+    def begin(self, request: BeamRequest) -> None:
+        """Begin a search."""
+        self._requests[request.request.id] = request
+        request.begin(self._feeds, self._remove)
+
+    def end_expired(self, now: float) -> None:
+        """End the searches that were cancelled or are past their deadline at the moment ``now``."""
+        for request in list(self._requests.values()):
+            if (reason := request.sequences[0].finish_reason_at(now)) is not None:
+                request.end(reason)
+
+    def give_up(self, reason: FinishReason, error: Exception | None) -> None:
+        """End all searches without answers, in any state that an exception left."""
+        for request in self._requests.values():
+            request.give_up(self._feeds, reason, error)
+        self._requests.clear()
+
+    def _remove(self, request: BeamRequest, reason: FinishReason) -> None:
+        self._core.profiler.record(request_record(request.sequences[0], reason))
+        self._requests.pop(request.request.id, None)
+        self._core.requests.pop(request.request.id, None)
+
+
+def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
+    """Return the function that finds the stop strings of a request; None if it has none."""
+    if not request.stop_strings or decode is None:
+        return None
+    longest = max(len(text) for text in request.stop_strings)
+
+    def has_ended(tokens: Sequence[int]) -> bool:
+        text = decode(
+            list(tokens[-longest - 1 :])
+        )  # a token has at least one character, but the first may be half of one
+        return any(stop in text for stop in request.stop_strings)
+
+    return has_ended
+
+
+def _masks_after(before: Sequence[FedState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
+    """Return what may follow each new beam."""
+    masks: list[GrammarMask | None] = []
+    for successor in successors:
+        mask = before[successor.parent].mask
+        masks.append(None if mask is None else mask.clone())
+        if (new := masks[-1]) is not None:
+            new.accept(successor.token)
+    return masks
+
+
+def _too_few(count: int, request: EngineRequest) -> GenerationConfigError:
+    return GenerationConfigError(
+        f"the beams found {count} answers of the grammar, num_return_sequences is {request.num_sequences}: lower it, or let the "
+        f"grammar allow more answers of at least min_new_tokens={request.min_new_tokens}"
+    )
+
+
+def _num_equal(tokens: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of first tokens that are equal."""
+    return next(
+        (i for i, (one, two) in enumerate(zip(tokens, other, strict=False)) if one != two), min(len(tokens), len(other))
+    )
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError(
+        "a beam has logits that are not finite: try INFERENCE_PRECISION_HINT='f32' and KV_CACHE_PRECISION='f32'"
+    )

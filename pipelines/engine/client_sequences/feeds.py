@@ -1,0 +1,126 @@
+"""Opens, feeds and closes the fed sequences of an engine core, for clients and for beam searches."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from staticllm.core import Clock, FinishReason
+from staticllm.errors import PromptError
+from staticllm.kvcache.sequence import AdapterScales
+from staticllm.pipelines.engine.client_sequences.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
+from staticllm.pipelines.engine.kv_manager import KVCacheManager
+from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.quarantine import Quarantine
+from staticllm.pipelines.engine.recording import request_record
+from staticllm.pipelines.engine.request import RequestState
+from staticllm.pipelines.profiling.stats import Profiler
+
+
+class FedCore(Protocol):
+    """What feeds use of the engine's core."""
+
+    clock: Clock
+    requests: dict[int, RequestState]
+    kv_manager: KVCacheManager
+    options: EngineOptions
+    profiler: Profiler
+    quarantine: Quarantine
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        ...
+
+
+class Feeds:
+    """The fed sequences of a core. ``is_switching``: whether new feeds wait until another runner was installed.
+
+    Runs on the engine's thread.
+    """
+
+    def __init__(self, core: FedCore) -> None:
+        self._core: FedCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+        self.is_switching = False
+        self._held: list[tuple[FedState, FeedOrder]] = []
+
+    def open(
+        self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = (), owner: int = 0
+    ) -> FedState:
+        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``, the others as in ``EngineRequest``."""
+        state = FedState(self._core.vocab_size, priority, None, is_internal, adapters, owner, self._core.clock)
+        self._core.kv_manager.away.add(state)
+        return state
+
+    def fork(self, source: FedState) -> FedState:
+        """Return another sequence with the tokens and slots of ``source``, which is away."""
+        return self._core.kv_manager.away.fork(source)
+
+    def feed(self, state: FedState, order: FeedOrder) -> None:
+        """Begin a feed of an away sequence; steps serve it from now on. One that can never run ends with an error."""
+        length, limit = len(state.tokens) + len(order.tokens), self._core.options.max_seq_len
+        if length > limit:
+            error = PromptError(
+                f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
+                "or load the model with a larger length"
+            )
+            order.on_done(FeedResult(None, error))
+            return
+        if state.is_closed:  # while the feed waited
+            order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
+            return
+        if self.is_switching and not state.is_internal:
+            self._held.append((state, order))
+            return
+        state.begin(order)
+        self._core.requests[state.id] = FedRequest(state)
+        self._core.kv_manager.come_back(state)
+        if state.is_suspect:
+            self._core.quarantine.add(state.id)
+
+    def complete(self, state: FedState, is_finite: bool) -> None:
+        """Let a sequence be away whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
+        state.complete(is_finite)
+        self._core.kv_manager.leave(state)
+        del self._core.requests[state.id]
+        if state.is_internal:
+            state.post()
+        if state.is_closed and state in self._core.kv_manager.away:  # the search ended while the call ran
+            self._core.kv_manager.away.close(state, is_reusable=False)
+
+    def begin_held(self) -> None:
+        """Begin the feeds that waited for another runner."""
+        held, self._held = self._held, []
+        for state, order in held:
+            self.feed(state, order)
+
+    def end_held(self, reason: FinishReason, error: Exception | None) -> None:
+        """End the feeds that waited for another runner."""
+        held, self._held = self._held, []
+        for _, order in held:
+            order.on_done(FeedResult(None, error or closed_error(reason)))
+
+    def set_priority(self, state: FedState, priority: int) -> None:
+        """Change the priority of a sequence, and of its feed in progress."""
+        state.set_priority(priority)
+        if (request := self._core.requests.get(state.id)) is not None:
+            request.set_priority(priority)
+
+    def close(self, state: FedState, is_reusable: bool) -> None:
+        """Close a sequence; a feed in progress ends before the next device call.
+
+        Its slots stay cached for other requests if that ``is_reusable``.
+        """
+        state.is_closed = True
+        if state in self._core.kv_manager.away:
+            self._core.kv_manager.away.close(state, is_reusable)
+            if not state.is_internal:
+                self._core.profiler.record(request_record(state, FinishReason.STOP))
+        elif state.id in self._core.requests:
+            self._core.requests[state.id].cancel()
+
+    def forget(self, state: FedState) -> None:
+        """Close a sequence whose slots are gone, in any state that an exception left."""
+        state.is_closed = True
+        if state in self._core.kv_manager.away:
+            self._core.kv_manager.away.remove(state)

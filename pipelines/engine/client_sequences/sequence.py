@@ -1,0 +1,170 @@
+"""The client's side of fed sequences: any thread opens them, feeds them tokens, forks and closes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from staticllm.errors import BusyError, ClosedError, PromptError, as_ours
+from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult, Wanted
+from staticllm.pipelines.engine.engine_core import EngineCore
+
+
+class EngineThread(Protocol):
+    """What a fed sequence uses of its engine."""
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Call ``function`` on the engine's thread between two device calls."""
+        ...
+
+
+class FedSequence:
+    """A sequence of an engine whose tokens its client chooses. Any thread may call, one at a time.
+
+    ``length`` is the number of tokens that were fed. While a feed is in progress, only ``close`` may be called.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        core: EngineCore,
+        priority: int = 0,
+        owner: int = 0,
+        source: FedSequence | None = None,
+    ) -> None:
+        self._engine, self._core, self.priority, self.owner = engine, core, priority, owner
+        self._vocab_size = core.runner.cache.layout.vocab_size
+        self._state: FedState | None = None  # made on the engine's thread
+        self._is_busy = self._is_closed = False
+        self.length: int = 0 if source is None else source.length
+        engine.call_soon(lambda: self._open(source))
+
+    def fork(self) -> FedSequence:
+        """Return another sequence with the same tokens; both share the KV slots of these.
+
+        Raises:
+            BusyError: a feed is in progress.
+            ClosedError: the sequence or the engine was closed.
+        """
+        self.check_free()
+        return FedSequence(self._engine, self._core, self.priority, self.owner, self)
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the sequence, also of a feed in progress, before the next device call."""
+        if priority != self.priority:
+            self.priority = priority
+            with suppress(ClosedError):  # the engine has released everything
+                self._engine.call_soon(lambda: self._core.feeds.set_priority(self._opened, priority))
+
+    def close(self, is_reusable: bool = True) -> None:
+        """Release the sequence; a second call does nothing. A feed in progress ends with a ``ClosedError``.
+
+        Its KV slots stay cached for sequences and prompts that begin with the same tokens, if that ``is_reusable``.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(ClosedError):  # the engine has released everything
+            self._engine.call_soon(lambda: self._core.feeds.close(self._opened, is_reusable))
+
+    def check_free(self) -> None:
+        """Check that a feed or a fork may begin.
+
+        Raises:
+            BusyError: a feed is in progress.
+            ClosedError: the sequence was closed.
+        """
+        if self._is_closed:
+            raise ClosedError("the sequence is closed: open another one")
+        if self._is_busy:
+            raise BusyError("a feed of this sequence is in progress: wait for its logits")
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Check the tokens of a feed.
+
+        Raises:
+            PromptError: there are none, or one is outside the vocabulary.
+        """
+        if not tokens:
+            raise PromptError("a feed has no token: send at least one")
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            raise PromptError(f"token id {bad} is outside the vocabulary: ids go from 0 to {self._vocab_size - 1}")
+
+    def begin(self, feed: Feed) -> Callable[[], None]:
+        """Mark the sequence as busy, and return the function that begins the feed on the engine's thread."""
+        self._is_busy = True
+
+        def on_done(result: FeedResult) -> None:
+            if result.error is None:
+                self.length += len(feed.tokens)
+            self._is_busy = False
+            feed.on_done(result)
+
+        order = FeedOrder(tuple(feed.tokens), feed.wanted, on_done, self._core.clock())
+
+        def run() -> None:
+            try:
+                self._core.feeds.feed(self._opened, order)
+            except BaseException as error:  # a bug of ours; the client must not wait for ever
+                on_done(FeedResult(None, as_ours(error)))
+
+        return run
+
+    def give_up(self) -> None:
+        """Mark the sequence as free again, because its feed could not be handed over."""
+        self._is_busy = False
+
+    @property
+    def _opened(self) -> FedState:
+        assert self._state is not None, "used before it was opened"
+        return self._state
+
+    def _open(self, source: FedSequence | None) -> None:
+        if source is None:
+            self._state = self._core.feeds.open(self.priority, owner=self.owner)
+        else:
+            self._state = self._core.kv_manager.away.fork(source._opened)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Tokens for one sequence. ``on_done`` is called once with the result, on the engine's thread, and must return quickly.
+
+    ``wanted``: logits after the last token, or after all of them.
+    """
+
+    sequence: FedSequence
+    tokens: Sequence[int]
+    on_done: Callable[[FeedResult], None]
+    wanted: Wanted = "all"
+
+
+def begin_feeds(engine: EngineThread, feeds: Iterable[Feed]) -> None:
+    """Check feeds and hand them to the engine together, so that they can share calls.
+
+    Raises:
+        PromptError: a feed has no token, or one outside the vocabulary.
+        BusyError: a sequence has a feed in progress.
+        ClosedError: a sequence or the engine was closed.
+    """
+    feeds = list(feeds)
+    if len({feed.sequence for feed in feeds}) < len(feeds):
+        raise BusyError("two feeds of one sequence at once: wait for the logits of the first")
+    for feed in feeds:
+        feed.sequence.check_free()
+        feed.sequence.check_tokens(feed.tokens)
+    begins = [feed.sequence.begin(feed) for feed in feeds]
+
+    def begin_all() -> None:
+        for begin in begins:
+            begin()
+
+    try:
+        engine.call_soon(begin_all)
+    except BaseException:
+        for feed in feeds:
+            feed.sequence.give_up()
+        raise

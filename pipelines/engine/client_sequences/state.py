@@ -1,0 +1,248 @@
+"""A sequence whose tokens are chosen outside the engine: its client feeds tokens, and gets the logits after them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from staticllm.core import Clock, FinishReason
+from staticllm.errors import ClosedError, StaticLLMError
+from staticllm.kvcache.sequence import AdapterScales
+from staticllm.pipelines.engine.output_queue import OutputQueue
+from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState, new_id
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.grammars.mask import GrammarMask
+from staticllm.pipelines.scheduling.interface import AwayView
+from staticllm.pipelines.scheduling.request_table import RequestInfo
+
+Wanted = Literal["last", "all"]
+"""After which of its tokens a feed gets logits."""
+THINK_WEIGHT, MAX_THINK_SECONDS = 0.2, 0.25
+"""The weight of a new think time in its average, and the longest one that counts: longer ones are pauses of the user."""
+
+
+@dataclass(frozen=True)
+class FeedResult:
+    """What a feed computed: ``logits [n, vocab]`` f32 after all of its tokens, or after the last one (n = 1).
+
+    They may be NaN; ``is_finite`` then is False, and the keys of the feed were not kept. After ``error``, ``logits`` is None, and
+    the sequence is as it was before the feed. ``device_seconds`` is the time of the calls that the feed was part of, and
+    ``queued_seconds`` the time before the first of them.
+    """
+
+    logits: Logits | None
+    error: Exception | None = None
+    is_finite: bool = True
+    device_seconds: float = 0.0
+    queued_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class FeedOrder:
+    """Tokens for a sequence, sent at the moment ``sent_at`` of the engine's clock.
+
+    ``on_done`` is called once, on the engine's thread, and must return quickly.
+    """
+
+    tokens: tuple[int, ...]
+    wanted: Wanted
+    on_done: Callable[[FeedResult], None]
+    sent_at: float
+
+
+class ThinkTime:
+    """Expects how long a client takes between logits and its next tokens, in seconds: a moving average and its deviation."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._deviation = 0.0
+
+    @property
+    def expected(self) -> float | None:
+        """The time within which the next tokens usually come; None before the first time."""
+        return None if self._mean is None else self._mean + self._deviation
+
+    def add(self, seconds: float) -> None:
+        """Count a think time."""
+        if seconds > MAX_THINK_SECONDS:
+            return
+        if self._mean is None:
+            self._mean, self._deviation = seconds, seconds / 2
+            return
+        self._deviation += THINK_WEIGHT * (abs(seconds - self._mean) - self._deviation)
+        self._mean += THINK_WEIGHT * (seconds - self._mean)
+
+
+class FedState(SequenceState):
+    """A fed sequence inside the engine. While a feed is in progress, it is a request of the table; otherwise it is *away*.
+
+    ``tokens`` are those of all feeds. ``is_internal``: whether the engine itself chooses the tokens, as for beams; then results
+    are handed over at once, not while the next call runs, and the sequence is not in the statistics.
+
+    Used on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        priority: int = 0,
+        think: ThinkTime | None = None,
+        is_internal: bool = False,
+        adapters: AdapterScales = (),
+        owner: int = 0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner, arrival=clock())
+        super().__init__(request, OutputQueue(), vocab_size, clock=clock)
+        self.info.is_fed = True
+        self.think = think or ThinkTime()
+        self.is_internal = is_internal
+        self.away_since = self.clock()
+        self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
+        self.is_closed = False
+        self.mask: GrammarMask | None = None  # what may follow, where a grammar governs a beam
+        self._vocab_size = vocab_size
+        self._order: FeedOrder | None = None
+        self._result: FeedResult | None = None
+        self._logits: Logits | None = None
+        self._num_before = self._first_wanted = self._num_rows = 0
+        self._fed_at = self.away_since
+        self._is_answering = False  # the client has had logits
+
+    def prepare(self) -> None:
+        """Find what may follow, while the device runs."""
+        if self.mask is not None:
+            self.mask.prepare()
+
+    def forked(self) -> FedState:
+        """Return another sequence of the same client with the same tokens, and without slots."""
+        asked = self.request
+        other = FedState(
+            self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner, self.clock
+        )
+        other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
+        other.request = replace(self.request, id=other.id)
+        other.token_times = list(self.token_times)
+        return other
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether a feed is in progress."""
+        return self._order is not None
+
+    @property
+    def ready_at(self) -> float | None:
+        """The moment by which the next feed is expected; None if it cannot be known."""
+        expected = self.think.expected
+        is_known = expected is not None and self._is_answering and not self.is_internal
+        return self.away_since + (expected or 0.0) if is_known else None
+
+    @property
+    def view(self) -> AwayView:
+        """The sequence as a policy receives it while it is away."""
+        return AwayView(self.id, self.away_since, self.ready_at, len(self.sequence or ()), self.request.priority)
+
+    def begin(self, order: FeedOrder) -> None:
+        """Begin a feed: its tokens follow those of earlier feeds."""
+        now = order.sent_at  # the engine may have been busy since
+        if self._is_answering:
+            self.think.add(now - self.away_since)
+        if not self.tokens:
+            self.request = replace(self.request, prompt=order.tokens, arrival=now)
+        self._order, self._num_before = order, len(self.tokens)
+        self.tokens += order.tokens
+        self._first_wanted = self._num_before if order.wanted == "all" else len(self.tokens) - 1
+        self._num_rows = 0
+        self._logits = np.empty((len(self.tokens) - self._first_wanted, self._vocab_size), np.float32)
+        self.started, self._device_seconds = None, 0.0
+        num_new = len(self.tokens) - len(self.sequence or ())
+        arrival = now if num_new > 1 or not self.token_times else self.info.arrival
+        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority, is_fed=True)
+        self._fed_at = now
+
+    @property
+    def reusable_tokens(self) -> list[int]:
+        """The tokens that may have keys and values of other requests, and one more: nothing is computed before it."""
+        return self.tokens[: self._first_wanted + self._num_rows + 1]
+
+    @property
+    def can_bypass_arena(self) -> bool:
+        """Never: its next token may come at once."""
+        return False
+
+    def num_logits(self, start: int, count: int) -> int:
+        """Return how many logits the tokens ``[start, start + count)`` need."""
+        return max(1, start + count - max(self._first_wanted + self._num_rows, start))
+
+    def take(self, logits: Logits, end: int) -> None:
+        """Keep those of ``logits [n, vocab]`` that are wanted; the last one is after token ``end - 1``."""
+        assert self._logits is not None, "no feed"
+        count = end - self._first_wanted - self._num_rows
+        if count > 0:
+            self._logits[self._num_rows : self._num_rows + count] = logits[-count:]
+            self._num_rows += count
+
+    def complete(self, is_finite: bool) -> None:
+        """End the feed: all logits are there, or are not finite. ``post`` hands them to the client."""
+        assert self._logits is not None, "no feed"
+        self._logits[self._num_rows :] = np.nan
+        self.is_suspect = not is_finite
+        self.away_since = self.clock()
+        self.token_times.append(self.away_since)
+        self._is_answering = True
+        self._result = self._finished(self._logits, is_finite=is_finite)
+
+    def post(self) -> None:
+        """Hand the result of a completed feed to its client. The time until its next feed counts from now."""
+        if self._result is not None and self._order is not None:
+            order, result = self._order, self._result
+            self._order = self._result = self._logits = None
+            self.away_since = self.clock()
+            order.on_done(result)
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a feed that cannot be completed; without its tokens, the sequence is as before."""
+        self.post()
+        if self._order is not None:
+            del self.tokens[self._num_before :]
+            self._result = self._finished(None, error or closed_error(reason))
+            self.post()
+
+    def _finished(self, logits: Logits | None, error: Exception | None = None, is_finite: bool = True) -> FeedResult:
+        queued = (self.started or self.clock()) - self._fed_at
+        return FeedResult(logits, error, is_finite, self._device_seconds, queued)
+
+
+class FedRequest(RequestState):
+    """The request of one feed; it ends with the feed."""
+
+    def __init__(self, state: FedState) -> None:
+        self.request, self.queue = state.request, OutputQueue()
+        self.sequences = [state]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Never: its client waits for it, and no other request is refused for that."""
+        return False
+
+    def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End the feed before the next device call."""
+        self.sequences[0].cancel_reason = reason
+
+    def finish(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
+        """End the feed."""
+        state.finish(reason, error)
+        return True
+
+    def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:
+        """End the feed, in any state that an exception left."""
+        return self.finish(self.sequences[0], reason, error)
+
+
+def closed_error(reason: FinishReason) -> StaticLLMError:
+    """Return the error of a feed that ends because its sequence or the engine was closed."""
+    return ClosedError(f"the tokens were not run ({reason}): the sequence or the engine was closed")

@@ -1,0 +1,211 @@
+"""Compiles grammars for one vocabulary, and keeps the last ones."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
+from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
+from staticllm.pipelines.grammars.grammar import Grammar, lead_of
+from staticllm.pipelines.grammars.matcher import AnswerMatcher, LeadMatcher, Matcher
+from staticllm.pipelines.grammars.reasons import reason_of
+from staticllm.pipelines.grammars.translation import lark_of, tree_of
+from staticllm.pipelines.grammars.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+TRIED_TOKENS = 3
+"""The tokens of an answer that a new grammar is tried with, so that one that is too complex is refused at once."""
+ENDLESS = "ff_tokens"
+"""What llguidance says of tokens that must follow each other for ever; ``TokenBounds`` finds that too, and has better words."""
+MAX_KEPT = 64
+"""The most grammars that are kept compiled."""
+
+
+@dataclass
+class MaskTimes:
+    """How long masks took, in seconds: those made while the device ran, and those for which it waited."""
+
+    num_hidden: int = 0
+    num_exposed: int = 0
+    hidden: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of the time that the device did not wait for; 1.0 without masks."""
+        total = self.hidden + self.exposed
+        return self.hidden / total if total else 1.0
+
+
+class GrammarCompiler:
+    """Compiles grammars. Any thread may call; the vocabulary is read by the first one.
+
+    ``read`` returns the vocabulary. ``times`` is written by the engine's thread.
+    """
+
+    def __init__(self, read: Callable[[], Vocabulary]) -> None:
+        self.times = MaskTimes()
+        self.init_seconds = 0.0  # the time to read the vocabulary, and to prepare llguidance for it
+        self._read = read
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._bounds: TokenBounds | None = None
+        self._tokenizers: dict[int, LLTokenizer] = {}  # by the model's number of token ids
+        self._kept: OrderedDict[tuple[Grammar, int], Matcher] = OrderedDict()
+        self._fewest: dict[Grammar, float] = {}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the model."""
+        with self._lock:
+            return self._known_vocabulary()
+
+    def matcher(self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None) -> AnswerMatcher:
+        """Return a matcher at the beginning of an answer, for logits ``[vocab_size]``.
+
+        Reasoning before the answer proper has at most half of the tokens that the shortest answer leaves.
+
+        Raises:
+            GenerationConfigError: llguidance is not installed, the grammar cannot be compiled, or its shortest answer is longer
+                than ``max_new_tokens``.
+        """
+        try:
+            with self._lock:
+                proper, lead = grammar.proper, lead_of(grammar)
+                found = self._matcher(proper, vocab_size)
+                if lead is None:
+                    self._check_room(proper, max_new_tokens)
+                    return found.clone()
+                opening, reasoning, closing = (
+                    None if each is None else self._matcher(each, vocab_size)
+                    for each in (lead.opening, lead.reasoning, lead.closing)
+                )
+                num_fixed = sum(len(each.clone().forced()) for each in (opening, closing) if each is not None)
+                room = self._check_room(proper, max_new_tokens, num_fixed)
+                stages = [each.clone() for each in (opening, reasoning, found) if each is not None]
+                return LeadMatcher(stages, closing, sys.maxsize if room is None else room // 2)
+        except RecursionError:
+            raise GenerationConfigError(
+                f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
+            ) from None
+
+    def _matcher(self, grammar: Grammar, vocab_size: int) -> Matcher:
+        """Return the matcher of a grammar that is kept, or a new one, which is kept."""
+        found = self._kept.get((grammar, vocab_size))
+        if found is None:
+            grammar.check()
+            found = self._kept[grammar, vocab_size] = self._compiled(grammar, vocab_size)
+            while len(self._kept) > MAX_KEPT:
+                (dropped, _), _ = self._kept.popitem(last=False)
+                self._fewest.pop(dropped, None)
+        self._kept.move_to_end((grammar, vocab_size))
+        return found
+
+    def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
+        tokenizer = self._tokenizer(vocab_size)
+        lark = lark_of(grammar, self._known_vocabulary().special_by_text)
+        from llguidance import LLMatcher
+
+        inner = LLMatcher(tokenizer, lark, log_level=0)
+        if not inner.is_error():
+            inner.compute_bitmask()  # the first one is slow, and may find the grammar too complex
+        if message := inner.get_error() or _error_after(inner):
+            reason = reason_of(message, grammar, tree_of(grammar))
+            raise GenerationConfigError(f"the grammar ({grammar.kind}) cannot be compiled: {reason}")
+        return Matcher(inner, vocab_size, tokenizer.eos_token)
+
+    def _tokenizer(self, vocab_size: int) -> LLTokenizer:
+        """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
+        if vocab_size not in self._tokenizers:
+            begin = time.perf_counter()
+            self._tokenizers[vocab_size] = self._new_tokenizer(vocab_size)
+            self.init_seconds += time.perf_counter() - begin
+        return self._tokenizers[vocab_size]
+
+    def _new_tokenizer(self, vocab_size: int) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError:
+            raise GenerationConfigError(
+                "grammars need the package llguidance: pip install 'staticllm[structured]'"
+            ) from None
+        except (OSError, ImportError) as error:
+            raise StaticLLMError(
+                f"the package llguidance, which grammars need, cannot be read now: {last_line(error)}: close files or raise the "
+                "limits of this process (ulimit), and try again"
+            ) from error
+        vocabulary = self._known_vocabulary()
+        tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
+        wrapped = _WrappedTokenizer(vocabulary, tokens)
+        return LLTokenizer(wrapped)  # type: ignore[arg-type]  # it takes any object of this form
+
+    def _known_vocabulary(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = self._read()
+        return self._vocabulary
+
+    def _check_room(self, grammar: Grammar, max_new_tokens: int | None, num_before: int = 0) -> int | None:
+        """Return how many tokens the shortest answer leaves after ``num_before`` others; None without a limit.
+
+        Raises:
+            GenerationConfigError: there is no room for it.
+        """
+        if max_new_tokens is None:
+            return None
+        if grammar not in self._fewest:
+            self._bounds = self._bounds or TokenBounds(self._known_vocabulary())
+            self._fewest[grammar] = self._bounds.fewest_tokens(grammar)
+        fewest = self._fewest[grammar] + num_before
+        if math.isinf(fewest):
+            raise GenerationConfigError(
+                f"no answer of this grammar ({grammar.kind}) ends: give each recursion a way out that this model has tokens for"
+            )
+        if fewest > max_new_tokens:
+            raise GenerationConfigError(
+                f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
+                f"one has at least {fewest:.0f} tokens: raise it, or MIN_RESPONSE_LEN if that limits it"
+            )
+        return max_new_tokens - int(fewest)
+
+
+def _error_after(start: LLMatcher) -> str:
+    """Return the error of llguidance after the first tokens of one answer, for example of too many choices; "" without one."""
+    inner = start.deep_copy()
+    for _ in range(TRIED_TOKENS):
+        if inner.is_stopped():
+            break
+        bits = np.frombuffer(inner.compute_bitmask(), np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little"))[:1].tolist()
+        if inner.is_error() or not tokens or not inner.consume_tokens(tokens):
+            break
+    message = str(inner.get_error())
+    return "" if ENDLESS in message else message
+
+
+class _WrappedTokenizer:
+    """A vocabulary in the form that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes]) -> None:
+        self.tokens, self._encode, self._num_tokens = tokens, vocabulary.encode, len(tokens)
+        self.special_token_ids = [id for id in vocabulary.special if id < len(tokens)]
+        is_known = vocabulary.end is not None and vocabulary.end < len(tokens)
+        self.eos_token_id = vocabulary.end if is_known else None  # then llguidance adds one, beyond the logits
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode(errors="ignore")
+        return [id for id in self._encode(text) if id < self._num_tokens]

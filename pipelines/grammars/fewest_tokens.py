@@ -1,0 +1,264 @@
+"""Finds how many tokens an answer of a grammar has at least, so that a request that can never end is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+try:  # Python 3.11 and later
+    from re import _parser as regex_parser  # type: ignore[attr-defined]
+except ImportError:
+    import sre_parse as regex_parser
+
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.nodes import (
+    Choice,
+    Node,
+    Reference,
+    Repeat,
+    Rules,
+    Schema,
+    Shortest,
+    Text,
+    Token,
+    children,
+)
+from staticllm.pipelines.grammars.translation import choices_of, tree_of
+from staticllm.pipelines.grammars.vocabulary import Vocabulary
+
+_NESTED = {"IN": None, "MAX_REPEAT": 2, "MIN_REPEAT": 2, "SUBPATTERN": -1}
+"""Nodes of Python's parsed expressions that contain others, and where."""
+
+
+MAX_BYTES = 1 << 16
+"""Only so many bytes of a fixed text count; longer ones do not fit into an answer."""
+MAX_VISITS = 20_000
+"""The most rules and parts of schemas that are looked at. References to references can make exponentially many."""
+
+
+class TokenBounds:
+    """Lower bounds for a vocabulary. They are exact for choices; otherwise an answer may need more tokens.
+
+    A bound counts the tokens that have at least one byte of a part. Two neighbours may share one token, so a sequence of n parts
+    has at least the sum of their bounds less n - 1.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._texts = [text for id, text in enumerate(vocabulary.tokens) if text and id not in vocabulary.special]
+        self._known = frozenset(self._texts)
+        self._special = vocabulary.special_by_text
+        self._longest = max(map(len, self._texts), default=1)
+
+    @cached_property
+    def _joined(self) -> bytes:
+        return b"\xff".join(self._texts)  # this byte is in no text
+
+    @cached_property
+    def _sorted(self) -> list[bytes]:
+        return sorted(self._texts)
+
+    @cached_property
+    def _reversed(self) -> list[bytes]:
+        return sorted(text[::-1] for text in self._texts)
+
+    def fewest_tokens(self, grammar: Grammar) -> float:
+        """Return how many tokens every answer of the grammar has at least: 0 if nothing is known, infinity if no answer ends.
+
+        Raises:
+            GenerationConfigError: the grammar is malformed.
+        """
+        if grammar.kind == "choice":
+            return min(self._segments(text.encode()) for text in choices_of(grammar))
+        if grammar.kind == "regex":
+            return self._of_regex(grammar.text)
+        tree = tree_of(grammar, self._special)
+        return 0 if tree is None else _Bounds(self, tree.rules).of(tree.root)
+
+    def covering(self, text: bytes) -> float:
+        """Return how many tokens at least share a byte with ``text`` within a longer text."""
+        if not text:
+            return 0
+        if text in self._joined:
+            return 1
+        text = text[:MAX_BYTES]
+        costs = [math.inf] * (len(text) + 1)
+        costs[0] = 0
+        best = math.inf
+        for start in range(len(text)):
+            if 0 < start < self._longest and _has_prefix(self._reversed, text[:start][::-1]):
+                costs[start] = min(costs[start], 1)
+            if math.isinf(costs[start]):
+                continue
+            if len(text) - start <= self._longest and _has_prefix(self._sorted, text[start:]):
+                best = min(best, costs[start] + 1)
+            self._extend(text, start, costs)
+        return min(best, costs[len(text)])
+
+    def _segments(self, text: bytes) -> float:
+        """Return the fewest tokens whose bytes are exactly ``text``; infinite if there are none."""
+        costs = [math.inf] * (len(text) + 1)
+        costs[0] = 0
+        for start in range(len(text)):
+            if not math.isinf(costs[start]):
+                self._extend(text, start, costs)
+        return costs[len(text)]
+
+    def _extend(self, text: bytes, start: int, costs: list[float]) -> None:
+        for end in range(start + 1, min(start + self._longest, len(text)) + 1):
+            if text[start:end] in self._known and costs[start] + 1 < costs[end]:
+                costs[end] = costs[start] + 1
+
+    def _of_regex(self, pattern: str) -> int:
+        """Return the fewest characters of a match, divided by the longest token of its characters."""
+        try:
+            with warnings.catch_warnings():  # of what Python may read in another way one day
+                warnings.simplefilter("ignore")
+                parsed = regex_parser.parse(pattern)
+        except (re.error, RecursionError, OverflowError):
+            return 0  # Rust's syntax has more than Python's
+        fewest, alphabet = int(parsed.getwidth()[0]), _alphabet(parsed)
+        longest = self._longest if alphabet is None else self._longest_of(alphabet)
+        return math.ceil(fewest / longest)
+
+    def _longest_of(self, alphabet: frozenset[str]) -> int:
+        """Return the most characters of a token that has only these characters, which are ASCII."""
+        allowed = "".join(alphabet).encode()
+        return max((len(text) for text in self._texts if not text.translate(None, allowed)), default=1)
+
+
+class _Bounds:
+    """The bounds of the rules of one grammar."""
+
+    def __init__(self, bounds: TokenBounds, rules: Rules) -> None:
+        self._bounds = bounds
+        self._of_rule = dict.fromkeys(rules, math.inf)  # without a way to end, as far as known
+        for _ in range(max(2, MAX_VISITS // (2 * max(len(rules), 1)))):
+            before = dict(self._of_rule)
+            for name in (*reversed(tuple(rules)), *rules):  # rules mostly refer to those after them
+                self._of_rule[name] = self.of(rules[name])
+            if before == self._of_rule:
+                break
+        else:
+            self._of_rule = dict.fromkeys(rules, 0.0)
+
+    def of(self, node: Node) -> float:
+        """Return the bound of a node."""
+        if isinstance(node, Text):
+            return self._bounds.covering(node.text.encode())
+        if isinstance(node, Shortest):
+            return min(self._bounds.covering(end.encode()) for end in node.ends)
+        if isinstance(node, Schema):
+            return SchemaBounds(self._bounds, node.schema).of(node.schema)
+        if isinstance(node, Reference):
+            return self._of_rule[node.name]
+        if isinstance(node, Token):
+            return 1
+        return self._of_parts(node, list(map(self.of, children(node))))
+
+    def _of_parts(self, node: Node, parts: list[float]) -> float:
+        if isinstance(node, Choice):
+            return min(parts)
+        return repeated(parts[0], node.least) if isinstance(node, Repeat) else joined(parts)
+
+
+class SchemaBounds:
+    """The bounds of the parts of one JSON schema ``root``."""
+
+    def __init__(self, bounds: TokenBounds, root: Any) -> None:
+        self._bounds, self._root = bounds, root
+        self._open: set[str] = set()  # references that are being followed
+        self._num_left = MAX_VISITS
+
+    def of(self, schema: Any) -> float:
+        """Return the bound of a schema; every JSON value has at least one token."""
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0:
+            return 1
+        found = [1.0]
+        if isinstance(schema.get("$ref"), str):
+            found.append(self._of_reference(schema["$ref"]))
+        found += [min(map(self.of, schema[name])) for name in ("anyOf", "oneOf") if schema.get(name)]
+        found += map(self.of, schema.get("allOf", ()))
+        if isinstance(schema.get("const"), str):
+            found.append(self._of_string(schema["const"]))
+        elif isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
+            found.append(min(map(self._of_string, schema["enum"]), default=1))
+        if schema.get("type") == "object":
+            found.append(self._of_object(schema))
+        elif schema.get("type") == "array" and isinstance(schema.get("minItems"), int):
+            items = schema.get("items", True)
+            found.append(repeated(self.of(items) if "prefixItems" not in schema else 1, schema["minItems"]))
+        return max(found)
+
+    def _of_object(self, schema: Mapping[str, Any]) -> float:
+        required, properties = schema.get("required", []), schema.get("properties", {})
+        if not isinstance(required, list) or not isinstance(properties, Mapping):
+            return 1
+        parts = [joined((self._of_string(str(name)), self.of(properties.get(name, True)))) for name in required]
+        return joined(parts) if parts else 1
+
+    def _of_reference(self, name: str) -> float:
+        if not name.startswith("#") or name in self._open:
+            return math.inf if name in self._open else 1
+        target = self._root
+        for part in filter(None, name[1:].split("/")):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(target, Mapping) or key not in target:
+                return 1
+            target = target[key]
+        self._open.add(name)
+        bound = self.of(target)
+        self._open.discard(name)
+        return bound
+
+    def _of_string(self, text: str) -> float:
+        plain = json.dumps(text, ensure_ascii=False)
+        return self._bounds.covering(plain.encode()) if "\\" not in plain else 1
+
+
+def joined(parts: Iterable[float]) -> float:
+    """Return the bound of parts one after the other."""
+    positive = [part for part in parts if part > 0]
+    return sum(positive) - (len(positive) - 1) if positive else 0
+
+
+def repeated(part: float, times: int) -> float:
+    """Return the bound of a part ``times`` times."""
+    return times * part - (times - 1) if part > 0 and times > 0 else 0
+
+
+def _alphabet(parsed: Any) -> frozenset[str] | None:
+    """Return the characters that a parsed regular expression can match; None if they are not few."""
+    chars: set[str] = set()
+    for kind, value in parsed:
+        found = _chars_of(str(kind), value)
+        if found is None:
+            return None
+        chars |= found
+    return frozenset(chars)
+
+
+def _chars_of(kind: str, value: Any) -> frozenset[str] | None:
+    if kind in ("LITERAL", "RANGE"):
+        first, last = (value, value) if kind == "LITERAL" else value
+        return frozenset(map(chr, range(first, last + 1))) if last < 128 else None
+    if kind == "CATEGORY":
+        return frozenset("0123456789") if str(value) == "CATEGORY_DIGIT" else None
+    if kind == "BRANCH":
+        found = [_alphabet(branch) for branch in value[1]]
+        return None if None in found else frozenset().union(*(chars for chars in found if chars is not None))
+    if kind in _NESTED:
+        return _alphabet(value if _NESTED[kind] is None else value[_NESTED[kind]])
+    return frozenset() if kind == "AT" else None
+
+
+def _has_prefix(ordered: list[bytes], prefix: bytes) -> bool:
+    """Return whether one of the ``ordered`` texts begins with ``prefix``."""
+    place = bisect_left(ordered, prefix)
+    return place < len(ordered) and ordered[place].startswith(prefix)

@@ -1,0 +1,162 @@
+"""Prepares JSON schemas for llguidance: what GenAI's backend (xgrammar) assumes of a schema becomes explicit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.grammars.schemas.depth import check_depth
+from staticllm.pipelines.grammars.schemas.facts import LITERAL, MAPS
+from staticllm.pipelines.grammars.schemas.numbers import adds_bounds, with_exact_bounds
+from staticllm.pipelines.grammars.schemas.rewriting import rewritten
+
+WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
+"""What may stand between two parts of a JSON text: a space, or a line break and an indentation.
+
+With any whitespace, as JSON allows it, greedy answers of small models are line breaks until ``max_new_tokens``.
+"""
+FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+"""The formats that llguidance enforces; JSON Schema lets all others be mere annotations."""
+ANNOTATIONS = frozenset(["deprecated", "contentSchema"])
+"""Keywords that say nothing about what is valid, and that llguidance does not know."""
+_COMBINERS = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "dependentRequired")
+_OPEN = ("additionalProperties", "patternProperties")
+_NEGATED_CLASS = re.compile(r"\\.|\[\^(?!\])|\[", re.DOTALL)
+_CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f"
+Schema = dict[str, Any]
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+def json_value(text: str, what: str) -> Any:
+    """Return the value of a text in JSON; ``what`` names it in errors.
+
+    Raises:
+        GenerationConfigError: it is no JSON, or has numbers or characters that JSON in UTF-8 cannot have.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise GenerationConfigError(f"{what} has half of a surrogate pair, {half!r}: leave it out") from None
+    except (ValueError, RecursionError) as error:
+        raise GenerationConfigError(f"{what} is no JSON: {error}") from None
+    return value
+
+
+def read_schema(text: str) -> Any:
+    """Return the JSON value of a schema's text.
+
+    Raises:
+        GenerationConfigError: it is no JSON, or no object and no boolean.
+    """
+    schema = json_value(text, "the JSON schema")
+    if not isinstance(schema, (dict, bool)):
+        raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")
+    return schema
+
+
+def prepared(schema: Any) -> Any:
+    """Return an equal or narrower schema with the assumptions of xgrammar's strict mode.
+
+    Objects that list their properties have no others, unless the schema says so; where parts of a schema are combined
+    (``allOf`` and the like), they stay as they are, since each part would forbid the properties of the others. Formats that
+    nobody enforces are left out. Whitespace is limited.
+
+    Raises:
+        GenerationConfigError: nothing satisfies it, or it is nested too deeply.
+    """
+    if schema is True:
+        schema = {}
+    if schema is False:
+        raise GenerationConfigError("the JSON schema is false, which nothing satisfies: use another one")
+    if not isinstance(schema, dict):
+        raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")
+    schema = rewritten(schema)
+    if schema is False:
+        raise GenerationConfigError("nothing satisfies the JSON schema: its parts contradict each other")
+    if schema is True:
+        schema = {}
+    check_depth(schema)
+    rules = _Rules("allOf" not in _names(schema), adds_bounds(schema))
+    return {**_prepared(schema, rules), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _names(schema: object) -> set[str]:
+    """Return every key in a schema."""
+    if isinstance(schema, Mapping):
+        return {*schema, *(name for value in schema.values() for name in _names(value))}
+    return {name for value in schema for name in _names(value)} if isinstance(schema, list) else set()
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Whether objects that list their properties have no others, and whether several parts of the schema bound one number."""
+
+    closes: bool
+    adds_bounds: bool
+
+
+def _prepared(schema: Any, rules: _Rules) -> Any:
+    if isinstance(schema, list):
+        return [_prepared(value, rules) for value in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
+    rules = replace(rules, closes=rules.closes and not is_combined)
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
+            continue
+        if name == "pattern" and isinstance(value, str):
+            found[name] = _with_text_classes(value)
+        elif name in MAPS and isinstance(value, dict):
+            parts = {key: _prepared(each, rules) for key, each in value.items()}
+            is_patterns = name == "patternProperties"
+            found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
+        else:
+            found[name] = value if name in LITERAL else _prepared(value, rules)
+    found = with_exact_bounds(_without_dependents(_whole_counts(found)), rules.adds_bounds)
+    if rules.closes and _lists_its_properties(schema):
+        found["additionalProperties"] = False
+    return found
+
+
+def _with_text_classes(pattern: str) -> str:
+    """Return a regular expression whose negated classes have no control characters except tab and line breaks.
+
+    llguidance takes a class that has all control characters, but not the quotation mark or the backslash, for one that has both.
+    """
+    return _NEGATED_CLASS.sub(lambda found: f"[^{_CONTROLS}" if found[0] == "[^" else found[0], pattern)
+
+
+def _lists_its_properties(schema: Mapping[str, Any]) -> bool:
+    """Return whether an object's properties are listed and all required ones are among them."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or not properties or any(name in schema for name in _OPEN):
+        return False
+    required = schema.get("required", [])
+    least = schema.get("minProperties", 0)
+    return isinstance(required, list) and set(map(str, required)) <= set(properties) and least <= len(properties)
+
+
+def _whole_counts(schema: Schema) -> Schema:
+    """Write 2.0 as 2."""
+    found = {name: schema[name] for name in _COUNTS if isinstance(schema.get(name), float)}
+    return schema | {name: int(value) for name, value in found.items() if value.is_integer()}
+
+
+def _without_dependents(schema: Schema) -> Schema:
+    """Say that either a property is missing, or those that depend on it are there."""
+    required = schema.get("dependentRequired")
+    if not isinstance(required, dict):
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "dependentRequired"}
+    choices = [
+        {"anyOf": [{"properties": {name: False}}, {"required": names}]} for name, names in required.items() if names
+    ]
+    return {**rest, "allOf": [*rest.get("allOf", []), *choices]} if choices else rest

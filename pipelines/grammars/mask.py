@@ -1,0 +1,181 @@
+"""The logits processor of grammars, which forbids what the grammar does not allow, and the drafter of what it forces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.grammars.compiler import MaskTimes
+from staticllm.pipelines.grammars.matcher import AnswerMatcher
+
+Draft = TypeVar("Draft")
+
+FEW = 4096
+"""With at most this many allowed tokens, their logits are gathered; with more, the others are overwritten."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The tokens that may follow: ``few`` ids if they are few, otherwise all but ``forbidden``, bool ``[vocab]``."""
+
+    few: NDArray[np.intp] | None
+    forbidden: NDArray[np.bool_] | None = None
+
+
+class GrammarMask:
+    """Forbids the tokens that a grammar does not allow. It belongs to one answer.
+
+    ``prepare`` finds the next mask while the device runs; otherwise ``process`` does. Special tokens among
+    ``stop_token_ids`` are allowed where the answer may end, or where the grammar has them. Any other one is text, which is
+    allowed where the grammar allows it.
+    """
+
+    remedy = "let the grammar allow more, or raise top_k and the like"
+    is_active = True
+
+    def __init__(
+        self,
+        matcher: AnswerMatcher,
+        stop_token_ids: Collection[int],
+        special: Collection[int],
+        vocab_size: int,
+        times: MaskTimes | None = None,
+    ) -> None:
+        self._matcher, self._times = matcher, times or MaskTimes()
+        ends = {token for token in stop_token_ids if token < vocab_size and token in special}
+        if not ends:
+            raise GenerationConfigError(
+                "a grammar without a token that ends the answer: set eos_token_id, or stop_token_ids with a special token"
+            )
+        self._ends = np.array(sorted(ends), np.intp)
+        self._chosen: list[int] = []  # tokens of the answer that the matcher does not know yet
+        self._forced: list[int] | None = None  # what must follow, which the matcher knows already; None if not known
+        self._mask: Mask | None = None  # what may follow after the forced tokens; None if not known
+        self._error: GenerationConfigError | None = None
+
+    def clone(self) -> GrammarMask:
+        """Return a processor at the same place of the same grammar, for another answer that begins alike."""
+        copy = object.__new__(GrammarMask)
+        copy.__dict__.update(self.__dict__)
+        copy._matcher, copy._chosen = self._matcher.clone(), list(self._chosen)
+        copy._forced = None if self._forced is None else list(self._forced)
+        return copy
+
+    def prepare(self) -> None:
+        """Find the next mask, while the device computes the logits. After forced tokens it is that of the token after them."""
+        if self._mask is not None or self._error is not None:
+            return
+        begin = time.perf_counter()
+        self._find_mask()
+        self._times.num_hidden += 1
+        self._times.hidden += time.perf_counter() - begin
+
+    def process(self, logits: NDArray[np.float32]) -> None:
+        """Set the logits ``[vocab]`` of forbidden tokens to -inf.
+
+        Raises:
+            GenerationConfigError: the grammar became too complex.
+        """
+        if not self._forced and self._mask is None and self._error is None:
+            begin = time.perf_counter()
+            self._find_mask()
+            self._times.num_exposed += 1
+            self._times.exposed += time.perf_counter() - begin
+        if self._forced:
+            _keep_only(logits, np.array(self._forced[:1], np.intp))
+            return
+        if self._error is not None:
+            raise self._error
+        assert self._mask is not None
+        if self._mask.few is not None:
+            _keep_only(logits, self._mask.few)
+        else:
+            assert self._mask.forbidden is not None
+            np.copyto(logits, -np.inf, where=self._mask.forbidden)
+
+    def accept(self, token: int) -> None:
+        """Go on by the token that was chosen. The matcher learns of it with the next mask, unless it was forced."""
+        if self._forced:
+            assert token == self._forced[0], "the mask allowed no other token"
+            self._forced = self._forced[1:]
+        elif token not in self._ends:
+            self._chosen.append(token)
+            self._forced = self._mask = None
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return at most ``limit`` tokens that must follow, whatever the logits are; the end of the answer counts too.
+
+        This takes less time than a mask. The time counts as exposed, because it is called between two device calls.
+        """
+        if self._forced is None and self._error is None:
+            begin = time.perf_counter()
+            self._find_forced()
+            self._times.exposed += time.perf_counter() - begin
+        return (self._forced or [])[:limit]
+
+    def _find_forced(self) -> None:
+        """Find the tokens that must follow, and let the matcher go on to the end of them."""
+        chosen, self._chosen, self._forced = self._chosen, [], []
+        try:
+            if chosen:
+                self._matcher.accept(chosen)
+            forced = self._matcher.forced()
+            if forced:
+                self._matcher.accept(forced)
+            if self._matcher.is_at_end and len(self._ends) == 1:
+                forced.append(int(self._ends[0]))
+            self._forced = forced
+        except GenerationConfigError as error:
+            self._error = error
+
+    def _find_mask(self) -> None:
+        """Find the mask after the forced tokens. An error is kept for ``process``, which ends only this answer."""
+        if self._forced is None:
+            self._find_forced()
+        if self._error is not None:
+            return
+        try:
+            allowed = self._matcher.allowed()
+            if self._matcher.can_end:
+                allowed[self._ends] = True
+            few = np.flatnonzero(allowed) if np.count_nonzero(allowed) <= FEW else None
+            self._mask = Mask(few, None if few is not None else ~allowed)
+        except GenerationConfigError as error:
+            self._error = error
+
+
+class ForcedTokens(Generic[Draft]):
+    """A drafter of one answer. All of its tokens are accepted, if they are checked with the sampler that has the same mask.
+
+    ``make`` returns the draft of tokens, which may be none.
+    """
+
+    can_pause = False
+
+    def __init__(self, mask: GrammarMask, make: Callable[[tuple[int, ...]], Draft]) -> None:
+        self._mask, self._make = mask, make
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        """Return a draft of at most ``limit`` tokens that must follow ``tokens``, the prompt and the answer so far.
+
+        The mask knows these tokens: the sampler has told it each one that it chose.
+        """
+        return self._make(tuple(self._mask.forced_tokens(limit)))
+
+    def observe(self, num_proposed: int, num_accepted: int) -> None:
+        """Learn nothing: the grammar alone decides."""
+
+    def forget(self) -> None:
+        """Forget nothing: a conversation that was shortened goes on at the same place of its grammar."""
+
+
+def _keep_only(logits: NDArray[np.float32], tokens: NDArray[np.intp]) -> None:
+    kept = logits[tokens]
+    logits.fill(-np.inf)
+    logits[tokens] = kept

@@ -1,0 +1,182 @@
+"""Lists the parameters of a function for formats of calls that write each on its own, without a JSON object around them.
+
+Such a format can enforce the schema of each parameter, and which of them are required. What else a schema says of the object is
+refused, unless it holds for all objects that are possible then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from staticllm.errors import GenerationConfigError, shown
+from staticllm.pipelines.grammars.schemas.facts import (
+    LITERAL,
+    MAPS,
+    AnySchema,
+    InexpressibleError,
+    SchemaFacts,
+)
+
+ROOT = "root"
+"""The definition that holds the schema of all parameters, in the schema of one that refers to it."""
+_REFERENCES = ("$ref", "$dynamicRef")
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose parameters they are, for errors: their name, and what to do if the format cannot enforce their schema."""
+
+    name: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, and the schema of its values, which is complete: its references lead to parts of itself."""
+
+    name: str
+    schema: Object
+    is_required: bool
+
+
+def object_schema(schema: Object, owner: Owner) -> dict[str, Any]:
+    """Return the schema of the objects among the values of ``schema``.
+
+    Raises:
+        GenerationConfigError: its type excludes objects.
+    """
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise GenerationConfigError(f"{owner.name} have type={shown(types)}: must be 'object'")
+    return {**schema, "type": "object"}
+
+
+def listed_parameters(schema: Object, owner: Owner) -> list[Parameter]:
+    """Return the parameters of a schema in their order.
+
+    Those of references and ``allOf`` at the top are found too. A required one that is not listed may have any value.
+
+    Raises:
+        GenerationConfigError: the schema is malformed, nothing satisfies it, or a list of parameters cannot say all that it says.
+    """
+    parts = _parts(schema, owner)
+    found: dict[str, AnySchema] = {}
+    for part in parts:
+        for name, value in part.get("properties", {}).items():
+            found[str(name)] = {"allOf": [found[name], value]} if found.get(name, value) != value else value
+    required = {name for part in parts for name in part.get("required", ())}
+    missing = sorted(required - found.keys())
+    is_open = all(part.get("additionalProperties") is not False for part in parts)
+    if missing and not is_open:
+        raise GenerationConfigError(
+            f"{owner.name} require {shown(missing[0])}, which properties lacks and additionalProperties=False forbids: "
+            "add it to properties"
+        )
+    _check_keywords(parts, len(required), len(found.keys() | required), owner)
+    if not is_open and sum(bool(part.get("properties")) for part in parts) > 1:
+        raise _refusal("additionalProperties", False, owner)
+    values = {**found, **dict.fromkeys(missing, True)}
+    return [
+        Parameter(name, _complete(name, value, schema, owner), name in required)
+        for name, value in values.items()
+        if value is not False or name in required
+    ]
+
+
+def _parts(schema: Object, owner: Owner) -> list[Object]:
+    """Return the schemas of which each must hold: the schema itself, what it refers to, and the parts of ``allOf``."""
+    try:
+        parts = list(SchemaFacts(schema).conjuncts(schema))
+    except (InexpressibleError, TypeError):
+        name = "$ref" if "$ref" in schema else "allOf"
+        raise GenerationConfigError(
+            f"{owner.name} have {name}={shown(schema.get(name))}: must lead to other parts of them; {owner.remedy}"
+        ) from None
+    for part in parts:
+        object_schema(part, owner)
+        properties, required = part.get("properties", {}), part.get("required", [])
+        is_list = isinstance(required, (list, tuple)) and all(isinstance(name, str) for name in required)
+        if not isinstance(properties, Mapping) or not is_list:
+            raise GenerationConfigError(
+                f"{owner.name} have properties or required of a wrong type: must be an object and a list of names"
+            )
+    return parts
+
+
+_SAYS_NOTHING: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("anyOf", "oneOf", "not", "if", "const", "enum", "dependencies", "$dynamicRef", "$recursiveRef"),
+        lambda value: False,
+    ),
+    **dict.fromkeys(
+        ("dependentRequired", "dependentSchemas", "patternProperties", "propertyNames"),
+        lambda value: value in ({}, True),
+    ),
+    **dict.fromkeys(("additionalProperties", "unevaluatedProperties"), lambda value: value in (True, False, {})),
+}
+"""Keywords that speak of the object, and whether a value of them has no effect on the listed properties."""
+
+
+def _check_keywords(parts: list[Object], num_required: int, num_names: int, owner: Owner) -> None:
+    """Check that the parts say nothing but ``properties`` and ``required``.
+
+    Raises:
+        GenerationConfigError: one does.
+    """
+    for part in parts:
+        for name, value in part.items():
+            if name in _SAYS_NOTHING and not _SAYS_NOTHING[name](value):
+                raise _refusal(name, value, owner)
+        least, most = part.get("minProperties", 0), part.get("maxProperties", num_names)
+        for name, value, is_implied in (
+            ("minProperties", least, isinstance(least, (int, float)) and least <= num_required),
+            ("maxProperties", most, isinstance(most, (int, float)) and most >= num_names),
+        ):
+            if not is_implied:
+                raise _refusal(name, value, owner)
+
+
+def _refusal(name: str, value: object, owner: Owner) -> GenerationConfigError:
+    return GenerationConfigError(
+        f"{owner.name} have {name}={shown(value)}: the format of calls can only enforce properties and required; {owner.remedy}"
+    )
+
+
+def _complete(name: str, value: AnySchema, root: Object, owner: Owner) -> Object:
+    """Return the schema of the parameter ``name`` with all that it refers to."""
+    if value is True:
+        return {}
+    if value is False:
+        raise GenerationConfigError(f"{owner.name} require {shown(name)}, whose schema is false: nothing satisfies it")
+    if not isinstance(value, Mapping):
+        raise GenerationConfigError(
+            f"{owner.name} have {shown(name)} with the schema {shown(value)}: must be an object or a boolean"
+        )
+    try:
+        moved = _moved(value)
+        if moved == value:  # without references
+            return value
+        whole = _moved({key: each for key, each in root.items() if key not in ("$id", "$schema")})
+    except RecursionError:
+        raise GenerationConfigError(f"{owner.name} are nested too deeply: use at most 100 levels") from None
+    return {**moved, "$defs": {ROOT: whole}}
+
+
+def _moved(schema: AnySchema) -> AnySchema:
+    """Return a schema whose references lead to the same places when the root of the document is the definition ``ROOT``."""
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[name] = f"#/$defs/{ROOT}{value[1:]}"
+        elif name in MAPS and isinstance(value, Mapping):
+            found[name] = {key: _moved(each) for key, each in value.items()}
+        else:
+            found[name] = value if name in LITERAL else _moved(value)
+    return found

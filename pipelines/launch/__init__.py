@@ -1,0 +1,1 @@
+"""From what a user passes to an engine that serves."""

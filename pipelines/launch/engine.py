@@ -1,0 +1,327 @@
+"""Tries devices in turn, starts serving, and compiles the remaining programs in the background."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import openvino_genai as genai
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
+from staticllm.devices import kind
+from staticllm.errors import ClosedError, DeviceError
+from staticllm.model_dir import max_positions
+from staticllm.pipelines.engine.beams import Decode
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.options import EngineOptions, options_of
+from staticllm.pipelines.grammars.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.vocabulary import read_vocabulary
+from staticllm.pipelines.launch.arguments import Candidate
+from staticllm.pipelines.loading.background import BackgroundLoader
+from staticllm.pipelines.loading.decoder_kind import LoadedDecoder
+from staticllm.pipelines.loading.load import load
+from staticllm.pipelines.loading.loaded import DeferredPrograms
+from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
+
+DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
+PRECISION = "INFERENCE_PRECISION_HINT"
+
+
+@dataclass
+class Launched:
+    """An engine that serves from ``loaded`` on ``device``. ``background`` loads the rest; None if all programs are loaded.
+
+    If the CPU serves until the device can, ``loaded`` and ``device`` change together with the engine's runner.
+    """
+
+    engine: Engine
+    loaded: LoadedDecoder
+    device: str
+    background: BackgroundLoader | None = None
+
+    @property
+    def config(self) -> StaticLLMConfig:
+        """The config in force."""
+        return self.loaded.config
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return self.loaded.programs.shape.vocab_size
+
+    @property
+    def kv_type(self) -> str:
+        """The element type of keys and values."""
+        return self.loaded.programs.options.kv_type or ""
+
+    @property
+    def has_mapped_weights(self) -> bool:
+        """Whether weights are read from their file as long as the model runs."""
+        return self.loaded.has_mapped_weights
+
+    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, *, is_models_own: bool) -> None:
+        """Let the engine decode tokens, and compile grammars; the vocabulary is read with the first request that has one."""
+        del is_models_own
+        self.engine.decode = decode
+        self.engine.grammars = GrammarCompiler(partial(read_vocabulary, tokenizer))
+
+    def close(self, drain: bool = False) -> None:
+        """End the background work and the engine, keep the costs that were measured, and drop the programs.
+
+        A second call does nothing.
+        """
+        if self.background is not None:
+            self.background.close()
+        self.engine.close(drain)
+        self.loaded.keep_costs()
+        self.loaded = self.loaded.without_programs()
+
+
+@dataclass(frozen=True)
+class LoadedDevice:
+    """A model that was loaded, and the device that it was loaded for."""
+
+    loaded: LoadedDecoder
+    device: str
+
+
+def launch(
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
+    token_bound: TokenBound = OWN_BOUND,
+) -> Launched:
+    """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
+        DeviceError: no device can run the model; the message is that of the last device.
+    """
+    begin = time.perf_counter()
+    first = candidates[0]
+    _warn_of_length(directory, first.config)
+    if first.config.serve_from_cpu and kind(first.device) != "CPU":
+        launched = _from_cpu_first(directory, candidates, policy, on_progress, token_bound)
+        _serve(launched, on_progress, begin)
+        return launched
+    found = load_first(directory, candidates, on_progress)
+    deferred = found.loaded.deferred
+    try:
+        launched = Launched(_make_engine(found.loaded, policy, token_bound), found.loaded, found.device)
+        if deferred is not None:
+            launched.background = BackgroundLoader(DeferredCompiler(launched, deferred), on_progress)
+        _serve(launched, on_progress, begin)
+    except BaseException:  # for example of a callback: no thread will run that releases the deferred programs
+        if deferred is not None:
+            deferred.release()
+        raise
+    return launched
+
+
+def _make_engine(loaded: LoadedDecoder, policy: Policy, token_bound: TokenBound) -> Engine:
+    """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
+    _keep_costs_when_measured(loaded)
+    return Engine(loaded.runner, policy, _engine_options(loaded, token_bound))
+
+
+def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOptions:
+    programs = loaded.programs
+    return options_of(loaded.config, programs.shape, programs.options.mode, token_bound)
+
+
+def _keep_costs_when_measured(loaded: LoadedDecoder) -> None:
+    """Let the runner's probe write the costs when it has measured some."""
+    kept, costs = loaded.kept_costs, loaded.runner.costs  # not the loaded model: a cycle
+
+    def keep() -> None:
+        if kept is not None:
+            kept.write(costs.stable)
+
+    loaded.runner.probe.on_done = keep
+
+
+def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
+    on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+    if launched.background is not None:
+        launched.background.start()
+
+
+def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
+    limit = max_positions(directory)
+    if limit is not None and config.max_seq_len > limit:
+        warnings.warn(
+            f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}, but the model was made for {limit} positions "
+            "(max_position_embeddings in its config.json): its answers beyond them may be wrong; lower a length",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
+    """Load a model for the first device that can run it. A device that is missing or refuses is reported to ``on_progress``.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
+        DeviceError: no device can run the model; the message is that of the last device.
+    """
+    for index, candidate in enumerate(candidates, 1):
+        try:
+            loaded = load(directory, candidate.device, candidate.config, on_progress, candidate.explicit)
+            return LoadedDevice(loaded, candidate.device)
+        except DeviceError as error:
+            if index == len(candidates):
+                raise
+            message = f"{error}; trying {candidates[index].device}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            on_progress(ProgressEvent("fallback", index, len(candidates), 0.0, message=message))
+    raise DeviceError("no device was given: name one, or several with commas")
+
+
+class DeferredCompiler:
+    """Background work that compiles the deferred programs of a serving model and installs them in its engine."""
+
+    def __init__(self, launched: Launched, deferred: DeferredDecoder) -> None:
+        self._engine, self._deferred = launched.engine, deferred
+        self._programs = launched.loaded.programs
+        self._compiled = dict(self._programs.compiled)
+        self._engine.runner.probe.is_paused = True  # costs are not measured beside a compilation
+
+    def parts(self) -> list[Callable[[], None]]:
+        """Return one part per program, then one that writes all programs to the requested blob set."""
+        with self._deferred.weights.released():  # a probe may read them
+            self._deferred.choose()
+        together = self._deferred.programs
+        return [*(partial(self.compile, variants) for variants in together), self._resume, self.store]
+
+    def compile(self, variants: Sequence[Variant]) -> None:
+        """Compile the variants of one program, run it once apart from the engine, and install it between two steps."""
+        with self._deferred.weights.released():
+            found = {variant: self._deferred.compile(variant) for variant in variants}
+            program = found[variants[0]]
+            is_first = program not in self._compiled.values()
+            self._compiled |= found
+            if is_first:  # the first run packs the weights; no request waits for that
+                run_apart(program, random_feeds(program, variants[0]))
+        self._engine.run_between_steps(lambda: self._install(variants))
+
+    def _install(self, variants: Sequence[Variant]) -> None:
+        runner = self._engine.runner
+        for variant in variants:
+            _bound_programs(runner).add(variant, self._compiled[variant])
+            runner.costs.doubt(variant)
+        runner.refresh_variants()
+
+    def _resume(self) -> None:
+        def resume() -> None:
+            self._engine.runner.probe.is_paused = False
+
+        self._engine.run_between_steps(resume)
+
+    def store(self) -> None:
+        """Write all programs, if a blob set was requested."""
+        self._deferred.store(replace(self._programs, compiled=self._compiled))
+
+    def release(self) -> None:
+        """Unlock the cache entry. After an error, the costs of the programs that serve are measured from now on."""
+        with suppress(ClosedError):
+            self._resume()
+        self._deferred.release()
+
+
+def _bound_programs(runner: ModelRunner) -> BoundPrograms:
+    assert isinstance(runner.programs, BoundPrograms), "a loaded model has bound programs"
+    return runner.programs
+
+
+def _from_cpu_first(
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
+    token_bound: TokenBound,
+) -> Launched:
+    """Serve from the CPU until the device can serve; then the engine switches between two requests."""
+    cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
+    launched = Launched(_make_engine(cpu, policy, token_bound), cpu, "CPU")
+    switch = DeviceSwitch(launched, directory, candidates, on_progress, token_bound)
+    launched.background = BackgroundLoader(switch, on_progress)
+    return launched
+
+
+class DeviceSwitch:
+    """Background work that loads all programs of the model for the device and switches the engine to them."""
+
+    def __init__(
+        self,
+        launched: Launched,
+        directory: Path,
+        candidates: Sequence[Candidate],
+        on_progress: OnProgress,
+        token_bound: TokenBound,
+    ) -> None:
+        self._launched, self._directory, self._candidates = launched, directory, candidates
+        self._on_progress, self._token_bound = on_progress, token_bound
+        self._deferred: DeferredDecoder | None = None
+
+    def parts(self) -> list[Callable[[], None]]:
+        """Return one part, because a device's programs are used together or not at all."""
+        return [self.switch]
+
+    def switch(self) -> None:
+        """Load for the first device that can run the model, and switch the engine to it."""
+        found = load_first(self._directory, self._candidates, self._on_progress)
+        self._deferred = found.loaded.deferred
+        if self._deferred is not None:
+            found = replace(found, loaded=_completed(found.loaded, self._deferred))
+        _keep_costs_when_measured(found.loaded)
+        options = _engine_options(found.loaded, self._token_bound)
+        self._launched.engine.switch(found.loaded.runner, options, partial(self._note_switch, found))
+
+    def _note_switch(self, found: LoadedDevice) -> None:
+        self._launched.loaded, self._launched.device = found.loaded, found.device
+
+    def release(self) -> None:
+        """Unlock the cache entry of the device's programs, if one was held."""
+        if self._deferred is not None:
+            self._deferred.release()
+
+
+def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
+    """Return the config with which the CPU serves meanwhile: the CPU's defaults and the user's precision."""
+    own = candidates[0].config
+    known = next((found.config for found in candidates if found.device == "CPU"), own).device_properties
+    precision = {name: value for name, value in known.items() if name == PRECISION}
+    return replace(own, programs="auto", cache_dir=None, blob_path=None, export_blob=False, device_properties=precision,
+                   prefill_config={}, generate_config={}, kv_cache_precision=None)  # fmt: skip
+
+
+def _completed(loaded: LoadedDecoder, deferred: DeferredDecoder) -> LoadedDecoder:
+    """Compile the deferred programs of a staged model before it serves, and return it complete; the CPU serves meanwhile."""
+    with deferred.weights.released():
+        deferred.choose()
+    compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
+    programs = replace(loaded.programs, compiled=compiled)
+    bound = _bound_programs(loaded.runner)
+    for variant in deferred.variants:
+        bound.add(variant, compiled[variant])
+        bound[variant].run()
+    loaded.runner.refresh_variants()
+    deferred.store(programs)
+    return replace(loaded, programs=programs, deferred=None)

@@ -1,0 +1,107 @@
+"""Reads a model's tokenizer and generation config on a thread of its own, while the model is compiled."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import openvino_genai as genai
+
+from staticllm.core import OnProgress, ProgressEvent
+from staticllm.model_dir import joins_tokens
+from staticllm.pipelines.generation.config_values import FileOptions
+from staticllm.pipelines.launch.arguments import (
+    Given,
+    ReadConfig,
+    read_generation_config,
+    read_tokenizer,
+    read_tool_template,
+)
+from staticllm.system.threads import start_thread
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """A model's tokenizer, and the generation options that its calls start from.
+
+    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined. ``tool_template`` is the
+    chat template for conversations with tools, "" if there is none beside the tokenizer's own. ``file_options`` are those
+    that the model's own file sets, None without one.
+    """
+
+    tokenizer: genai.Tokenizer
+    generation_config: genai.GenerationConfig
+    joins_tokens: bool
+    tool_template: str = ""
+    file_options: FileOptions | None = None
+
+
+class TextReader:
+    """Reads the text files of a model directory that ``given`` does not replace, in a ``with`` block around its loading.
+
+    Loading reports to ``on_progress``. Reading a tokenizer holds Python's lock, but compiling does not, so reading begins with
+    the first program. Before ``ready`` is reported, reading has ended; if it failed, its error aborts the loading.
+    """
+
+    def __init__(self, source: Path, given: Given, on_progress: OnProgress | None) -> None:
+        self._source = source
+        self._given: Given | None = given  # None after the block, which background work outlives with ``on_progress``
+        self._on_progress = on_progress
+        self._files: TextFiles | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def on_progress(self, event: ProgressEvent) -> None:
+        """Begin to read with the first program, or wait for the end of it; then report the event."""
+        if event.stage == "ready" and self._given is not None:
+            self.files()
+        elif (
+            self._thread is None
+            and self._files is None
+            and self._given is not None
+            and event.stage in ("compile", "import")
+        ):
+            self._thread = start_thread(self._read, "staticllm-tokenizer")
+        if self._on_progress is not None:
+            self._on_progress(event)
+
+    def files(self) -> TextFiles:
+        """Return what was read; wait for it, or read it now.
+
+        Raises:
+            ModelError: the tokenizer or ``generation_config.json`` cannot be read.
+            GenerationConfigError: a field of ``generation_config.json`` has a wrong type.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        elif self._files is None:
+            self._read()
+        if self._error is not None:
+            raise self._error
+        assert self._files is not None, "reading has ended"
+        return self._files
+
+    def _read(self) -> None:
+        try:
+            given = self._given
+            assert given is not None, "read after the block"
+            tokenizer = given.tokenizer or read_tokenizer(self._source)
+            own = given.generation_config
+            read = read_generation_config(self._source, tokenizer) if own is None else ReadConfig(own)
+            joins = given.tokenizer is None and joins_tokens(self._source)
+            tool_template = read_tool_template(self._source) if given.tokenizer is None else ""
+            self._files = TextFiles(tokenizer, read.config, joins, tool_template, read.file)
+        except BaseException as error:  # raised again by ``files``
+            self._error = error
+
+    def __enter__(self) -> TextReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self._files = self._given = self._error = None

@@ -1,0 +1,157 @@
+"""Loads programs from a blob set, without reading a graph and without compiling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import openvino as ov
+
+from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent
+from staticllm.devices import get_core
+from staticllm.errors import BlobError, StaticLLMError, last_line
+from staticllm.pipelines.artifacts.blob_set import (
+    ImportTarget,
+    check_kind,
+    check_properties,
+    check_set,
+    import_blob,
+    read_blobs,
+    read_steadily,
+)
+from staticllm.pipelines.artifacts.crashes import check_crashes
+from staticllm.pipelines.artifacts.fingerprint import Fingerprint
+from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.measurements import CostsPlace
+from staticllm.pipelines.artifacts.stored import stored
+from staticllm.pipelines.loading.kind import Job, LoadJob, R
+from staticllm.pipelines.loading.loaded import Loaded, Origin
+from staticllm.pipelines.programs.build import CompiledPrograms
+from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.lowered import S, V
+
+NUM_IMPORTS = 2
+"""Blobs that are imported at the same time."""
+
+
+def load_blob_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
+    """Load the set at ``BLOB_PATH``. It decides whatever the user did not choose.
+
+    Raises:
+        BlobError: there is no set, it is damaged, or it was made for something else.
+    """
+
+    def import_it(manifest: Manifest) -> Loaded[V, S, R]:
+        check_kind(folder, manifest, job.kind.name)
+        check_crashes(folder)
+        return import_set(job.kind.decided_by(manifest, job), folder, manifest, "blob")
+
+    return read_steadily(folder, import_it, job.key)
+
+
+def import_set(
+    job: Job[V, S, R], folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
+) -> Loaded[V, S, R]:
+    """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
+
+    The model's files are compared while the blobs are read; nothing is imported before both are done.
+
+    Raises:
+        BlobError: the set is damaged, or was made for something else.
+    """
+    job = replace(job, on_progress=_naming(folder, job.on_progress))
+    kind, options = job.kind, _options(job, manifest)
+    blobs = _read_checked(job, folder, manifest, lambda: fingerprint or kind.fingerprint(job))
+    check_properties(folder, manifest, kind.properties(job))
+    kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(kind.variant, options)
+    shape, files = stored(kind.shape, manifest.shape), manifest.files_of(kind.variant)
+    with kind.memory(shape, list(files)) as memory:
+        compiled = _import_each(job, manifest, files, blobs, options)
+        costs = manifest.costs_of(kind.variant)
+        programs = CompiledPrograms(shape, options, compiled, costs, kept.read())
+        runner = _runner(job, folder, programs, memory)
+    is_weightless = manifest.is_weightless
+    return Loaded(runner, programs, job.config, origin, has_mapped_weights=is_weightless, kept_costs=kept)
+
+
+def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
+    """Return a callback that adds the folder to events of importing: should the process crash, it is known with which set."""
+
+    def tell(event: ProgressEvent) -> None:
+        on_progress(replace(event, message=str(folder)) if event.stage == "import" else event)
+
+    return tell
+
+
+def _read_checked(
+    job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
+) -> dict[str, bytes]:
+    """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
+
+    Raises:
+        BlobError: the set is damaged, or was made for something else.
+    """
+    callbacks = job.config.cache_encryption_callbacks
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(fingerprint)
+        blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
+        check_set(folder, manifest, here.result())
+    return blobs
+
+
+def _runner(job: Job[V, S, R], folder: Path, programs: CompiledPrograms[V, S], memory: Any) -> R:
+    try:
+        job.kind.check(programs)
+        return job.kind.runner(job, programs, memory)
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
+        if isinstance(error, StaticLLMError):
+            raise
+        raise BlobError(f"the blobs in {str(folder)!r} do not match their manifest: {last_line(error)}") from error
+
+
+def _options(job: LoadJob[Any], manifest: Manifest) -> CompileOptions:
+    return CompileOptions(
+        job.device,
+        cast(ProgramLayout, manifest.programs),
+        cast(KVType, manifest.kv_type) if manifest.kv_type else None,
+        {cast(Part, part): values for part, values in manifest.properties.items()},
+        manifest.few_rows,
+    )
+
+
+def _import_each(
+    job: LoadJob[Any],
+    manifest: Manifest,
+    files: Mapping[V, str],
+    blobs: Mapping[str, bytes],
+    options: CompileOptions,
+) -> dict[V, ov.CompiledModel]:
+    """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
+
+    Raises:
+        BlobError: the device refused a blob.
+    """
+    weights = job.weights if manifest.is_weightless else None
+    firsts: dict[str, V] = {}
+    for variant, file in files.items():
+        firsts.setdefault(file, variant)
+    compiled: dict[str, ov.CompiledModel] = {}
+    with ThreadPoolExecutor(min(len(firsts), NUM_IMPORTS) or 1) as pool:
+        imported = {}
+        for name, variant in firsts.items():
+            target = ImportTarget(job.device, options.program_group(variant).properties, weights)
+            imported[name] = pool.submit(import_blob, get_core(), blobs[name], target)
+        try:
+            for index, (name, variant) in enumerate(firsts.items(), 1):
+                start = time.perf_counter()
+                job.on_progress(ProgressEvent("import", index, len(blobs), 0.0, variant, is_done=False))
+                compiled[name] = imported[name].result()
+                job.on_progress(ProgressEvent("import", index, len(blobs), time.perf_counter() - start, variant))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {variant: compiled[file] for variant, file in files.items()}

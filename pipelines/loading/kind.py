@@ -1,0 +1,162 @@
+"""A kind of model is what loading, compiling, storing and measuring programs must know of it; all else is written once.
+
+A new kind says how a model is lowered and which sizes its programs have (``plan``), what a call of random values is
+(``random_call``), and what runs its programs (``runner``).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+
+from numpy.typing import NDArray
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress, Part
+from staticllm.devices import get_core
+from staticllm.model_dir import weights_of
+from staticllm.pipelines.artifacts.blob_set import json_properties
+from staticllm.pipelines.artifacts.fingerprint import Fingerprint, OtherFingerprint, fingerprint_model, machine_values
+from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.measurements import probes_in
+from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
+from staticllm.pipelines.programs.build import CompiledPrograms
+from staticllm.pipelines.programs.compile_plan import CompilePlan, StartWith, phase_properties
+from staticllm.pipelines.programs.layout import program_mode
+from staticllm.pipelines.programs.lowered import S, V
+
+
+class MeasuredRunner(Protocol[V]):
+    """Runs the programs of a model. Costs are seconds per call of a variant."""
+
+    @property
+    def measured_costs(self) -> Mapping[V, float]:
+        """Those that were measured."""
+        ...
+
+    @property
+    def stable_costs(self) -> Mapping[V, float]:
+        """Those that are worth keeping for later processes."""
+        ...
+
+
+R = TypeVar("R", bound=MeasuredRunner[Any])
+"""What runs the programs of a kind of model."""
+K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
+
+
+class ProgramKind(ABC, Generic[V, S, R]):
+    """What loading must know of one kind of model; a value of it also has the choices of one load.
+
+    ``name`` stands in manifests and messages, ``variant`` is the class of the sizes of its programs, and ``shape`` that of
+    the contract with them; both are dataclasses whose annotations say what a stored one may hold.
+    ``compiles_in_background``: whether it can serve before all of its programs are there.
+    """
+
+    name: ClassVar[str]
+    variant: type[V]
+    shape: type[S]
+    compiles_in_background: ClassVar[bool] = False
+
+    @abstractmethod
+    def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
+        """Read and lower the model, and choose the variants of its programs. ``for_blobs``: whether they will be exported.
+
+        Raises:
+            ModelError, UnsupportedModelError: a file is missing or damaged, or a pass cannot lower the model.
+            ConfigError: an option is impossible for this model.
+        """
+
+    @abstractmethod
+    def random_call(self, programs: CompiledPrograms[V, S], variant: V) -> Mapping[str, NDArray[Any]]:
+        """Return inputs for a call of one variant by port name, the same in every process."""
+
+    @abstractmethod
+    def runner(self, job: Job[V, S, R], programs: CompiledPrograms[V, S], memory: Any, planned: Sequence[V] = ()) -> R:
+        """Bind programs to host memory, run them once, and return what runs them.
+
+        ``memory`` is what the block of ``memory`` gives; ``planned`` are all variants, if some are compiled later.
+        """
+
+    def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
+        """Return the fingerprint that a set must have to be loaded for this job.
+
+        Raises:
+            ModelError: a file of the model cannot be read.
+        """
+        properties = sorted(json_properties(self.properties(job)["encode"]).items())
+        return OtherFingerprint(
+            kind=self.name,
+            **asdict(fingerprint_model(job.directory, job.weights)),
+            **machine_values(get_core(), job.device),
+            programs=program_mode(job.device, job.config),
+            properties=", ".join(f"{name}={value}" for name, value in properties),
+            choices=json.dumps(self.choices(job), sort_keys=True),
+        )
+
+    def properties(self, job: Job[V, S, R]) -> Mapping[Part, Mapping[str, Any]]:
+        """Return OpenVINO's properties for each part of the work, as the user set them."""
+        return {"encode": phase_properties(job.device, job.config)["prefill"]}
+
+    def choices(self, job: Job[V, S, R]) -> dict[str, Any]:
+        """Return the choices behind a set, in the form that JSON holds."""
+        del job
+        return {}
+
+    def decided_by(self, manifest: Manifest, job: Job[V, S, R]) -> Job[V, S, R]:
+        """Return the job with the choices behind a set for whatever the user left open."""
+        del manifest
+        return job
+
+    def memory(self, shape: S, variants: Sequence[V]) -> AbstractContextManager[Any]:
+        """Return a block that allocates memory of the host for these variants while their programs are compiled or imported."""
+        del shape, variants
+        return nullcontext()
+
+    def first_to_serve(self, variants: Sequence[V]) -> tuple[V, ...]:
+        """Return the variants that must be there before the model can serve; the others may be compiled in the background."""
+        return tuple(variants)
+
+    def check(self, programs: CompiledPrograms[V, S]) -> None:
+        """Check the ports of imported programs, before any memory is allocated for them.
+
+        Raises:
+            ValueError, KeyError: a program cannot run its variant.
+        """
+
+
+@dataclass(frozen=True)
+class LoadJob(Generic[K_co]):
+    """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others."""
+
+    kind: K_co
+    directory: Path
+    device: str
+    config: StaticLLMConfig
+    on_progress: OnProgress
+    explicit: frozenset[str] = frozenset()
+
+    @property
+    def weights(self) -> Path:
+        """The weights file."""
+        return weights_of(self.directory, self.config.weights_path)
+
+    @property
+    def key(self) -> bytes:
+        """The key that signs blob sets; empty if they are not signed."""
+        return self.config.integrity_key or b""
+
+
+Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
+
+
+def probes_of(job: LoadJob[Any]) -> ProbeTimes:
+    """Return the times of probes that need not run again: those in the job's cache, if it has one."""
+    if job.config.cache_dir is None:
+        return ProbeMemory()
+    return probes_in(Path(job.config.cache_dir), get_core(), job.device, job.key)

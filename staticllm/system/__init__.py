@@ -1,0 +1,1 @@
+"""Files, memory, threads and processes of the operating system."""

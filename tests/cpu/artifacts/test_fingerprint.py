@@ -1,0 +1,49 @@
+"""Tests fingerprints: they are equal if a set may be loaded, and otherwise the first difference is named."""
+
+from dataclasses import replace
+
+import pytest
+from support.helpers import FINGERPRINT
+
+from staticllm.compiler_passes.decoder import DECODER
+from staticllm.pipelines.artifacts.cache import key_of
+from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, pass_digests
+
+
+def test_the_fingerprint_covers_every_module_of_a_program(root):
+    """Each module that makes programs is in the fingerprint, whichever folder it is in."""
+    folder = root / "compiler_passes"
+    files = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")}
+    assert set(pass_digests()) == files | {"ports", "keep_small_constants"}
+    assert all(pass_digests().values())
+    assert {entry.name for entry in DECODER.passes} <= {name.rpartition("/")[2] for name in files}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ir_digest": "7" * 20}, "IR digest: different graph (777777777777 here, 1 in the blob)"),
+        ({"weights_digest": "7"}, "weights digest: different weights (7 here, 2 in the blob)"),
+        ({"openvino": "2026.5"}, "OpenVINO 2026.5, blob 2026.4"),
+        ({"driver": "3"}, "driver 3, blob nothing"),
+        ({"max_prompt_len": "64"}, "MAX_PROMPT_LEN 64 asked, the blob has 1024"),
+        ({"prefill_rows": "(16,)", "generate_properties": "A=1"}, "PREFILL_ROWS (16,) asked, the blob has default"),
+        ({"generate_properties": "A=1"}, "generate properties A=1 asked, the blob has nothing"),
+    ],
+)
+def test_the_first_difference_is_named(change, message):
+    assert replace(FINGERPRINT, **change).difference(FINGERPRINT) == message
+
+
+def test_equal_fingerprints_have_equal_keys_and_survive_json():
+    content = FINGERPRINT.to_json()
+    assert StepFingerprint.from_json(dict(reversed(content.items()))) == FINGERPRINT
+    assert FINGERPRINT.difference(FINGERPRINT) is None
+    assert "driver" not in content
+    assert content["IR digest"] == "1"
+    assert (
+        key_of(StepFingerprint.from_json(content)) == key_of(FINGERPRINT) != key_of(replace(FINGERPRINT, device="NPU"))
+    )
+    for wrong in ({**content, "surprise": "1"}, {name: value for name, value in content.items() if name != "plugin"}):
+        with pytest.raises(ValueError, match=r"surprise|plugin"):
+            StepFingerprint.from_json(wrong)
