@@ -1,6 +1,6 @@
 """Reads tensors of floating-point numbers from a safetensors file, which may come from an untrusted source.
 
-The ``safetensors`` package checks the file: every tensor has exactly the bytes of its shape, none overlap, and headers are bounded.
+The ``safetensors`` package checks it: every tensor has exactly the bytes of its shape, none overlap, and headers are bounded.
 """
 
 from __future__ import annotations
