@@ -20,7 +20,7 @@ from staticllm.pipelines.conversation.named_arguments import take_braced_calls, 
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.unquoted_values import Types
 from staticllm.pipelines.generation.extra_options import function_of
-from staticllm.pipelines.grammars.schemas.parameters import Owner, Parameter, listed_parameters
+from staticllm.pipelines.grammars.parameters import Owner, Parameter, listed_parameters
 
 _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
     "tagged": take_call_objects,

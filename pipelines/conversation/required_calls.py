@@ -15,10 +15,11 @@ from staticllm.pipelines.conversation.named_arguments import FENCE
 from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.plain_text import STRING_KEYWORDS, is_plain
-from staticllm.pipelines.grammars.schemas.parameters import (
+from staticllm.pipelines.grammars.parameters import (
+    STRING_KEYWORDS,
     Owner,
     Parameter,
+    is_plain,
     listed_parameters,
     object_schema,
 )

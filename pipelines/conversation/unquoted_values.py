@@ -11,8 +11,8 @@ from staticllm.pipelines.conversation.events import Output
 from staticllm.pipelines.conversation.json_calls import take_json
 from staticllm.pipelines.conversation.named_arguments import as_json
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
-from staticllm.pipelines.grammars.plain_text import is_plain
-from staticllm.pipelines.grammars.schemas.facts import (
+from staticllm.pipelines.grammars.parameters import is_plain
+from staticllm.pipelines.grammars.schema_facts import (
     ANY,
     Atoms,
     InexpressibleError,
