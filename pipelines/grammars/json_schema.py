@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -81,8 +80,7 @@ def prepared(schema: Any) -> Any:
     if schema is True:
         schema = {}
     check_depth(schema)
-    rules = _Rules("allOf" not in _names(schema), adds_bounds(schema))
-    return {**_prepared(schema, rules), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**_prepared(schema, closes="allOf" not in _names(schema)), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _names(schema: object) -> set[str]:
@@ -92,21 +90,14 @@ def _names(schema: object) -> set[str]:
     return {name for value in schema for name in _names(value)} if isinstance(schema, list) else set()
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """Whether objects that list their properties have no others, and whether several parts of the schema bound one number."""
-
-    closes: bool
-    adds_bounds: bool
-
-
-def _prepared(schema: Any, rules: _Rules) -> Any:
+def _prepared(schema: Any, closes: bool) -> Any:
+    """``closes``: objects that list their properties have no others."""
     if isinstance(schema, list):
-        return [_prepared(value, rules) for value in schema]
+        return [_prepared(value, closes) for value in schema]
     if not isinstance(schema, dict):
         return schema
     is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
-    rules = replace(rules, closes=rules.closes and not is_combined)
+    closes = closes and not is_combined
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
@@ -114,13 +105,13 @@ def _prepared(schema: Any, rules: _Rules) -> Any:
         if name == "pattern" and isinstance(value, str):
             found[name] = _with_text_classes(value)
         elif name in MAPS and isinstance(value, dict):
-            parts = {key: _prepared(each, rules) for key, each in value.items()}
+            parts = {key: _prepared(each, closes) for key, each in value.items()}
             is_patterns = name == "patternProperties"
             found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
         else:
-            found[name] = value if name in LITERAL else _prepared(value, rules)
-    found = with_exact_bounds(_without_dependents(_whole_counts(found)), rules.adds_bounds)
-    if rules.closes and _lists_its_properties(schema):
+            found[name] = value if name in LITERAL else _prepared(value, closes)
+    found = with_exact_bounds(_without_dependents(_whole_counts(found)))
+    if closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
     return found
 
@@ -163,16 +154,16 @@ def _without_dependents(schema: Schema) -> Schema:
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 1 << 63
-_BOUNDERS = ("$ref", "$dynamicRef", "anyOf", "oneOf")
 STEP_DIGITS = 3
 """An excluded whole bound becomes an included one that is further in by 10 to the power of minus so many digits more than the
 other bound has, and by a millionth at most."""
 
 
-def with_exact_bounds(schema: Schema, is_combined: bool) -> Schema:
-    """Return a schema object whose bounds llguidance keeps; it may lack numbers within a millionth of an excluded bound.
+def with_exact_bounds(schema: Schema) -> Schema:
+    """Return a schema object whose bounds llguidance keeps; it lacks numbers within a millionth of an excluded whole bound.
 
-    ``is_combined``: other parts of the schema may add bounds to these, so that each excluded whole one is replaced.
+    llguidance 1.9 allows an excluded whole bound if the other bound, which another part of the schema may have, is a fraction of
+    the same unit: 0 for ``{"exclusiveMinimum": 0, "maximum": 0.5}``. It clips whole bounds to 64-bit integers.
 
     Raises:
         GenerationConfigError: a bound, or a whole number that is a value, is not exact as a 64-bit float, or too large.
@@ -191,7 +182,7 @@ def with_exact_bounds(schema: Schema, is_combined: bool) -> Schema:
         ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
     ):
         end = next((bounds[name] for name in others if name in bounds), None)
-        if excluded in bounds and _is_loose(bounds[excluded], end, is_combined):
+        if excluded in bounds and bounds[excluded] == int(bounds[excluded]):
             bound = float(Decimal(bounds[excluded]) + sign * _step(end))
             further = max if sign > 0 else min
             schema = {name: value for name, value in schema.items() if name != excluded}
@@ -233,23 +224,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_loose(excluded: float, end: float | None, is_combined: bool) -> bool:
-    if excluded != int(excluded):
-        return False
-    return is_combined if end is None else abs(end - excluded) < 1
-
-
 def _step(end: float | None) -> Decimal:
     exponent = 0 if end is None else Decimal(repr(end)).normalize().as_tuple().exponent
     digits = -exponent if isinstance(exponent, int) else 0
     return Decimal(1).scaleb(-max(6, digits + STEP_DIGITS))
-
-
-def adds_bounds(schema: object) -> bool:
-    """Return whether a schema may bound one number in several places, which llguidance then takes together."""
-    if isinstance(schema, list):
-        return any(adds_bounds(part) for part in schema)
-    if not isinstance(schema, dict):
-        return False
-    is_beside = any(name in schema for name in BOUNDS) and any(name in schema for name in _BOUNDERS)
-    return "allOf" in schema or is_beside or any(adds_bounds(part) for part in schema.values())
