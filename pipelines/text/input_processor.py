@@ -14,8 +14,8 @@ import openvino_genai as genai
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import AdapterError, GenerationConfigError, shown
-from staticllm.pipelines.conversation.parsing.formats import MessageFormat, format_beside
-from staticllm.pipelines.conversation.parsing.required_calls import answer_grammar
+from staticllm.pipelines.conversation.formats import MessageFormat, format_beside
+from staticllm.pipelines.conversation.required_calls import answer_grammar
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest

@@ -15,7 +15,7 @@ from pathlib import Path
 from staticllm.errors import ClosedError, ModelError, StaticLLMError
 from staticllm.model_dir import weights_of
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.conversation.parsing.formats import find_format, shows_tools
+from staticllm.pipelines.conversation.formats import find_format, shows_tools
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_template, resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.conversation.parsing.events import (
+from staticllm.pipelines.conversation.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from staticllm.pipelines.conversation.parsing.events import (
+from staticllm.pipelines.conversation.events import (
     ArgumentsDelta,
     CallBegin,
     ContentDelta,

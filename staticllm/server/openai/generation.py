@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from staticllm.errors import PromptTooLongError
-from staticllm.pipelines.conversation.templates.bounds import MAX_CHARS
+from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers import Answers
 from staticllm.server.api_error import ApiError, json_response, prompt_too_long

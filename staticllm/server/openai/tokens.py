@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.conversation.templates.bounds import MAX_CHARS
+from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.tokenization import check_ids, encode_messages
 from staticllm.server.api_error import ApiError, json_response, to_json
 from staticllm.server.endpoint import Call

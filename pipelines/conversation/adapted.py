@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.errors import PromptError, shown
-from staticllm.pipelines.conversation.templates.template_shape import (
+from staticllm.pipelines.conversation.template_shape import (
     REASONING_KEYS,
     CallForm,
     Message,

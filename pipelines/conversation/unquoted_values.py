@@ -1,4 +1,4 @@
-"""Calls with a tag per parameter: ``<function=get_weather><parameter=city>Berlin</parameter></function>``."""
+"""Values of parameters that are written without quotes, and the JSON that a schema makes of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from staticllm.pipelines.conversation.parsing.json_text import take_json
-from staticllm.pipelines.conversation.parsing.output import Output
-from staticllm.pipelines.conversation.parsing.python_calls import as_json
-from staticllm.pipelines.conversation.parsing.source import MalformedError, Source, Steps
-from staticllm.pipelines.grammars.plain_text import is_plain
-from staticllm.pipelines.grammars.schemas.facts import (
+from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.json_calls import take_json
+from staticllm.pipelines.conversation.named_arguments import as_json
+from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+from staticllm.pipelines.grammars.parameters import is_plain
+from staticllm.pipelines.grammars.schema_facts import (
     ANY,
     Atoms,
     InexpressibleError,
@@ -21,47 +21,11 @@ from staticllm.pipelines.grammars.schemas.facts import (
     canonical,
 )
 
-_LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
-"""What models write for values that have no quotes, in lower case."""
 Types = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each parameter, by its name."""
-
-
-def take_xml_call(source: Source, output: Output, functions: Mapping[str, Types]) -> Steps[None]:
-    """Take what follows ``<function=``: a name, parameters and ``</function>``.
-
-    ``functions`` holds the schemas of the parameters. Values of type string are written as they come; others when they are
-    complete: as they are if they are JSON, else as a string.
-
-    Raises:
-        MalformedError: it is no call.
-    """
-    name = (yield from source.word(">")).strip()
-    if not name:
-        raise MalformedError("a call without a name")
-    source.take()
-    output.begin_call(name)
-    types, seen, before = functions.get(name, {}), set[str](), "{"
-    while True:
-        yield from source.skip_space()
-        if (yield from source.skip("</function>")):
-            break
-        yield from source.expect("<parameter=")
-        key = (yield from source.word(">")).strip()
-        source.take()
-        if not key or key in seen:
-            raise MalformedError(f"the parameter {key!r} is empty or comes twice")
-        seen.add(key)
-        name = f"{before}{json.dumps(key, ensure_ascii=False)}: "
-        if (
-            yield from take_parameter_value(
-                source, output, name, types.get(key, {}), "</parameter>", has_line_breaks=True
-            )
-        ):
-            before = ", "
-    output.arguments("{}" if before == "{" else "}")
-    output.end_call()
-    source.mark()
+_LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+"""What models write for values that have no quotes, in lower case."""
+_STRING = frozenset(["string"])
 
 
 def take_parameter_value(
@@ -115,9 +79,6 @@ class _Collected:
         if not self.has_begun and piece.strip():
             self._output.arguments(self._name)
             self.has_begun = True
-
-
-_STRING = frozenset(["string"])
 
 
 def _types_of(schema: Mapping[str, Any]) -> Atoms:
@@ -197,23 +158,3 @@ def value_as_json(text: str) -> str:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-
-
-def take_json_function(source: Source, output: Output) -> Steps[None]:
-    """Take what follows ``<function=`` where the arguments are JSON: ``name>{…}</function>``.
-
-    Raises:
-        MalformedError: it is no call.
-    """
-    name = (yield from source.word(">")).strip()
-    if not name:
-        raise MalformedError("a call without a name")
-    source.take()
-    output.begin_call(name)
-    if (yield from source.skip_space()) != "{":
-        raise MalformedError("arguments that are no object")
-    yield from take_json(source, output.arguments)
-    yield from source.skip_space()
-    yield from source.expect("</function>")
-    output.end_call()
-    source.mark()

@@ -6,38 +6,31 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.parsing.braced_calls import take_braced_calls
-from staticllm.pipelines.conversation.parsing.events import Event
-from staticllm.pipelines.conversation.parsing.formats import FUNCTION, MessageFormat
-from staticllm.pipelines.conversation.parsing.harmony import take_harmony
-from staticllm.pipelines.conversation.parsing.json_calls import (
+from staticllm.pipelines.conversation.events import Event, ExpectedCalls, Output, new_call_id
+from staticllm.pipelines.conversation.formats import MessageFormat
+from staticllm.pipelines.conversation.headed_messages import take_harmony, take_recipients
+from staticllm.pipelines.conversation.json_calls import (
     take_bare_objects,
     take_call_objects,
     take_keyed_calls,
     take_listed_calls,
-    take_named_calls,
 )
-from staticllm.pipelines.conversation.parsing.key_value_calls import take_key_value_call
-from staticllm.pipelines.conversation.parsing.learnt_calls import take_learnt_calls
-from staticllm.pipelines.conversation.parsing.output import ExpectedCalls, Output, new_call_id
-from staticllm.pipelines.conversation.parsing.python_calls import take_python_calls
-from staticllm.pipelines.conversation.parsing.recipients import take_recipients
-from staticllm.pipelines.conversation.parsing.source import MalformedError, Source, Steps
-from staticllm.pipelines.conversation.parsing.wrapped_calls import CALL, take_fenced_calls, take_separated_calls
-from staticllm.pipelines.conversation.parsing.xml_calls import Types, take_json_function, take_xml_call
+from staticllm.pipelines.conversation.learnt_calls import take_learnt_calls
+from staticllm.pipelines.conversation.named_arguments import take_braced_calls, take_fenced_calls, take_python_calls
+from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+from staticllm.pipelines.conversation.unquoted_values import Types
 from staticllm.pipelines.generation.extra_options import function_of
-from staticllm.pipelines.grammars.schemas.parameters import Owner, Parameter, listed_parameters
+from staticllm.pipelines.grammars.parameters import Owner, Parameter, listed_parameters
 
 _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
-    "named": take_named_calls,
+    "tagged": take_call_objects,
     "python": take_python_calls,
     "fenced": take_fenced_calls,
     "bare_json": take_bare_objects,
     "generic": take_listed_calls,
     "keyed": take_keyed_calls,
-    "separated": take_separated_calls,
 }
-"""What takes the calls after a marker, by syntax; JSON between tags in all others."""
+"""What takes the calls after a marker, by syntax."""
 
 
 class MessageParser:
@@ -115,7 +108,6 @@ class MessageParser:
     def _answer(self) -> Steps[None]:
         source, output, format = self._source, self._output, self._format
         markers = [marker for marker in (format.call[0], format.wrapper[0]) if marker]
-        markers += {"xml": [FUNCTION], "separated": [CALL[0]]}.get(format.syntax, [])
         markers += [] if format.learnt is None else format.learnt.openings[1:]
         yield from self._leading_reasoning()
         while True:
@@ -180,31 +172,12 @@ class MessageParser:
             return False
 
     def _calls(self, marker: str) -> Steps[None]:
-        source, output, syntax = self._source, self._output, self._format.syntax
-        if syntax in ("xml", "json_function", "key_value"):
-            yield from self._tagged_call(marker)
-        elif syntax == "braced":
-            yield from take_braced_calls(source, output, self._format.quote)
-        elif self._format.learnt is not None:
-            yield from take_learnt_calls(source, output, self._format.learnt, self._types, marker)
-        elif syntax in _TAKERS:
-            yield from _TAKERS[syntax](source, output)
-        else:
-            yield from take_call_objects(source, output)
-
-    def _tagged_call(self, marker: str) -> Steps[None]:
-        source, output, syntax = self._source, self._output, self._format.syntax
-        if syntax == "json_function":
-            yield from take_json_function(source, output)
-        elif syntax == "key_value":
-            yield from take_key_value_call(source, output, self._types, self._format.call[1])
-        elif marker == FUNCTION:
-            yield from take_xml_call(source, output, self._types)
-        elif (yield from source.skip_space()) == "<":
-            yield from source.expect(FUNCTION)
-            yield from take_xml_call(source, output, self._types)
-        else:
-            yield from take_call_objects(source, output)
+        format = self._format
+        if format.learnt is not None:
+            return take_learnt_calls(self._source, self._output, format.learnt, self._types, marker)
+        if format.syntax == "braced":
+            return take_braced_calls(self._source, self._output, format.quote)
+        return _TAKERS[format.syntax](self._source, self._output)
 
     def _bare_calls(self) -> Steps[bool]:
         """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""

@@ -13,8 +13,14 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
-from staticllm.pipelines.conversation.templates.bounds import TemplateLimitError, limited, limited_apart
-from staticllm.pipelines.conversation.templates.compiled import check_syntax, outside_cause, run
+from staticllm.pipelines.conversation.sandbox import (
+    TemplateLimitError,
+    check_syntax,
+    limited,
+    limited_apart,
+    outside_cause,
+    run,
+)
 
 CallIds = Literal["any", "short", "named"]
 """The ids of calls that a template takes: any; nine letters and digits; or ``functions.f:0``, where it shows the function only

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from staticllm.pipelines.conversation.parsing.json_text import take_json
-from staticllm.pipelines.conversation.parsing.output import Output
-from staticllm.pipelines.conversation.parsing.source import MalformedError, Source, Steps
-from staticllm.pipelines.conversation.parsing.xml_calls import Types, take_parameter_value
-from staticllm.pipelines.conversation.templates.template_shape import CallExamples
+from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.json_calls import take_call_objects, take_json
+from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+from staticllm.pipelines.conversation.template_shape import CallExamples
+from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
 """Where a call has an id; also what a required call is given there."""
@@ -48,8 +48,10 @@ class LearntCalls:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """The markers that a call may begin with, the first one first."""
-        return tuple(dict.fromkeys(tokens[0] for tokens in map(tokens_of, (self.wrapper[0], self.before)) if tokens))
+        """The markers that a call may begin with, the first one first; some models leave out all but the last."""
+        wrapper, before = tokens_of(self.wrapper[0]), tokens_of(self.before)
+        last = [token for token in before[1:] if token.startswith("<")]
+        return tuple(dict.fromkeys([*wrapper[:1], *before[:1], *last[-1:]]))
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -114,7 +116,10 @@ def _with_wrapper(learnt: LearntCalls, two_calls: str) -> LearntCalls:
     before, after = _apart(_common_end(learnt.before, text), _common_begin(text, learnt.after), text)
     if not before.strip():
         return learnt
-    wrapper = learnt.before[: len(learnt.before) - len(before)], learnt.after[len(after) :]
+    closing = learnt.after[len(after) :]
+    if not closing and after:  # some templates write it only after several calls
+        closing = two_calls[two_calls.rfind("some_value") :].partition(after)[2]
+    wrapper = learnt.before[: len(learnt.before) - len(before)], closing
     return LearntCalls(wrapper, before, learnt.after_name, after, inner)
 
 
@@ -148,15 +153,22 @@ def _common_end(one: str, other: str) -> str:
 def take_learnt_calls(
     source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], marker: str
 ) -> Steps[None]:
-    """Take the calls after ``marker``, which is one of ``openings``. ``functions`` as for ``take_xml_call``.
+    """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
+
+    In place of a call there may be JSON (``take_call_objects``).
 
     Raises:
         MalformedError: one is no call. The calls before the one that is malformed are written.
     """
     opening, closing = (tokens_of(text) for text in learnt.wrapper)
     before = tokens_of(learnt.before)
-    is_wrapped = bool(opening) and marker == opening[0]
-    lead = [*opening[1:], *before] if is_wrapped else before[1:]
+    leads = {before[-1]: [], before[0]: before[1:]}
+    lead = [*opening[1:], *before] if marker in opening[:1] else leads[marker]
+    first = yield from source.skip_space()
+    if first and first in "{[" and not (lead and lead[0].startswith(first)):
+        yield from take_call_objects(source, output)
+        yield from _skip_tokens(source, [*tokens_of(learnt.after), *closing])
+        return
     while True:
         yield from _take_lead(source, lead)
         yield from _take_call(source, output, learnt, functions)
@@ -164,7 +176,11 @@ def take_learnt_calls(
         if not (yield from source.starts_with(before[0])):
             break
         lead = before
-    for token in closing:
+    yield from _skip_tokens(source, closing)
+
+
+def _skip_tokens(source: Source, tokens: list[str]) -> Steps[None]:
+    for token in tokens:
         yield from source.skip_space()
         yield from source.skip(token)
 
@@ -194,29 +210,48 @@ def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
 
 
 def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
-    inner = learnt.parameters
+    inner, end = learnt.parameters, tokens_of(learnt.after)
     after_name = tokens_of(learnt.after_name) or ([] if inner is None else tokens_of(inner.before_name))
     numbered = bool(re.fullmatch(r":\d+", after_name[0]))
     ends = after_name[1 if numbered and len(after_name) > 1 else 0][0]
     yield from source.skip_space()
-    name = (yield from source.word(f"{ends}\n{'' if inner is None else '<'}")).strip()
+    name = (yield from source.word(f"{ends}\n{'{' if inner is None else '<'}")).strip()
     name = _NUMBERED.sub("", name) if numbered else name
     if not name:
         raise MalformedError("a call without a name")
     output.begin_call(name)
-    yield from _take_tokens(source, tokens_of(learnt.after_name)[1 if numbered else 0 :])
+    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None:
         if (yield from source.skip_space()) != "{":
             raise MalformedError("arguments that are no object")
         yield from take_json(source, output.arguments)
     else:
-        yield from _take_parameters(source, output, inner, functions.get(name, {}))
-    yield from _take_tokens(source, tokens_of(learnt.after))
+        yield from _take_parameters(source, output, inner, functions.get(name, {}), (end or [""])[0])
+    yield from _take_end(source, end, inner is None)
     output.end_call()
     source.mark()
 
 
-def _take_parameters(source: Source, output: Output, inner: LearntParameters, types: Types) -> Steps[None]:
+def _take_after_name(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
+    """Take the text between a name and the arguments; before JSON, some models leave it out, or the id in it."""
+    if has_json and (yield from source.skip_space()) == "{":
+        return
+    if len(tokens) > 2 and tokens[1] == ID and not (yield from source.starts_with(tokens[0])):
+        tokens = tokens[2:]
+    yield from _take_tokens(source, tokens)
+
+
+def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
+    """Take the text after a call. Only its first piece must come, and after JSON not even that at the end of the text."""
+    if not tokens or (has_json and not (yield from source.skip_space())):
+        return
+    yield from _take_tokens(source, tokens[:1])
+    yield from _skip_tokens(source, tokens[1:])
+
+
+def _take_parameters(
+    source: Source, output: Output, inner: LearntParameters, types: Types, call_end: str
+) -> Steps[None]:
     seen, before, opening = set[str](), "{", inner.before_name.strip()
     between = tokens_of(inner.after_name)
     while True:
@@ -236,4 +271,6 @@ def _take_parameters(source: Source, output: Output, inner: LearntParameters, ty
         end, has_lines = inner.after_value.strip(), inner.after_value.startswith("\n")
         if (yield from take_parameter_value(source, output, written, schema, end, has_line_breaks=has_lines)):
             before = ", "
+    if not (yield from source.starts_with(call_end)):
+        raise MalformedError("a call without an end")
     output.arguments("{}" if before == "{" else "}")

@@ -13,10 +13,9 @@ from typing import Any
 import jinja2
 
 from staticllm.errors import PromptError, StaticLLMError
-from staticllm.pipelines.conversation.templates.bounds import copied, limited
-from staticllm.pipelines.conversation.templates.compiled import NAME, TemplateError, outside_cause, run
-from staticllm.pipelines.conversation.templates.conversation import adapted
-from staticllm.pipelines.conversation.templates.template_shape import TemplateShape, probed_shape
+from staticllm.pipelines.conversation.adapted import adapted
+from staticllm.pipelines.conversation.sandbox import NAME, TemplateError, copied, limited, outside_cause, run
+from staticllm.pipelines.conversation.template_shape import TemplateShape, probed_shape
 
 MAX_SAID_CHARS = 1000
 
