@@ -3,23 +3,112 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.responses import Response
 
-from staticllm.server.answers import Answers
-from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.answers.answers import Answers
+from staticllm.server.answers.asks import max_new_tokens, sampling_options
+from staticllm.server.answers.fields import SamplingFields
+from staticllm.server.answers.respond import Close, Handles, respond_with
 from staticllm.server.catalog.facts import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
-from staticllm.server.ollama.answer import AnswerForm, Form, without_answer
-from staticllm.server.ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
-from staticllm.server.ollama.line_stream import LineStream
-from staticllm.server.ollama.names import seconds_of, served_name
-from staticllm.server.ollama.options import generation_options, template_messages
-from staticllm.server.openai.generation import Close, Handles, respond_with
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.models.served import ServedModel
+from staticllm.server.ollama.answer import AnswerForm, Form, LineStream, without_answer
+from staticllm.server.ollama.fields import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaGeneration,
+    OllamaMessage,
+    OllamaOptions,
+    seconds_of,
+    served_name,
+)
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty",
+             "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "stop", "seed")  # fmt: skip
+
+
+def generation_options(body: OllamaGeneration, max_seq_len: int) -> dict[str, Any]:
+    """Return the options of an answer. ``max_seq_len``: the most tokens of a sequence of the model.
+
+    As in Ollama, a prompt that is too long is shortened unless ``truncate`` is false, an answer that reaches the end of the
+    context goes on unless ``shift`` is false, and without ``num_predict`` it has at most ten times the context's tokens.
+
+    Raises:
+        ApiError: fields contradict each other, or ask for what is not there.
+    """
+    if body.top_logprobs:
+        raise ApiError(400, "top_logprobs is not supported: only the chosen tokens have log-probabilities")
+    options = {**_sampling(body.options), **_format(body.format), "parse_tools": True}
+    limit = body.options.num_predict
+    if body.truncate and body.shift:
+        options["overflow"] = "truncate_middle"
+        options |= max_new_tokens(limit if limit is not None and limit > 0 else 10 * max_seq_len)
+    elif limit is not None:
+        options |= max_new_tokens(limit if limit > 0 else -1)
+    if body.logprobs:
+        options["logprobs"] = 1
+    if (context := _thinking(body.think)) and not getattr(body, "raw", False):
+        options["extra_context"] = context
+    return options
+
+
+def _sampling(given: OllamaOptions) -> dict[str, Any]:
+    fields = {name: value for name in _SAMPLING if (value := getattr(given, name)) is not None}
+    return sampling_options(SamplingFields.model_construct(**fields))
+
+
+def _format(format: str | dict[str, Any] | None) -> dict[str, Any]:
+    if not format:
+        return {}
+    return {"json_schema": {"type": "object"} if format == "json" else format}
+
+
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates turn reasoning on or off, or say how much of it."""
+    if think is None:
+        return {}
+    context: dict[str, Any] = {"enable_thinking": bool(think), "thinking": bool(think)}
+    return {**context, "reasoning_effort": think} if isinstance(think, str) else context
+
+
+def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return a conversation as chat templates take it: OpenAI's messages, in which arguments are text.
+
+    Raises:
+        ApiError: a message has images.
+    """
+    return [_template_message(message, index) for index, message in enumerate(messages)]
+
+
+def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
+    if message.images:
+        raise ApiError(400, f"messages.{index}.images: only text is supported")
+    found: dict[str, Any] = {"role": message.role, "content": message.content or (None if message.tool_calls else "")}
+    if name := message.tool_name or message.name:
+        found["name"] = name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}_{number}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return found
 
 
 async def chat(call: Call, body: OllamaChatRequest) -> Response:

@@ -15,16 +15,15 @@ from starlette.responses import Response
 
 from staticllm.core import MAX_ANSWERS
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers import AnswerEnd, Answers, Part, Usage
-from staticllm.server.api_error import ApiError
-from staticllm.server.chunk_stream import ChunkStream
+from staticllm.server.answers.answers import AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.asks import max_new_tokens, sampling_options
+from staticllm.server.answers.fields import Ids, SamplingFields
+from staticllm.server.answers.respond import Close, Handles, respond
+from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, with_progress
+from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.fields import Ids, SamplingFields
-from staticllm.server.openai.generation import Close, Handles, respond
-from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
-from staticllm.server.openai.reasons import finish_reason
-from staticllm.server.openai.sampling import max_new_tokens, sampling_options
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ServedModel
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]

@@ -12,21 +12,21 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
-from staticllm.server.api_error import ApiError, to_json
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.asks import max_new_tokens
+from staticllm.server.answers.fields import Function
+from staticllm.server.answers.respond import Close, Handles, respond
+from staticllm.server.answers.results import finish_reason
+from staticllm.server.answers.stream import ChunkStream, EventFrame
 from staticllm.server.catalog.facts import context_length
-from staticllm.server.chunk_stream import ChunkStream, EventFrame
 from staticllm.server.endpoint import Call
+from staticllm.server.http.errors import ApiError, to_json
+from staticllm.server.models.served import ServedModel
 from staticllm.server.openai.chat import ChatRequest, JsonSchema, ResponseFormat, Tool, chat_options
-from staticllm.server.openai.fields import Function
-from staticllm.server.openai.generation import Close, Handles, respond
-from staticllm.server.openai.reasons import finish_reason
-from staticllm.server.openai.sampling import max_new_tokens
 from staticllm.server.responses.events import EventMaker
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id, resolved
 from staticllm.server.responses.store import ResponseStore, StoredResponse
-from staticllm.server.served_model import ServedModel
 
 _SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
          "stop", "chat_template_kwargs", "priority")  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from staticllm.server.openai.fields import Fields, Function, IgnoredFields, MessageFields, Stop, Text
-from staticllm.server.openai.messages import MAX_MESSAGES
+from staticllm.server.answers.fields import Fields, Function, IgnoredFields, MessageFields, Stop, Text
+from staticllm.server.answers.messages import MAX_MESSAGES
 
 
 class InputPart(MessageFields):

@@ -16,7 +16,7 @@ from support.server.served import serving  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
 from staticllm.pipelines.conversation.parsing.formats import format_beside  # noqa: E402
-from staticllm.server.served_model import ModelSpec  # noqa: E402
+from staticllm.server.models.served import ModelSpec  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates" / "rewritten"

@@ -17,8 +17,8 @@ from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.generation.options import UNLIMITED  # noqa: E402
-from staticllm.server.ollama.names import seconds_of  # noqa: E402
-from staticllm.server.served_model import model_spec  # noqa: E402
+from staticllm.server.models.served import model_spec  # noqa: E402
+from staticllm.server.ollama.fields import seconds_of  # noqa: E402
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -240,7 +240,7 @@ def test_a_closed_stream_is_cancelled(served):
 
 def test_an_answer_without_a_limit_is_bounded(served):
     from staticllm.server.ollama.fields import OllamaGenerateRequest
-    from staticllm.server.ollama.options import generation_options
+    from staticllm.server.ollama.generation import generation_options
 
     for options in ({}, {"num_predict": -1}, {"num_predict": 0}):
         body = OllamaGenerateRequest(model="demo", options=options)

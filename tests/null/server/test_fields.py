@@ -9,13 +9,13 @@ for package in ("fastapi", "pydantic"):
 
 from pydantic import ValidationError  # noqa: E402
 
+from staticllm.server.answers.fields import Fields, _takes_integers  # noqa: E402
+from staticllm.server.answers.messages import template_messages  # noqa: E402
 from staticllm.server.ollama.fields import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest  # noqa: E402
-from staticllm.server.ollama.options import template_messages as ollama_messages  # noqa: E402
+from staticllm.server.ollama.generation import template_messages as ollama_messages  # noqa: E402
 from staticllm.server.openai.chat import ChatRequest  # noqa: E402
 from staticllm.server.openai.completions import CompletionRequest  # noqa: E402
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest  # noqa: E402
-from staticllm.server.openai.fields import Fields, _takes_integers  # noqa: E402
-from staticllm.server.openai.messages import template_messages  # noqa: E402
 from staticllm.server.openai.tokens import DetokenizeRequest  # noqa: E402
 from staticllm.server.responses.fields import ResponsesRequest  # noqa: E402
 from staticllm.server.responses.items import messages_of  # noqa: E402

@@ -1,10 +1,18 @@
-"""The files of the web page, and the headers that they are sent with."""
+"""The files of the web page, the headers that they are sent with, and their routes."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.resources import files
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from staticllm.server.endpoint import guarded
+from staticllm.server.state import ServerState
 
 FOLDER = "/page/"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -51,6 +59,27 @@ class Asset:
 def read_asset(path: str) -> Asset:
     """Return the file of a path in ``ASSETS``."""
     name = ASSETS[path]
-    data = files("staticllm.server.page").joinpath(name).read_bytes()
+    data = files("staticllm.server").joinpath("page", name).read_bytes()
     media_type = f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
     return Asset(data, media_type, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
+
+
+def add_page_files(app: FastAPI, state: ServerState) -> None:
+    """Add the routes of the files to an application."""
+    for path in ASSETS:
+        answer = _file(state, read_asset(path))
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+
+
+def _file(state: ServerState, asset: Asset) -> Callable[[Request], Awaitable[Response]]:
+    headers = {**HEADERS, "ETag": asset.tag}
+
+    async def file(request: Request) -> Response:
+        async def answer() -> Response:
+            if request.headers.get("if-none-match") == asset.tag:
+                return Response(status_code=304, headers=headers)
+            return Response(asset.data, headers=headers, media_type=asset.media_type)
+
+        return await guarded(state, request, answer())
+
+    return file

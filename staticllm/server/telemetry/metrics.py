@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from staticllm.errors import ProcessLostError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.server.served_model import ServedModel
+from staticllm.server.models.served import ServedModel
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 Models = Callable[[], Iterable[ServedModel]]

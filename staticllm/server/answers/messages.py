@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from staticllm.server.api_error import ApiError
-from staticllm.server.openai.fields import MessageFields
+from staticllm.server.answers.fields import MessageFields
+from staticllm.server.http.errors import ApiError
 
 MAX_MESSAGES = 10_000
 _TEXTS = ("text", "input_text", "output_text")

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from staticllm.server.api_error import ApiError, busy
+from staticllm.server.http.errors import ApiError, busy
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,46 @@
-"""llamacpp's additions to OpenAI's answers: how far the prompt is while it runs, and how long its parts took."""
+"""What answers say about themselves in OpenAI's and llamacpp's forms: usage, reasons, log-probabilities, progress and timings."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from staticllm.core import FinishReason
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import Answers, Part
+from staticllm.server.answers.answers import Answers, Part
+
+_NAMES = {FinishReason.STOP: "stop", FinishReason.TOOL_CALL: "tool_calls"}
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """Return the name of a reason. ``length`` is that of every answer that was cut off, also by a server that stops."""
+    return next((name for known, name in _NAMES.items() if reason is known), "length")
+
+
+def token_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[float], decode: Callable[[list[int]], str]
+) -> list[dict[str, Any]]:
+    """Return the entries of ``logprobs.content`` of a chat."""
+    entries = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        text = decode([token])
+        is_whole = "\ufffd" not in text
+        entries.append(
+            {
+                "token": text,
+                "logprob": max(logprob, -9999.0),
+                "bytes": list(text.encode()) if is_whole else None,
+                "top_logprobs": [],
+            }
+        )
+    return entries
+
 
 POLL_SECONDS = 0.05
 """Seconds between two looks at a prompt that runs."""

@@ -27,8 +27,8 @@ from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
-from staticllm.server.admission import Admission
-from staticllm.server.sidecar.model_home import ModelHome
+from staticllm.server.models.admission import Admission
+from staticllm.server.models.homes import ModelHome
 
 Kind = Literal["chat", "embedding", "rerank"]
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from staticllm.server.api_error import SERVER, ApiError
+from staticllm.server.http.errors import SERVER, ApiError
 
 CUT_SECONDS = 5.0
 """The time for answers that were cut off to reach their clients."""

@@ -1,4 +1,4 @@
-"""``/api/scheduler``: who waits, prefills and decodes in a model, and what each device call held. It holds no text."""
+"""Who waits, prefills and decodes in a model, and what each device call held. It holds no text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.engine_watch import EngineWatch, Watched
 from staticllm.pipelines.profiling.progress import RequestProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
-from staticllm.server.page.remote_watch import RemoteWatch
-from staticllm.server.served_model import ServedModel
-from staticllm.server.sidecar.model_home import ModelHome
+from staticllm.server.feed.mirror import RemoteWatch
+from staticllm.server.models.homes import ModelHome
+from staticllm.server.models.served import ServedModel
 
 WATCH_SECONDS = 15.0
 """An engine is no longer watched when the feed was not read for this long."""

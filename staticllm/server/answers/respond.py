@@ -11,10 +11,10 @@ from starlette.responses import Response
 from staticllm.errors import PromptTooLongError
 from staticllm.pipelines.conversation.templates.bounds import MAX_CHARS
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import Answers
-from staticllm.server.api_error import ApiError, json_response, prompt_too_long
+from staticllm.server.answers.answers import Answers
 from staticllm.server.endpoint import Call
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
+from staticllm.server.models.served import ServedModel
 
 Handles = list[list[RequestOutput]]
 """The answers of each handle: one, or those of a beam search."""

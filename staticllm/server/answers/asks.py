@@ -1,11 +1,11 @@
-"""Turns the fields of a request into the options of ``StaticLLMPipeline.submit``."""
+"""What a request asks of a model, as options of ``StaticLLMPipeline.submit``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from staticllm.server.api_error import ApiError
-from staticllm.server.openai.fields import SamplingFields
+from staticllm.server.answers.fields import SamplingFields
+from staticllm.server.http.errors import ApiError
 
 UNLIMITED = 2**64 - 1
 MAX_ID_DIGITS = 10

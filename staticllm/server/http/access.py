@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -13,8 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from staticllm.server.api_error import ApiError
-from staticllm.server.page.assets import ASSETS
+from staticllm.server.http.errors import ApiError
 from staticllm.server.settings import ServerSettings, is_local_name
 
 LOCAL_ORIGINS = (
@@ -22,8 +21,6 @@ LOCAL_ORIGINS = (
     r"|https?://([a-z0-9-]+\.)*localhost(:\d+)?|https?://127\.\d+\.\d+\.\d+(:\d+)?|https?://\[::1\](:\d+)?"
 )
 """Origins that may always send requests: desktop apps, files, and pages of this machine."""
-OPEN_PATHS = ("/health", *ASSETS)
-"""Paths that need no key. The files of the page hold no data, and ask for the key that their requests need."""
 CLIENT = "staticllm.client"
 """The entry of a request's scope that names its client for fairness."""
 METHODS = ("GET", "POST", "DELETE", "OPTIONS")
@@ -75,13 +72,19 @@ class AccessMiddleware:
     """Refuses requests with a wrong key, of a foreign origin, or for a foreign host name; names the client of the others.
 
     A web page that rebinds its own host name to this machine has an origin that equals the host name, so without keys a server
-    that only this machine can reach answers to local host names only. ``on_refusal`` gets the errors.
+    that only this machine can reach answers to local host names only. ``on_refusal`` gets the errors; ``open_paths`` need no key.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, origins: Origins, on_refusal: Callable[[ApiError], object]
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        origins: Origins,
+        on_refusal: Callable[[ApiError], object],
+        open_paths: Collection[str],
     ) -> None:
         self._app, self._origins, self._on_refusal = app, origins, on_refusal
+        self._open_paths = open_paths
         self._keys = [_digest(key) for key in settings.api_keys]
         self._checks_host = settings.is_local and not settings.api_keys
 
@@ -111,7 +114,7 @@ class AccessMiddleware:
                 knob="--allowed-origins",
             )
         number = self._key_of(headers.get("authorization", ""))
-        if self._keys and number is None and scope["path"] not in OPEN_PATHS:
+        if self._keys and number is None and scope["path"] not in self._open_paths:
             return ApiError(
                 401,
                 "Incorrect API key provided: send it as 'Authorization: Bearer KEY'",

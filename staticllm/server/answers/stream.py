@@ -13,8 +13,8 @@ import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from staticllm.server.api_error import ApiError, api_error_of, forget_frames, to_json
 from staticllm.server.endpoint import Call, count_cancelled, count_refusal
+from staticllm.server.http.errors import ApiError, api_error_of, forget_frames, to_json
 
 SEPARATOR = "\n"
 _PLACE = "{}"

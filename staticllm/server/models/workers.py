@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from staticllm.server.api_error import SERVER, ApiError, busy
+from staticllm.server.http.errors import SERVER, ApiError, busy
 
 Result = TypeVar("Result")
 WAITING_PER_THREAD = 64

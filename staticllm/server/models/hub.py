@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.model_dir import has_files
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
-from staticllm.server.admission import Admission, AdmissionLimits
-from staticllm.server.api_error import SERVER, ApiError, busy, model_missing
-from staticllm.server.served_model import Kind, ModelSpec, Pipeline, ServedModel
+from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
+from staticllm.server.models.admission import Admission, AdmissionLimits
+from staticllm.server.models.homes import ModelHome, WorkerHome
+from staticllm.server.models.served import Kind, ModelSpec, Pipeline, ServedModel
 from staticllm.server.settings import ServerSettings
-from staticllm.server.sidecar.model_home import ModelHome, WorkerHome
 from staticllm.server.telemetry.record import current_record
 
 Result = TypeVar("Result")

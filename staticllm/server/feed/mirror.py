@@ -1,4 +1,4 @@
-"""Mirrors the calls of an engine in another process for those who read the feed of the scheduler."""
+"""Mirrors the calls of an engine in another process."""
 
 from __future__ import annotations
 
