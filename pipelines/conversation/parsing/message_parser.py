@@ -25,7 +25,7 @@ from staticllm.pipelines.conversation.parsing.recipients import take_recipients
 from staticllm.pipelines.conversation.parsing.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.parsing.wrapped_calls import CALL, take_fenced_calls, take_separated_calls
 from staticllm.pipelines.conversation.parsing.xml_calls import Types, take_json_function, take_xml_call
-from staticllm.pipelines.generation.extra_options import function_of
+from staticllm.pipelines.generation.options.tools import function_of
 from staticllm.pipelines.grammars.schemas.parameters import Owner, Parameter, listed_parameters
 
 _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {

@@ -13,8 +13,8 @@ from staticllm.pipelines.conversation.parsing.formats import ARGS, FUNCTION, Mes
 from staticllm.pipelines.conversation.parsing.key_value_calls import ARG_KEY, ARG_VALUE
 from staticllm.pipelines.conversation.parsing.learnt_calls import LearntCalls
 from staticllm.pipelines.conversation.parsing.wrapped_calls import CALL, FENCE, SEPARATOR
-from staticllm.pipelines.generation.extra_options import ToolOptions, function_of
-from staticllm.pipelines.generation.options import GenerationOptions
+from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.generation.options.tools import ToolOptions, function_of
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.plain_text import STRING_KEYWORDS, is_plain
 from staticllm.pipelines.grammars.schemas.parameters import (

@@ -16,7 +16,7 @@ from support.encoders.encoder_directories import TEXTS, a_directory  # noqa: E40
 from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.pipelines.generation.options import UNLIMITED  # noqa: E402
+from staticllm.pipelines.generation.options.resolve import UNLIMITED  # noqa: E402
 from staticllm.server.models.served import model_spec  # noqa: E402
 from staticllm.server.ollama.fields import seconds_of  # noqa: E402
 

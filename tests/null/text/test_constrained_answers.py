@@ -15,9 +15,9 @@ from staticllm.pipelines.conversation.parsing.message_parser import MessageParse
 from staticllm.pipelines.conversation.parsing.recipients import ARROWS, TAGGED
 from staticllm.pipelines.conversation.parsing.required_calls import answer_grammar, is_content
 from staticllm.pipelines.conversation.parsing.wrapped_calls import CALLS
-from staticllm.pipelines.generation.options import resolve
+from staticllm.pipelines.generation.options.resolve import resolve
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 
 np = pytest.importorskip("numpy")

@@ -16,7 +16,7 @@ from staticllm.pipelines.conversation.parsing.required_calls import (
     Text,
     required_calls,
 )  # fmt: skip
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.generation.options.extra import extra_options
 
 THINK = ("<think>", "</think>")
 TAGS = ("<tool_call>", "</tool_call>")

@@ -15,7 +15,7 @@ from staticllm.pipelines.conversation.parsing.events import ArgumentsDelta, Call
 from staticllm.pipelines.conversation.parsing.formats import find_format
 from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
 from staticllm.pipelines.conversation.parsing.required_calls import required_calls
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.generation.options.extra import extra_options
 
 TEMPLATES = {
     "glm": "For each function call, output the function name and arguments within the following XML format:\n"

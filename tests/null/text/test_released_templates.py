@@ -22,7 +22,7 @@ from staticllm.pipelines.conversation.parsing.formats import find_format, format
 from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
 from staticllm.pipelines.conversation.parsing.required_calls import required_calls
 from staticllm.pipelines.conversation.templates.chat_template import render, shape_of
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.generation.options.extra import extra_options
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates"
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"

@@ -14,7 +14,7 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.errors import shown
-from staticllm.pipelines.generation.extra_options import Bounds
+from staticllm.pipelines.generation.options.table import OPTIONS, Option
 
 NAMES = tuple(
     name
@@ -22,13 +22,8 @@ NAMES = tuple(
     if not name.startswith(("_", "is_")) and not callable(getattr(genai.GenerationConfig, name))
 )
 DEFAULTS = genai.GenerationConfig()
-WIDE = {
-    "temperature": Bounds(0.0, 1e6),
-    "repetition_penalty": Bounds(1e-3, 1e3),
-    "diversity_penalty": Bounds(-1e6, 1e6),
-    "length_penalty": Bounds(-1e3, 1e3),
-}
-"""Numbers that GenAI does not bound on one side or on both. Beyond these bounds no token changes."""
+WIDE = ("temperature", "repetition_penalty", "diversity_penalty", "length_penalty")
+"""Numbers that GenAI does not bound on one side or on both. Beyond the bounds of the table no token changes."""
 DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_threshold")
 DRAWING = ("temperature", "top_k", "top_p", "min_p")
 _TREE_WIDTH = "branching_factor"
@@ -123,10 +118,10 @@ def _lengths(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bounded(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _nearest(options[name], bounds) for name, bounds in WIDE.items()}
+    return {name: _nearest(options[name], OPTIONS[name]) for name in WIDE}
 
 
-def _nearest(value: Any, bounds: Bounds) -> Any:
+def _nearest(value: Any, bounds: Option) -> Any:
     """Return a number within bounds. 0 and negative ones stay where only positive ones are possible, to be refused."""
     if not isinstance(value, (int, float)):
         return value

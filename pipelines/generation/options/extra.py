@@ -3,71 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import openvino_genai as genai
+
 from staticllm.config import whole
-from staticllm.core import MAX_ANSWERS
 from staticllm.errors import GenerationConfigError, shown
-from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
+from staticllm.pipelines.generation.options.table import OPTIONS, SAMPLING, TokenSequences
+from staticllm.pipelines.generation.options.tools import ToolOptions, tool_options
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """The breakers of llamacpp."""
 MAX_BIAS = 1e4
 MAX_TOKEN = (1 << 31) - 1
-_DEFAULTS = SamplingParams()
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The numbers that an option may have. ``has_least``: whether ``least`` itself is one of them."""
-
-    least: float
-    most: float
-    is_whole: bool = False
-    has_least: bool = True
-    needs_sampling: bool = False
-
-
-NUMBERS = {
-    "typical_p": Bounds(0.0, 1.0, has_least=False, needs_sampling=True),
-    "xtc_probability": Bounds(0.0, 1.0, needs_sampling=True),
-    "xtc_threshold": Bounds(0.0, 1.0, needs_sampling=True),
-    "mirostat": Bounds(0, 2, is_whole=True, needs_sampling=True),
-    "mirostat_tau": Bounds(0.0, 100.0, has_least=False, needs_sampling=True),
-    "mirostat_eta": Bounds(0.0, 10.0, needs_sampling=True),
-    "dry_multiplier": Bounds(0.0, 1e3),
-    "dry_base": Bounds(1.0, 1e3),
-    "dry_allowed_length": Bounds(1, 1 << 20, is_whole=True),
-    "dry_penalty_last_n": Bounds(-1, 1 << 31, is_whole=True),
-}
-"""The options that are numbers; their defaults are those of ``SamplingParams``."""
+NUMBERS = tuple(name for name in SAMPLING if not hasattr(genai.GenerationConfig, name))
+"""The options that are numbers; the fields of ``SamplingParams`` that GenAI does not have."""
 EXTRA_NAMES = (
     *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
     "tools", "tool_choice", "parse_tools", "extra_context", "best_of",
 )  # fmt: skip
 _CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
-
-
-@dataclass(frozen=True)
-class ToolOptions:
-    """What a request says about tools. ``parse`` is None where the tools decide.
-
-    ``tools`` are definitions of functions as OpenAI's API takes them. ``choice`` is ``auto``, ``none``, ``required`` or
-    ``function``; then ``name`` is the function that must be called. ``extra_context`` holds more variables of the template.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    choice: str = "auto"
-    name: str = ""
-    parse: bool | None = None
-    extra_context: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_call_required(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.choice in ("required", "function")
 
 
 @dataclass(frozen=True)
@@ -96,7 +55,9 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
     Raises:
         GenerationConfigError: a value is impossible, or options contradict each other.
     """
-    numbers = {name: _bounded(given, name) for name in NUMBERS if name in given}
+    numbers = {name: SAMPLING[name].check(name, given[name]) for name in NUMBERS if name in given}
+    if numbers.get("mirostat") == 1:
+        raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
     _check_sampling(numbers, do_sample)
     bias, forbidden = _logit_bias(given.get("logit_bias", {}))
     return ExtraOptions(
@@ -112,50 +73,14 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
             *(name for name in numbers if _is_changed(numbers, name)),
             *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
         ),
-        tool_options=_tool_options(given),
-        best_of=whole("best_of", given.get("best_of") or 0, 0, MAX_ANSWERS),
+        tool_options=tool_options(given),
+        best_of=int(OPTIONS["best_of"].check("best_of", given.get("best_of") or 0)),
     )
 
 
-def number(
-    options: Mapping[str, Any],
-    name: str,
-    least: float,
-    most: float,
-    least_allowed: bool = True,
-    most_allowed: bool = True,
-) -> float:
-    """Return option ``name`` as a float within bounds.
-
-    Raises:
-        GenerationConfigError: it is not a number, or outside the bounds; the message names both.
-    """
-    value = options[name]
-    try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        found = float("nan")
-    is_edge = (found == least and not least_allowed) or (found == most and not most_allowed)
-    if not least <= found <= most or is_edge:
-        bounds = (
-            f"{'from' if least_allowed else 'more than'} {least:g}, {'up to' if most_allowed else 'less than'} {most:g}"
-        )
-        raise GenerationConfigError(f"{name}={shown(value)}: must be a number {bounds}")
-    return found
-
-
-def _bounded(given: Mapping[str, Any], name: str) -> float:
-    bounds = NUMBERS[name]
-    if not bounds.is_whole:
-        return number(given, name, bounds.least, bounds.most, least_allowed=bounds.has_least)
-    value = whole(name, given[name], int(bounds.least), int(bounds.most))
-    if name == "mirostat" and value == 1:
-        raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
-    return value
-
-
 def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
-    changed = [name for name in ("typical_p", "xtc_probability", "mirostat") if _is_changed(numbers, name)]
+    changed = [name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].part_of]
+    changed = [name for name in changed if SAMPLING[name].draws]
     if changed and not do_sample:
         name = changed[0]
         raise GenerationConfigError(
@@ -169,7 +94,7 @@ def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
 
 
 def _is_changed(numbers: Mapping[str, float], name: str) -> bool:
-    return name in numbers and numbers[name] != getattr(_DEFAULTS, name)
+    return name in numbers and numbers[name] != SAMPLING[name].default
 
 
 def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequences]:
@@ -236,53 +161,3 @@ def _processors(value: object) -> tuple[Any, ...]:
                 "(input_ids, scores) -> scores, or a list of them"
             )
     return found
-
-
-def _tool_options(given: Mapping[str, Any]) -> ToolOptions:
-    tools, parse, context = given.get("tools") or (), given.get("parse_tools"), given.get("extra_context") or {}
-    if not isinstance(tools, (list, tuple)) or not all(map(is_tool, tools)):
-        raise GenerationConfigError(
-            f"tools={shown(tools)}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"
-        )
-    if parse not in (None, True, False):
-        raise GenerationConfigError(f"parse_tools={shown(parse)}: must be True, False or None")
-    if not isinstance(context, Mapping):
-        raise GenerationConfigError(
-            f"extra_context={shown(context)}: must be a dict of variables for the chat template"
-        )
-    names = [str(function_of(tool)["name"]) for tool in tools]
-    choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
-    return ToolOptions(tuple(tools), choice, name, parse, dict(context))
-
-
-def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
-    if value is None or value in ("auto", "none"):
-        return str(value or "auto"), ""
-    wanted = value.get("function") if isinstance(value, Mapping) else None
-    name = wanted.get("name") if isinstance(wanted, Mapping) else None
-    if value != "required" and not isinstance(name, str):
-        raise GenerationConfigError(
-            f"tool_choice={shown(value)}: must be 'auto', 'none', 'required' or "
-            "{'type': 'function', 'function': {'name': …}}"
-        )
-    if not names:
-        raise GenerationConfigError(f"tool_choice={shown(value)} without tools: pass the functions as tools=[…]")
-    if isinstance(name, str) and name not in names:
-        raise GenerationConfigError(f"tool_choice names {shown(name)}: the tools are {', '.join(names)}")
-    return ("function", name) if isinstance(name, str) else ("required", "")
-
-
-def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the function of a tool, which has the keys ``name``, ``description`` and ``parameters`` (a JSON schema)."""
-    inner = tool.get("function")
-    return inner if isinstance(inner, Mapping) else tool
-
-
-def is_tool(value: object) -> bool:
-    """Return whether ``value`` is the definition of a function: a mapping with a name, as it is or below ``function``."""
-    if not isinstance(value, Mapping):
-        return False
-    function = function_of(value)
-    parameters = function.get("parameters")
-    name = function.get("name")
-    return isinstance(name, str) and bool(name) and (parameters is None or isinstance(parameters, Mapping))

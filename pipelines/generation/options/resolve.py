@@ -12,36 +12,25 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
-from staticllm.core import MAX_ANSWERS
 from staticllm.errors import ConfigError, GenerationConfigError, shown
-from staticllm.pipelines.generation.beam_search import BeamParams
-from staticllm.pipelines.generation.config_values import (
+from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
+from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.genai_adapters import adapter_uses
+from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
+from staticllm.pipelines.generation.options.genai import (
     DEFAULTS,
     DRAFTING,
     DRAWING,
     NAMES,
-    WIDE,
     FileOptions,
     defaults_of,
     in_effect,
     values_of,
 )
-from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.extra_options import (
-    EXTRA_NAMES,
-    Bounds,
-    ExtraOptions,
-    check_characters,
-    extra_options,
-    number,
-)
-from staticllm.pipelines.generation.genai_adapters import adapter_uses
-from staticllm.pipelines.generation.method_options import MAX_BEAMS, beams_of, drafts_of
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.options.table import OPTIONS, UNLIMITED, SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_grammar
 
-UNLIMITED = 2**64 - 1
 MAX_STOP_TOKEN = 2**63 - 1
 """GenAI's type of a token id. An id that the model does not have ends nothing."""
 _SUPPORTED = frozenset(
@@ -80,12 +69,9 @@ _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )
 """Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
-PENALTIES = {
-    "repetition_penalty": WIDE["repetition_penalty"],
-    "presence_penalty": Bounds(-2.0, 2.0),
-    "frequency_penalty": Bounds(-2.0, 2.0),
-}
-"""The penalties; their defaults are those of ``SamplingParams``."""
+LONGEST_DRAFT = 64
+"""Larger values of the options of drafts count as this one: no call checks more."""
+_STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
 
 
 @dataclass(frozen=True)
@@ -289,7 +275,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
     if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
         raise GenerationConfigError(f"stop_token_ids={shown(options['stop_token_ids'])}: must be a set of token ids")
     stop_ids = {whole("stop_token_ids", token, 0, MAX_STOP_TOKEN) for token in options["stop_token_ids"]}
-    drafts = drafts_of(options)
+    drafts = _drafts_of(options)
     if drafts is not None and extra.best_of > 1:
         raise GenerationConfigError(
             f"best_of={extra.best_of} with drafts: they are for single answers; leave one of them out"
@@ -298,7 +284,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0, MAX_STOP_TOKEN))
     echo = _flag(options, "echo")
     max_new_tokens = _limit(options, "max_new_tokens", 0 if echo else 1)
-    min_new_tokens = whole("min_new_tokens", options["min_new_tokens"], 0)
+    min_new_tokens = _count(options, "min_new_tokens")
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
     ignored = stop_ids if _flag(options, "ignore_eos") else set[int]()
@@ -314,7 +300,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         echo=echo,
         apply_chat_template=_flag(options, "apply_chat_template"),
         num_return_sequences=_num_sequences(options, extra.best_of),
-        beams=beams_of(options),
+        beams=_beams_of(options),
         drafts=drafts,
         parsers=_parsers(options["parsers"]),
         extra=extra,
@@ -323,14 +309,14 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
 
 
 def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
-    count = whole("num_return_sequences", options["num_return_sequences"], 1, MAX_ANSWERS)
+    count = _count(options, "num_return_sequences")
     if best_of and (best_of < count or not options["do_sample"]):
         remedy = f"raise it to {count}" if best_of < count else "set do_sample=True"
         wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"
         raise GenerationConfigError(
             f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; {remedy}"
         )
-    num_beams = whole("num_beams", options["num_beams"], 1, MAX_BEAMS)
+    num_beams = _count(options, "num_beams")
     if num_beams > 1 and count > num_beams:
         raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
     if count > 1 and num_beams == 1 and not options["do_sample"]:
@@ -350,21 +336,30 @@ def _parsers(value: object) -> tuple[genai.Parser, ...]:
 
 def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = _flag(options, "do_sample")
-    top_k, wide = options["top_k"], WIDE["temperature"]
-    penalties = {name: number(options, name, each.least, each.most) for name, each in PENALTIES.items()}
     return SamplingParams(
         do_sample=do_sample,
-        temperature=number(options, "temperature", wide.least, wide.most, least_allowed=not do_sample),
-        top_k=whole("top_k", top_k, 0, UNLIMITED) % UNLIMITED,
-        top_p=number(options, "top_p", 0.0, 1.0, least_allowed=not do_sample),
-        min_p=number(options, "min_p", 0.0, 1.0, most_allowed=not do_sample),
+        temperature=_number(options, "temperature", do_sample),
+        top_k=_count(options, "top_k") % UNLIMITED,
+        top_p=_number(options, "top_p", do_sample),
+        min_p=_number(options, "min_p", do_sample),
+        repetition_penalty=_number(options, "repetition_penalty"),
+        presence_penalty=_number(options, "presence_penalty"),
+        frequency_penalty=_number(options, "frequency_penalty"),
         rng_seed=_seed(options["rng_seed"]),
         wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
-        **cast(dict[str, Any], {**penalties, **extra.numbers}),
+        **cast(dict[str, Any], extra.numbers),
     )
+
+
+def _number(options: Mapping[str, Any], name: str, is_drawn: bool = True) -> float:
+    return OPTIONS[name].check(name, options[name], is_drawn)
+
+
+def _count(options: Mapping[str, Any], name: str) -> int:
+    return int(OPTIONS[name].check(name, options[name]))
 
 
 def _seed(value: object) -> int:
@@ -395,3 +390,63 @@ def _stop_strings(value: object) -> frozenset[str]:
         raise GenerationConfigError(f"stop_strings={shown(value)}: must be a set of non-empty strings")
     check_characters("stop_strings", strings)
     return frozenset(strings)
+
+
+def _beams_of(options: Mapping[str, Any]) -> BeamParams | None:
+    """Return the parameters of a beam search, with GenAI's rules; None without one."""
+    num_beams = _count(options, "num_beams")
+    if num_beams == 1:
+        return None
+    groups = whole("num_beam_groups", options["num_beam_groups"], 1, num_beams)
+    if num_beams % groups:
+        raise GenerationConfigError(
+            f"num_beams={num_beams} cannot be divided into num_beam_groups={groups} equal groups"
+        )
+    for name, needed in (
+        ("do_sample", False),
+        ("frequency_penalty", 0),
+        ("presence_penalty", 0),
+        ("repetition_penalty", 1),
+    ):
+        if options[name] != needed:
+            raise GenerationConfigError(
+                f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out"
+            )
+    diversity = _number(options, "diversity_penalty")
+    if (diversity != 0.0) != (groups > 1):
+        remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
+        raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
+    ngram = whole("no_repeat_ngram_size", options["no_repeat_ngram_size"], 1, UNLIMITED)
+    criteria = getattr(options["stop_criteria"], "name", options["stop_criteria"])
+    if not isinstance(criteria, str) or criteria.lower() not in _STOP_CRITERIA:
+        raise GenerationConfigError(f"stop_criteria={shown(criteria)}: must be EARLY, HEURISTIC or NEVER")
+    return BeamParams(
+        num_beams,
+        groups,
+        diversity,
+        _number(options, "length_penalty"),
+        None if ngram == UNLIMITED else ngram,
+        _STOP_CRITERIA[criteria.lower()],
+    )
+
+
+def _drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
+    """Return how tokens are drafted, without what the pipeline adds; None if no option asks for drafts."""
+    ngram_size = _count(options, "max_ngram_size")
+    max_tokens = whole("num_assistant_tokens", options["num_assistant_tokens"] or 0, 0, UNLIMITED)  # may be None
+    confidence = _number(options, "assistant_confidence_threshold")
+    asked = [name for name in DRAFTING if options[name]]
+    if not asked:
+        return None
+    for name in ("num_beams", "num_return_sequences"):
+        if options[name] != 1:
+            raise GenerationConfigError(
+                f"{asked[0]}={shown(options[asked[0]])} with {name}={shown(options[name])}: "
+                "drafts are for single answers; leave one out"
+            )
+    if max_tokens and confidence:
+        raise GenerationConfigError(
+            f"num_assistant_tokens={max_tokens} with assistant_confidence_threshold={confidence:g}: a draft ends by its length "
+            "or by its confidence; leave one out"
+        )
+    return DraftParams(min(ngram_size, LONGEST_DRAFT), min(max_tokens, LONGEST_DRAFT), confidence=confidence)
