@@ -67,8 +67,8 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
             _check_sequences(field.name, value)
         elif type(value) not in _NUMBERS[str(field.type)] or not abs(value) <= MAX_NUMBER:
             raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and at most {MAX_NUMBER}")
-    for name, option in SAMPLING.items():
-        option.check(name, getattr(request.sampling, name), request.sampling.do_sample)
+    for name, row in SAMPLING.items():
+        row.check(name, getattr(request.sampling, name), request.sampling.do_sample)
 
 
 def check_scales(scales: Sequence[Any], num_adapters: int) -> None:

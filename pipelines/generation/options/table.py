@@ -210,7 +210,11 @@ def markdown() -> str:
     for name, row in OPTIONS.items():
         if row.meaning:
             least = f"above {row.least:g}" if row.excluded == "least" else f"{row.least:g}"
-            most = f"below {row.most:g}" if row.excluded == "most" else f"{int(row.most) if row.is_whole else row.most}"
+            most = (
+                f"below {row.most:g}"
+                if row.excluded == "most"
+                else f"{row.most if row.is_whole else format(row.most, 'g')}"
+            )
             meaning = row.meaning + (" Needs `do_sample=True`." if row.draws and not row.part_of else "")
             lines.append(f"| `{name}` | {row.default} | {least} to {most} | {meaning} |")
     return "\n".join(lines)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
+from staticllm.server.answers.asks import Ask
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
 from staticllm.server.telemetry.metrics import AnswerTimer
@@ -41,32 +42,18 @@ Each wake-up of the event loop slows the engine: with one per token, the embedde
 0.98 (``scripts/bench_server.py``).
 """
 Part = AnswerDelta | AnswerEnd
-Submit = Callable[[], GenerationHandle]
 
 
 class Answers:
-    """Runs answers on a model that its caller has acquired. ``begin``, then ``batches``; ``close`` in any case.
+    """Runs the asks of one request on an acquired model. ``begin``, then ``batches``; ``close`` in any case."""
 
-    ``submits`` has one function per answer. They run in threads, and return handles. ``is_search``: the only answer is a beam
-    search, whose tokens come at its end. ``priority`` orders the requests of this client. ``is_by_token``: each token is an
-    increment of its own, also if several are ready. ``num_beams``: the sequences of each answer, for which it needs places.
-    """
-
-    def __init__(
-        self,
-        state: ServerState,
-        model: ServedModel,
-        client: str,
-        submits: Sequence[Submit],
-        is_search: bool = False,
-        priority: int = 0,
-        is_by_token: bool = False,
-        num_beams: int = 1,
-    ) -> None:
+    def __init__(self, state: ServerState, model: ServedModel, client: str, asks: Sequence[Ask]) -> None:
         assert model.admission is not None, "the model is not loaded"
-        self._state, self._model, self._client, self._submits = state, model, client, submits
-        self._admission, self._is_search, self._priority = model.admission, is_search, priority
-        self._is_by_token, self._num_beams = is_by_token, num_beams
+        self._state = state
+        self._model = model
+        self._client = client
+        self._asks = asks
+        self._admission = model.admission
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[_Answer] = set()
@@ -84,18 +71,23 @@ class Answers:
     async def _enter(self, index: int) -> _Answer:
         name, metrics = self._model.spec.name, self._state.metrics
         start, timer = time.perf_counter(), metrics.timer(name)
-        num_places = await self._admission.enter(self._client, index == 0, self._priority, self._num_beams)
+        ask = self._asks[index]
+        num_places = await self._admission.enter(self._client, index == 0, ask.priority, ask.num_beams)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
         try:
-            handle = await self._state.workers.run(self._submits[index], GenerationHandle.cancel, owner=name)
+            handle = await self._state.workers.run(lambda: self._submit(ask), GenerationHandle.cancel, owner=name)
         except BaseException:
             self._admission.leave(self._client, num_places)
             raise
-        answer = _Answer(index, handle, timer, num_places)
+        answer = _Answer(index, ask, handle, timer, num_places)
         self._running.add(answer)
         self._state.lifecycle.add(handle)
         metrics.running.labels(name).inc()
         return answer
+
+    def _submit(self, ask: Ask) -> GenerationHandle:
+        """Submit an ask. In the engine, where all clients are, a request may only go behind others."""
+        return self._model.chat.submit(ask.prompt, **{**ask.options, "priority": min(0, ask.priority)})
 
     def _leave(self, answer: _Answer) -> None:
         if answer not in self._running:
@@ -113,11 +105,11 @@ class Answers:
             StaticLLMError: an answer failed.
         """
         assert self._first is not None, "begin was not called"
-        return self._read(self._first) if len(self._submits) == 1 else self._read_all()
+        return self._read(self._first) if len(self._asks) == 1 else self._read_all()
 
     async def _read_all(self) -> AsyncGenerator[list[Part], None]:
         queue: asyncio.Queue[Part | BaseException] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self._submits))]
+        self._tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self._asks))]
         num_left = len(self._tasks)
         while num_left:
             found = [await queue.get()]
@@ -163,20 +155,20 @@ class Answers:
         handle = answer.handle
         last: list[Part] = []
         try:
-            if self._is_search:
+            if answer.ask.is_search:
                 await handle
             else:
                 async with contextlib.aclosing(handle.batches_async(STREAM_GAP)) as batches:
                     async for batch in batches:
                         answer.timer.begin()
                         current_record().note_token()
-                        deltas = batch if self._is_by_token else [joined(batch)]
+                        deltas = batch if answer.ask.is_by_token else [joined(batch)]
                         last = [AnswerDelta(answer.index, delta) for delta in deltas]
                         if not handle.is_done or handle.finish_reason is FinishReason.ERROR:
                             yield last
                             last = []
             outputs = handle.outputs(0)
-            for output in [] if self._is_search else outputs:
+            for output in [] if answer.ask.is_search else outputs:
                 answer.timer.end(output.token_times)
             self._count(outputs)
             self._claim(handle, outputs[0])
@@ -215,6 +207,7 @@ class Answers:
 @dataclass(eq=False, frozen=True)
 class _Answer:
     index: int
+    ask: Ask
     handle: GenerationHandle
     timer: AnswerTimer
     num_places: int

@@ -1,17 +1,18 @@
-"""The fields of requests that several endpoints share: sampling, and those that are accepted without effect."""
+"""The fields of requests that several APIs share: numbers of the table of options, and those that are accepted without effect."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from staticllm.core import MAX_ANSWERS
+from staticllm.pipelines.generation.options.table import OPTIONS, Api, http_fields
 
 MAX_STOPS = 16
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
 """Token ids. Lists that may be long end at their first error: an error for each element takes about a KiB."""
@@ -108,59 +109,10 @@ class IgnoredFields(Fields):
     ctx_len: Any = None  # of Jan: how many tokens it keeps of a conversation
 
 
-class StreamOptions(Fields):
-    """What a stream has beside its chunks."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-class SamplingFields(IgnoredFields):
-    """How tokens are chosen, and when an answer ends. The fields from ``top_k`` on are not OpenAI's."""
-
-    model: Text | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    n: int = Field(1, ge=1, le=MAX_ANSWERS)
-    stop: Stop | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
-    repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    xtc_probability: float | None = Field(None, ge=0, le=1)
-    xtc_threshold: float | None = Field(None, ge=0, le=1)
-    dry_multiplier: float | None = Field(None, ge=0, le=1000)
-    dry_base: float | None = Field(None, ge=1, le=1000)
-    dry_allowed_length: int | None = Field(None, ge=1, le=1 << 20)
-    dry_penalty_last_n: int | None = Field(None, ge=-1, le=1 << 31)
-    dry_sequence_breakers: list[Text] | None = Field(None, max_length=64)
-    mirostat: int | None = Field(None, ge=0, le=2)
-    mirostat_tau: float | None = Field(None, gt=0, le=100)
-    mirostat_eta: float | None = Field(None, ge=0, le=10)
-    num_beams: int | None = Field(None, ge=1, le=64)
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    ignore_eos: bool | None = None
-    return_progress: bool = False
-    priority: int = Field(0, ge=-1000, le=1000)
-
-    @property
-    def has_usage_chunk(self) -> bool:
-        """Whether a stream ends with a chunk about tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def num_answers(self) -> int:
-        """The number of handles: a beam search finds all answers by itself."""
-        return 1 if self.is_search else self.n
-
-    @property
-    def is_search(self) -> bool:
-        """Whether the answer is found by beam search."""
-        return self.num_beams is not None and self.num_beams > 1
+def number_fields(base: type[BaseModel], api: Api) -> Any:
+    """Return a subclass of ``base`` with a field for each row of the table of options that an HTTP API has."""
+    found: dict[str, Any] = {}
+    for name, option in http_fields(api).items():
+        row = OPTIONS[option]
+        found[name] = ((int if row.is_whole else float) | None, Field(None, **cast(Any, row.http_bounds())))
+    return create_model(f"{api.title()}Numbers", __base__=base, __module__=__name__, **found)

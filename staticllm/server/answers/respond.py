@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 
@@ -12,6 +11,7 @@ from staticllm.errors import PromptTooLongError
 from staticllm.pipelines.conversation.templates.bounds import MAX_CHARS
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers.answers import Answers
+from staticllm.server.answers.asks import Ask
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
 from staticllm.server.models.served import ServedModel
@@ -21,47 +21,29 @@ Handles = list[list[RequestOutput]]
 Close = Callable[[], Awaitable[None]]
 
 
-class Asked(Protocol):
-    """What a request says about its answers: whether they are streamed, whether they are found by beam search, and which field
-    has the prompt."""
-
-    @property
-    def stream(self) -> bool: ...
-
-    @property
-    def is_search(self) -> bool: ...
-
-    @property
-    def prompt_field(self) -> str: ...
+Whole = Callable[[Handles], dict[str, Any]]
+"""Makes the body of all answers; runs in a thread."""
+Stream = Callable[[Answers, Close], Response]
+"""Makes a response that must await ``Close``."""
 
 
 async def respond(
-    call: Call,
-    body: Asked,
-    model: ServedModel,
-    inputs: Sequence[tuple[Any, dict[str, Any]]],
-    complete: Callable[[Handles], dict[str, Any]],
-    stream: Callable[[Answers, Close], Response],
+    call: Call, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
 ) -> Response:
-    """Load the model if necessary, run one answer for each of ``inputs``, a prompt with its options, and return the response.
+    """Load the model if necessary, run the answers, and return the response: a stream if ``stream`` is given, else a whole one.
 
-    ``complete`` makes a body of all answers; it runs in a thread. ``stream`` makes a response that must await ``Close``.
+    ``field`` is the name of the field that has the prompt, for errors.
 
     Raises:
         ApiError, StaticLLMError: the request is refused, or an answer failed.
         ClientDisconnect: the client has closed the connection.
     """
     await call.acquire(model)
-    return await respond_with(call, body, model, inputs, complete, stream)
+    return await respond_with(call, model, asks, field, whole, stream)
 
 
 async def respond_with(
-    call: Call,
-    body: Asked,
-    model: ServedModel,
-    inputs: Sequence[tuple[Any, dict[str, Any]]],
-    complete: Callable[[Handles], dict[str, Any]],
-    stream: Callable[[Answers, Close], Response],
+    call: Call, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
 ) -> Response:
     """Do as ``respond`` with a model that the caller has acquired. It is released here, however the request ends."""
     answers: Answers | None = None
@@ -75,26 +57,17 @@ async def respond_with(
             call.state.hub.release(model)
 
     try:
-        pipeline = model.chat
-        _check_chars([prompt for prompt, _ in inputs], pipeline.config.max_prompt_len, body.prompt_field)
-
-        priority = inputs[0][1].get("priority", 0)
-        in_engine = min(0, priority)  # all clients are there: a request may only go behind others
-        submits = [partial(pipeline.submit, prompt, **{**options, "priority": in_engine}) for prompt, options in inputs]
-        is_by_token = "logprobs" in inputs[0][1]  # the texts of tokens have their places in the answer
-        num_beams = inputs[0][1].get("num_beams", pipeline.get_generation_config().num_beams)
-        answers = Answers(
-            call.state, model, call.client, submits, body.is_search, priority, is_by_token, num_beams
-        )  # fmt: skip
+        _check_chars([ask.prompt for ask in asks], model.chat.config.max_prompt_len, field)
+        answers = Answers(call.state, model, call.client, asks)
         await call.connected(answers.begin())
-        if body.stream:
+        if stream is not None:
             response = stream(answers, close)
             is_handed_over = True
             return response
         handles = await call.connected(answers.outputs())
-        return await call.state.workers.run(lambda: json_response(complete(handles)))
+        return await call.state.workers.run(lambda: json_response(whole(handles)))
     except PromptTooLongError as error:
-        raise prompt_too_long(error, body.prompt_field) from None
+        raise prompt_too_long(error, field) from None
     finally:
         if not is_handed_over:
             await close()

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from staticllm.errors import ClosedError
-from staticllm.pipelines.generation.options.resolve import UNLIMITED
+from staticllm.pipelines.generation.options.table import UNLIMITED
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.catalog.facts import ARCHITECTURE, context_length, current_facts, listed_facts
 from staticllm.server.endpoint import guarded

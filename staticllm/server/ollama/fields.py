@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from staticllm.server.answers.fields import Fields, Function, MessageFields, Stop, Text
+from staticllm.server.answers.fields import Fields, Function, MessageFields, Stop, Text, number_fields
 from staticllm.server.answers.messages import MAX_MESSAGES
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.hub import ModelHub
@@ -21,21 +21,9 @@ Format = Literal["", "json"] | dict[str, Any]
 Images = Annotated[list[Any], Field(max_length=64)]
 
 
-class OllamaOptions(Fields):
+class OllamaOptions(number_fields(Fields, "ollama")):  # type: ignore[misc]
     """How tokens are chosen. The fields from ``num_ctx`` on are accepted without effect: they are settings of the server."""
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    top_p: float | None = Field(None, ge=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    mirostat: int | None = Field(None, ge=0, le=2)
-    mirostat_tau: float | None = Field(None, gt=0, le=100)
-    mirostat_eta: float | None = Field(None, ge=0, le=10)
-    seed: Number | None = None
     stop: Stop | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     num_ctx: Number | None = None
@@ -58,14 +46,9 @@ class OllamaOptions(Fields):
     embedding_only: bool | None = None
 
 
-def no_options() -> OllamaOptions:
-    """Return options that leave everything to the model and the server."""
-    return OllamaOptions.model_construct()
-
-
 class _Request(Fields):
     model: Text
-    options: OllamaOptions = Field(default_factory=no_options)
+    options: OllamaOptions = Field(default_factory=OllamaOptions)
     keep_alive: KeepAlive | None = None
     truncate: bool = True
 
@@ -79,16 +62,6 @@ class OllamaGeneration(_Request):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     shift: bool = True
-
-    @property
-    def is_search(self) -> bool:
-        """Ollama's API has no beam search."""
-        return False
-
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "messages"
 
 
 class OllamaFunctionCall(MessageFields):
@@ -151,11 +124,6 @@ class OllamaGenerateRequest(OllamaGeneration):
     context: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)] | None
     ) = None
-
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "prompt"
 
 
 class OllamaEmbedRequest(_Request):
