@@ -155,9 +155,6 @@ def _kept_weights(logits: Logits, params: SamplingParams, excludes_top: bool) ->
         weights *= nucleus(weights, params.top_p)
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p * float(weights.max()))
-    if params.top_a > 0.0:
-        share = weights / weights.sum(dtype=np.float64)
-        weights *= share >= params.top_a * float(share.max()) ** 2
     if excludes_top:
         weights *= without_top_choices(weights, params.xtc_threshold)
     return weights

@@ -118,10 +118,6 @@ class SamplingParams:
         1.0, 0.0, 1.0, excluded="least", draws=True, apis=_LLAMA,
         meaning="Keeps the tokens whose surprise is nearest to the entropy, until they reach this probability.",
     )  # fmt: skip
-    top_a: float = _row(
-        0.0, 0.0, 1.0, draws=True, apis=_ALL,
-        meaning="Drops tokens whose probability is below `top_a` times the square of the largest one.",
-    )  # fmt: skip
     xtc_probability: float = _row(
         0.0, 0.0, 1.0, draws=True,
         meaning="With this probability per token, all tokens with at least `xtc_threshold` are dropped except the least "
