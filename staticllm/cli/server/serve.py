@@ -108,9 +108,9 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         serve_on_ray(models, _keys(options["api_keys"], options["api_key_file"]), options)
         return
     try:
+        from staticllm.server.models.served import demo_spec, model_spec
         from staticllm.server.process import SidecarOptions, serve
-        from staticllm.server.served_model import demo_spec, model_spec
-        from staticllm.server.sidecar.port_lock import PortInUseError
+        from staticllm.server.sidecar import PortInUseError
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
     if options["random_key"] and options["ready_fd"] is None and options["ready_file"] is None:

@@ -13,8 +13,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.page.assets import ASSETS  # noqa: E402
-from staticllm.server.served_model import demo_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec  # noqa: E402
+from staticllm.server.page_files import ASSETS  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
 
 FORBIDDEN = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|url\(|@import")
