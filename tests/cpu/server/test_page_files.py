@@ -72,7 +72,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_no_inline_script_or_style
             text = client.get(path).text
             assert not FORBIDDEN.search(text), path
             addresses = set(re.findall(r"https?://[^\s\"'`)]+", text))
-            assert addresses <= {"http://www.w3.org/2000/svg"} or name == "markdown.js", path
+            assert addresses <= {"http://www.w3.org/2000/svg"} or name == "markdown-it.js", path
             for module in re.findall(r"from \"\./([^\"]+)\"", text):
                 assert f"/page/{module}" in ASSETS
 
