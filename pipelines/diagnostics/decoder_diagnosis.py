@@ -40,6 +40,7 @@ from staticllm.pipelines.diagnostics.settings import planned_settings
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import DecoderJob, job_of
+from staticllm.pipelines.loading.kind import ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.build import compile_all, make_runner
 from staticllm.pipelines.programs.compile_plan import CompilePlan, DecoderPlan
@@ -63,11 +64,9 @@ ORDINARY = (8, 1000)
 SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "MAX_NUM_SEQS": 1, "MEASURE_COSTS": False}
 """Properties of a decoder that is only tried: few programs and little memory."""
 
-Plan = CompilePlan[Variant, ModelShape]
-
 
 @dataclass(frozen=True)
-class DecoderDiagnosis(Diagnosis[Variant, ModelShape, ModelRunner]):
+class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]]):
     """The questions about decoders. ``chunks``: the rows of the prefill programs that are verified."""
 
     chunks: tuple[int, ...] = CHUNKS
@@ -103,7 +102,7 @@ class DecoderDiagnosis(Diagnosis[Variant, ModelShape, ModelRunner]):
             max_num_seqs=job.config.num_seqs(mode),
         )
 
-    def buffer_bytes(self, plan: Plan) -> int:
+    def buffer_bytes(self, plan: CompilePlan[Variant, ModelShape]) -> int:
         return buffer_bytes(plan.variants, plan.lowered.shape)
 
     def estimate(self, job: DecoderJob) -> DecoderEstimate:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.core import OnProgress, ProgramMode, ProgressEvent
+from staticllm.core import OnProgress, ProgramMode, ProgramVariant, ProgressEvent
 from staticllm.devices import check_device, get_core, is_present, kind
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
@@ -31,14 +31,13 @@ from staticllm.pipelines.diagnostics.reports import (
     difference,
 )
 from staticllm.pipelines.diagnostics.settings import planned_settings
-from staticllm.pipelines.loading.kind import Job, LoadJob, R
+from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
 from staticllm.pipelines.programs.compile import CompileOptions, first_variants
 from staticllm.pipelines.programs.compile_plan import CompilePlan
 from staticllm.pipelines.programs.dry_run import run_apart
 from staticllm.pipelines.programs.layout import PROGRAM_BYTES, program_mode
-from staticllm.pipelines.programs.lowered import S, V
 
 TOLERANCE, OTHER_TOLERANCE = 1e-3, 1e-2
 """Largest difference as a share of the range of the original's numbers: on a CPU in f32, and elsewhere."""
@@ -54,7 +53,10 @@ class Trial:
     remedy: str = ""
 
 
-class Diagnosis(Generic[V, S, R]):
+K = TypeVar("K", bound=ProgramKind[Any, Any, Any])
+
+
+class Diagnosis(Generic[K]):
     """The questions about one kind of model. A job names the model, the device and the choices.
 
     All methods raise what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``,
@@ -74,12 +76,12 @@ class Diagnosis(Generic[V, S, R]):
         """Return the job for a directory. ``properties``: those of a user. ``check`` refuses devices by a ``DeviceError``."""
         raise NotImplementedError
 
-    def report(self, job: Job[V, S, R]) -> ModelReport:
+    def report(self, job: LoadJob[K]) -> ModelReport:
         """Lower a model and describe its passes, variants and bytes. Nothing is compiled."""
         plan = job.kind.plan(job)
         return ModelReport(**self.described(job, plan), settings=planned_settings(get_core(), plan.options))
 
-    def described(self, job: Job[V, S, R], plan: CompilePlan[V, S]) -> dict[str, Any]:
+    def described(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> dict[str, Any]:
         """Return the fields of a report that are those of every kind, but ``settings``."""
         lowered: Any = plan.lowered
         return {
@@ -94,13 +96,13 @@ class Diagnosis(Generic[V, S, R]):
             "variants": plan.variants,
         }
 
-    def buffer_bytes(self, plan: CompilePlan[V, S]) -> int:
+    def buffer_bytes(self, plan: CompilePlan[Any, Any]) -> int:
         """Return the bytes of the host's memory behind the ports of all variants."""
         models = map(plan.lowered.specialise, plan.variants)
         ports = [port for model in models for port in (*model.inputs, *model.outputs)]
         return sum(port.get_element_type().size * math.prod(port.get_shape()) for port in ports)
 
-    def estimate(self, job: Job[V, S, R]) -> MemoryEstimate:
+    def estimate(self, job: LoadJob[K]) -> MemoryEstimate:
         """Estimate the bytes of weights, programs and buffers, and whether they fit into the device. Nothing is compiled.
 
         The seconds per call are those that a cache keeps of an earlier start, if the job has a cache.
@@ -113,7 +115,7 @@ class Diagnosis(Generic[V, S, R]):
         }
         return self._timed(report, parts, known, "kept in the cache" if known else "unknown")
 
-    def measure(self, job: Job[V, S, R]) -> MemoryEstimate | MeasuredMemory:
+    def measure(self, job: LoadJob[K]) -> MemoryEstimate | MeasuredMemory:
         """Load a model in this process, run each of its programs, and measure the private memory and the seconds per call."""
         report = self.report(job)
         before = loaded = private_bytes()
@@ -148,7 +150,7 @@ class Diagnosis(Generic[V, S, R]):
             variants=tuple(variants),
         )
 
-    def verdicts(self, job: Job[V, S, R], modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
+    def verdicts(self, job: LoadJob[K], modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
         """Compare programs of each mode with the original in f32, and yield each verdict."""
         tolerance = TOLERANCE if kind(job.device) == "CPU" else OTHER_TOLERANCE
         for mode in modes:
@@ -157,7 +159,7 @@ class Diagnosis(Generic[V, S, R]):
                 share = float(np.abs(found - expected).max() / np.ptp(expected))
                 yield difference(f"{mode}: {variant}", share, tolerance)
 
-    def agreement(self, job: Job[V, S, R]) -> Agreement:
+    def agreement(self, job: LoadJob[K]) -> Agreement:
         """Load a model, for example from its blob set, and compare it with the original in f32."""
         pairs = list(self._compared(job, load_job(job).programs))
         cosine = min(least_cosine(found[None], expected[None]) for _, found, expected in pairs)
@@ -168,12 +170,12 @@ class Diagnosis(Generic[V, S, R]):
         """Return in words what ``agreement`` found, which a manifest stores."""
         return f"{found['places']} calls, cosine {found['agreement']:.6f}, {_distance(found)}"
 
-    def try_out(self, job: Job[V, S, R]) -> Trial:
+    def try_out(self, job: LoadJob[K]) -> Trial:
         """Load a model and run it once."""
         load_job(job)
         return Trial()
 
-    def original(self, job: Job[V, S, R]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
+    def original(self, job: LoadJob[K]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
         """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names."""
         config = job.config
         model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
@@ -184,8 +186,8 @@ class Diagnosis(Generic[V, S, R]):
         return lambda feeds: run_apart(compiled, feeds)
 
     def _compared(
-        self, job: Job[V, S, R], programs: CompiledPrograms[V, S]
-    ) -> Iterator[tuple[V, NDArray[Any], NDArray[Any]]]:
+        self, job: LoadJob[K], programs: CompiledPrograms[Any, Any]
+    ) -> Iterator[tuple[ProgramVariant, NDArray[Any], NDArray[Any]]]:
         """Yield each variant with the outputs of a random call of its program and of the original, as vectors."""
         original = self.original(job)
         for variant, compiled in programs.compiled.items():
@@ -238,7 +240,7 @@ def _distance(found: Mapping[str, Any]) -> str:
     return f"numbers differ by {found['distance']:.1e} of their range"
 
 
-def _kept_seconds(job: Job[V, S, R]) -> Mapping[V, float]:
+def _kept_seconds(job: LoadJob[Any]) -> Mapping[Any, float]:
     """Return the seconds per call that the job's cache keeps; none without a cache, or for a device that is not here."""
     folder = job.config.cache_dir
     if folder is None or not Path(folder).is_dir() or not is_present(get_core(), job.device):

@@ -29,7 +29,7 @@ from staticllm.pipelines.diagnostics.reports import (
 )
 from staticllm.pipelines.diagnostics.settings import label_of
 from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
 from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, default_pooling
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
@@ -66,7 +66,7 @@ TRIED_LENGTH = 64
 """Tokens of a text in an encoder that is only tried."""
 
 
-class EncoderDiagnosis(Diagnosis[EncoderVariant, EncoderShape, EncoderRunner]):
+class EncoderDiagnosis(Diagnosis[EncoderKind]):
     """The questions about encoders."""
 
     def job(

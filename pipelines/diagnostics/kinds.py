@@ -22,7 +22,7 @@ from staticllm.pipelines.diagnostics.encoder_diagnosis import EncoderDiagnosis
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.loading.kind import LoadJob
 
-AnyDiagnosis = Diagnosis[Any, Any, Any]
+AnyDiagnosis = Diagnosis[Any]
 DIAGNOSES: dict[str, AnyDiagnosis] = {"decoder": DecoderDiagnosis(), "encoder": EncoderDiagnosis()}
 """By the name of a ``ProgramKind``. A kind that is not here gets the default answers."""
 

@@ -11,6 +11,13 @@ from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_properties
 from staticllm.cli.plan_embed import EMBED_GROUP, embed_options
 from staticllm.cli.progress import progress
+from staticllm.core import ProgramMode
+
+MODES: dict[str, tuple[ProgramMode, ...]] = {
+    "both": ("separate", "shared"),
+    "separate": ("separate",),
+    "shared": ("shared",),
+}
 
 
 @click.command("inspect", cls=GroupedCommand, groups=PROGRAM_GROUP)
@@ -53,9 +60,10 @@ def plan(model: str, measured: bool, as_json: bool, **options: Any) -> None:
         check = check_device if measured else check_known
         job = job_in(model, options["device"], read_properties(options), check=check)
         diagnosis = diagnosis_of(job.kind.name)
-        found = diagnosis.measure(job) if measured else diagnosis.estimate(job)
+        estimate = None if measured else diagnosis.estimate(job)
+        found = diagnosis.measure(job) if estimate is None else estimate
     _print(found, as_json)
-    if not measured and found.fits is False:
+    if estimate is not None and estimate.fits is False:
         raise SystemExit(1)
 
 
@@ -64,7 +72,7 @@ def plan(model: str, measured: bool, as_json: bool, **options: Any) -> None:
 @click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …")
 @click.option(
     "--programs",
-    type=click.Choice(["both", "separate", "shared"]),
+    type=click.Choice(list(MODES)),
     default="both",
     show_default=True,
     help="One program per variant, or one for all.",
@@ -82,8 +90,7 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, as_json: 
         from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 
         job = job_in(model, device, {}, shown)
-        modes = ("separate", "shared") if programs == "both" else (programs,)
-        for verdict in diagnosis_of(job.kind.name).verdicts(job, modes):
+        for verdict in diagnosis_of(job.kind.name).verdicts(job, MODES[programs]):
             verdicts.append(verdict)
             shown.show("comparing with the original")
             if not as_json:
