@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, is_lowered_as, kind_of
 from staticllm.core import OnProgress, ProgressEvent
@@ -17,14 +17,14 @@ from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.arguments import expanded
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.daemon_client.daemon_home import DaemonHome
-from staticllm.pipelines.diagnostics.encoder_reports import estimate_encoder
-from staticllm.pipelines.diagnostics.memory import estimate_memory
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.loading.decoder_kind import job_of
+from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.models.admission import Admission
@@ -209,9 +209,11 @@ def estimated_size(spec: ModelSpec, device: str, properties: Mapping[str, object
     """
     first = _first_device(device)
     if spec.kind != "chat":
-        return estimate_encoder(spec.path, first, EncoderChoices()).needed
-    candidates = resolve_candidates(first, dict(properties), {})
-    return estimate_memory(spec.path, first, candidates[0].config).needed
+        job: LoadJob[Any] = job_in(spec.path, first, {})
+    else:
+        resolved = resolve_candidates(first, dict(properties), {})[0]
+        job = job_of(spec.path, first, resolved.config, explicit=resolved.explicit)
+    return diagnosis_of(job.kind.name).estimate(job).needed
 
 
 def _first_device(device: str) -> str:

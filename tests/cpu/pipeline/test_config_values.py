@@ -10,7 +10,7 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.diagnostics.model_check import check_model
+from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.generation.options.genai import NAMES, unreadable_field
 

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from staticllm.cli.client.server_client import ServerError
+from staticllm.cli.server_client import ServerError
 from staticllm.errors import (
     MAX_SENT,
     BusyError,

@@ -1,4 +1,4 @@
-"""`staticllm top` shows again and again what the scheduler of a server does."""
+"""The commands that look at a server: ``staticllm list``, ``ps``, ``stop`` and ``top``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,112 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import quote
 
 import click
 
-from staticllm.cli.client.server_client import ServerClient, server_options
-from staticllm.cli.client.tables import table
+from staticllm.cli.server_client import ServerClient, server_options
+from staticllm.cli.terminal import cell, table
+from staticllm.errors import StaticLLMError
 
+MOST_SECONDS = 100 * 365 * 86400.0
+"""A model that is kept longer is never unloaded."""
+WAIT_SECONDS = 10.0
+LOOK_SECONDS = 0.1
+UNLOADING: dict[str, tuple[str, dict[str, object]]] = {
+    "chat": ("/api/generate", {}),
+    "embedding": ("/api/embed", {"input": []}),
+}
+"""The endpoint and the body of a request that unloads a model of each kind, with ``keep_alive`` 0."""
 BAR = 24
 FIELDS = frozenset(["model", "models", "now", "cursor", "waiting_ms", "requests", "totals", "limits"])
-"""What is read of the feed."""
+"""The fields that are read of the feed of the scheduler."""
 MAX_REQUESTS = 20
 """The requests that are listed; more are counted."""
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@server_options
+def list_models(client: ServerClient, as_json: bool) -> None:
+    """List the models that a server knows, with their kinds, and whether they are loaded."""
+    models = client.objects("/v1/models", "data")
+    if as_json:
+        click.echo(json.dumps(models, indent=2))
+        return
+    rows = [
+        [cell(each.get("id")), cell(each.get("type")), cell(each.get("status")), cell(each.get("max_model_len", ""))]
+        for each in models
+    ]
+    click.echo(table(["name", "kind", "status", "tokens"], rows))
+
+
+@click.command("ps")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@server_options
+def ps(client: ServerClient, as_json: bool) -> None:
+    """List the models that a server has loaded, with their sizes, and when each will be unloaded."""
+    models = client.objects("/api/ps", "models")
+    if as_json:
+        click.echo(json.dumps(models, indent=2))
+        return
+    rows = [
+        [cell(each.get("name")).removesuffix(":latest"), _size(each.get("size")), cell(each.get("context_length") or None),
+         _until(each.get("expires_at"))]
+        for each in models
+    ]  # fmt: skip
+    click.echo(table(["name", "size", "tokens", "until"], rows))
+
+
+def _size(num_bytes: object) -> str:
+    return f"{num_bytes >> 20} MiB" if isinstance(num_bytes, int) else "-"
+
+
+def _until(moment: object) -> str:
+    """Return when a model will be unloaded: never, or in how many seconds; "-" if the server does not say it."""
+    try:
+        until = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
+        left = (until - datetime.now(timezone.utc)).total_seconds()
+    except (ValueError, TypeError):  # also of a time without a zone
+        return "-"
+    return "never" if left > MOST_SECONDS else f"in {max(0.0, left):.0f} s"
+
+
+@click.command("stop")
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@server_options
+def stop(client: ServerClient, model: str, as_json: bool) -> None:
+    """Unload MODEL, when its running answers have ended. Its next request loads it again."""
+    kind = _described(client, model).get("type")
+    if not isinstance(kind, str):
+        raise client.foreign()
+    if kind not in UNLOADING:
+        raise StaticLLMError(
+            f"{model!r} is a model of the kind {cell(kind)}, which no request unloads: use --idle-unload"
+        )
+    path, body = UNLOADING[kind]
+    client.post(path, {"model": model, "keep_alive": 0, **body})
+    until = time.monotonic() + WAIT_SECONDS
+    while (status := _described(client, model).get("status")) == "loaded" and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+    if as_json:
+        click.echo(json.dumps({"model": model, "status": status}))
+    elif status == "loaded":
+        click.echo(f"{model} is in use, and is unloaded when its answers have ended")
+    else:
+        click.echo(f"{model} is unloaded")
+
+
+def _described(client: ServerClient, model: str) -> dict[str, Any]:
+    """Return what the server says of a model.
+
+    Raises:
+        ServerError: it has none of this name; the message lists what it has.
+    """
+    return client.get(f"/v1/models/{quote(model, safe='')}")
 
 
 @click.command("top")
@@ -28,7 +122,7 @@ MAX_REQUESTS = 20
 @click.option("--count", type=click.IntRange(min=1), help="End after this number of looks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
 @server_options
-def command(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
+def top(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
     """Show who waits, prefills and decodes in MODEL (by default the first chat model), and how the device is used."""
     before: dict[str, Any] | None = None
     number = 0

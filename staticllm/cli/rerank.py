@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
-from staticllm.cli.embedding.encoder_options import encoder_arguments, encoder_model, encoder_options
-from staticllm.cli.embedding.texts import Batch, TextSource, text_options
-from staticllm.cli.options import Whole, as_text
+from staticllm.cli.options import Whole, as_text, encoder_arguments, encoder_model, encoder_options
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.texts import Batch, TextSource, text_options
 from staticllm.errors import StaticLLMError
 
 

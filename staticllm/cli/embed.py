@@ -1,4 +1,4 @@
-"""``staticllm embed`` turns texts into vectors: arguments, lines or JSON lines become NPY, JSON lines or Parquet."""
+"""``staticllm embed`` turns texts into vectors: arguments, lines or JSON lines become NPY or JSON lines."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.embedding.encoder_options import encoder_arguments, encoder_model, encoder_options
-from staticllm.cli.embedding.texts import Batch, TextSource, text_options
-from staticllm.cli.options import Whole, as_text, check_output
+from staticllm.cli.grouped_command import GroupedCommand
+from staticllm.cli.options import Whole, as_text, check_output, encoder_arguments, encoder_model, encoder_options
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.texts import Batch, TextSource, text_options
 from staticllm.errors import ConfigError, StaticLLMError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from staticllm.cli.embedding.vector_files import BatchWriter
+    from staticllm.cli.vector_files import Write
     from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 POOLINGS = {"cls": "CLS", "mean": "MEAN", "last": "LAST_TOKEN"}
@@ -33,34 +33,20 @@ IN_FLIGHT = 2
 
 GROUPS = {
     "Text before each text": ("prompt", "kind"),
-    "Vectors": ("form", "dimensions", "pooling", "output_type", "calibration"),
+    "Vectors": ("form", "dimensions", "pooling"),
 }
 
 
 @click.command("embed", cls=GroupedCommand, groups=GROUPS)
 @text_options
 @encoder_model
-@click.option("-o", "--output", type=click.Path(), help="File to write: .npy, .jsonl or .parquet.  [stdout]")
-@click.option(
-    "--format", "form", type=click.Choice(["npy", "jsonl", "parquet"]), help="Format.  [that of the suffix; jsonl]"
-)
+@click.option("-o", "--output", type=click.Path(), help="File to write: .npy or .jsonl.  [JSON lines to stdout]")
+@click.option("--format", "form", type=click.Choice(["npy", "jsonl"]), help="Format.  [that of the suffix; jsonl]")
 @click.option("--prompt", help="Text to put before each text.")
 @click.option("--query", "kind", flag_value="query", help="Put the model's prompt for queries before each text.")
 @click.option("--document", "kind", flag_value="document", help="Put its prompt for documents there.  [the default]")
 @click.option("--dimensions", type=Whole(1), help="Leading values to keep, for models trained for it (Matryoshka).")
 @click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How tokens become one vector.  [the model's own]")
-@click.option(
-    "--output-type",
-    type=click.Choice(["float32", "int8", "uint8", "binary", "ubinary"]),
-    default="float32",
-    show_default=True,
-    help="Type of the values, as sentence-transformers computes it.",
-)
-@click.option(
-    "--calibration",
-    type=click.Path(),
-    help="NPY file of float vectors whose ranges divide int8 and uint8.  [all vectors of this run]",
-)
 @encoder_options
 def command(model: str, texts: tuple[str, ...], **options: Any) -> None:
     """Embed TEXTS, the lines of a file, or lines from stdin, with the encoder in MODEL.
@@ -74,33 +60,27 @@ def command(model: str, texts: tuple[str, ...], **options: Any) -> None:
     with source.batches() as batches, progress("loading") as shown:
         first = next(batches)  # a mistake in the first lines is told before the model is loaded
         with _load(model, options, shown) as pipe:
-            _embed(pipe, source, _chained(first, batches), form, options, shown)
+            _embed(pipe, source, chain([first], batches), form, options, shown)
 
 
 def _check(options: dict[str, Any]) -> str:
     """Check what can be checked before anything is read, and return the format.
 
     Raises:
-        UsageError: two options contradict each other, or binary data would go to a terminal.
+        UsageError: two options contradict each other.
         ConfigError: the output cannot be written.
     """
-    from staticllm.cli.embedding.vector_files import check_parquet, chosen_format
+    from staticllm.cli.vector_files import chosen_format
 
     if options["prompt"] is not None and options["kind"] is not None:
         raise click.UsageError(f"--prompt and --{options['kind']} both say what goes before a text: leave one out")
-    if options["calibration"] is not None and options["output_type"] not in ("int8", "uint8"):
-        raise click.UsageError(f"--calibration is for int8 and uint8, --output-type is {options['output_type']}")
     output = options["output"]
     form = chosen_format(output, options["form"])
-    if form == "parquet":
-        check_parquet()
     if output is not None:
         check_output(output)
         path = Path(output).resolve()
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ConfigError(f"{output!r} cannot be written: no permission")
-    elif form != "jsonl" and sys.stdout.isatty():
-        raise click.UsageError(f"{form} is binary and would go to the terminal: give --output, or pipe it")
     return form
 
 
@@ -114,11 +94,6 @@ def _load(model: str, options: dict[str, Any], shown: Progress) -> StaticEmbeddi
     return StaticEmbeddingPipeline(model, on_progress=shown, **arguments)
 
 
-def _chained(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
-    yield first
-    yield from rest
-
-
 def _embed(
     pipe: StaticEmbeddingPipeline,
     source: TextSource,
@@ -127,8 +102,7 @@ def _embed(
     options: dict[str, Any],
     shown: Progress,
 ) -> None:
-    from staticllm.cli.embedding.calibration import converting
-    from staticllm.cli.embedding.vector_files import vector_writer
+    from staticllm.cli.vector_files import vector_writer
 
     dimensions = options["dimensions"]
     if dimensions is not None and dimensions > pipe.width:
@@ -137,11 +111,8 @@ def _embed(
         shown.close()  # the lines of output would be written over the bar
     prompt = options["prompt"]
     prompt = pipe.prompts[options["kind"] or "document"] if prompt is None else as_text(prompt, "--prompt")
-    with (
-        vector_writer(options["output"], form) as file,
-        converting(file, options["output_type"], options["calibration"], dimensions or pipe.width) as writer,
-    ):
-        Embedder(pipe, source, prompt, dimensions, shown).run(batches, writer)
+    with vector_writer(options["output"], form) as write:
+        Embedder(pipe, source, prompt, dimensions, shown).run(batches, write)
 
 
 class _StoppedError(Exception):
@@ -160,7 +131,7 @@ class Embedder:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    def run(self, batches: Iterator[Batch], writer: BatchWriter) -> None:
+    def run(self, batches: Iterator[Batch], write: Write) -> None:
         """Embed all batches. After an exception, also Ctrl-C, no thread is left.
 
         Raises:
@@ -172,16 +143,16 @@ class Embedder:
                 for batch in batches:
                     running.append((batch, pool.submit(self._encode, batch)))
                     if len(running) == IN_FLIGHT:
-                        self._write(writer, *running.popleft())
+                        self._write(write, *running.popleft())
                 while running:
-                    self._write(writer, *running.popleft())
+                    self._write(write, *running.popleft())
             finally:
                 self._is_stopped = True
                 for _, future in running:
                     future.cancel()
 
-    def _write(self, writer: BatchWriter, batch: Batch, future: Future[NDArray[Any]]) -> None:
-        writer.write(batch.entries, future.result())
+    def _write(self, write: Write, batch: Batch, future: Future[NDArray[Any]]) -> None:
+        write(batch.entries, future.result())
         self._share = batch.share or 0.0
 
     def _encode(self, batch: Batch) -> NDArray[Any]:

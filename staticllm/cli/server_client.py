@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from staticllm.cli.client.tables import cell
+from staticllm.cli.terminal import cell
 from staticllm.errors import ConfigError, StaticLLMError
 
 if TYPE_CHECKING:
