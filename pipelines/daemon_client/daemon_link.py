@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
 import openvino as ov
 
+from staticllm.children.answers import check
 from staticllm.errors import DeviceError, ProcessLostError
-from staticllm.pipelines.daemon_client.failures import check
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
-from staticllm.wire.endpoint import EndpointError, GoneError, SilentError
+from staticllm.wire.endpoint import EndpointError, GoneError, SilenceWatch, SilentError
 from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
-from staticllm.wire.silence import SilenceWatch
-
-START_SECONDS = 75.0
-"""Seconds in which a daemon that is started must listen."""
-
 
 GONE = (
     "the process that runs the model has ended, and with it this request: send it again, which starts another process"
@@ -34,19 +26,11 @@ class Startable(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Its runtime folder.
-
-        Raises:
-            EndpointError: it cannot be used.
-        """
+        """Its runtime folder. Raises ``EndpointError`` if it cannot be used."""
         ...
 
     def start(self) -> None:
-        """Start it, and return when it listens. Called if nobody listens.
-
-        Raises:
-            EndpointError: it does not listen in time.
-        """
+        """Start it, and return when it listens. Raises ``EndpointError`` if it does not in time."""
         ...
 
 
@@ -61,13 +45,7 @@ class DaemonLink:
     """
 
     def __init__(self, home: Startable) -> None:
-        self._hello: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "openvino": ov.get_version(),
-            "pid": os.getpid(),
-            "program": Path(sys.argv[0] or "python").name[:256],
-            "priority": _priority() + 100,
-        }
+        self._hello = hello() | {"priority": _priority() + 100}
         try:
             self._folder = home.folder
             self._watch = SilenceWatch(self._folder)
@@ -155,22 +133,12 @@ def _priority() -> int:
     return max(-100, min(100, int(text))) if text.lstrip("-").isdecimal() else 0
 
 
-def start_daemon() -> None:
-    """Start the daemon of this user in the background, and return when it listens.
-
-    Raises:
-        EndpointError: it does not listen within ``START_SECONDS``.
-    """
-    given = json.loads(os.environ.get("STATICLLM_DAEMON_COMMAND", "[]"))  # set by staticllm attach
-    command = [part for part in given if part != "--foreground"]
-    command = command or [sys.executable, "-m", "staticllm", "daemon", "start"]
-    start = time.monotonic()
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EndpointError(f"it could not be started after {time.monotonic() - start:.1f} s: {error}") from error
-    if result.returncode:
-        raise EndpointError(f"it could not be started: {result.stderr.strip()[-500:]}")
+def hello() -> dict[str, Any]:
+    """Return what every client says of this program."""
+    return {
+        "protocol": PROTOCOL, "openvino": ov.get_version(), "pid": os.getpid(),
+        "program": Path(sys.argv[0] or "python").name[:256],
+    }  # fmt: skip
 
 
 def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:

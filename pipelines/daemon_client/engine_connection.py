@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 
+from staticllm.children.answers import check
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
 from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
-from staticllm.pipelines.daemon_client.failures import check
 from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.system.threads import start_thread

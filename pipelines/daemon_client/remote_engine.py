@@ -7,21 +7,23 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from staticllm.children.child import start_daemon
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
+from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
-from staticllm.pipelines.daemon_client.live_request import LiveRequest
-from staticllm.pipelines.daemon_client.recovery import Recovery
+from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.system.threads import CLOSE_SECONDS, check_process
+from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
 
 
@@ -32,8 +34,8 @@ class RemoteEngine:
     ``give_up`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
     loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
     go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
-    ``ProcessLostError``. ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory.
-    Any thread may call the methods.
+    ``ProcessLostError``. ``on_lost`` is called on the connection's thread when the daemon has ended. ``has_own_tokenizer``:
+    whether the pipeline has another tokenizer than that of the model's directory. Any thread may call.
     """
 
     def __init__(
@@ -41,13 +43,16 @@ class RemoteEngine:
         connect: Callable[[OnLost], EngineConnection],
         give_up: Callable[[], object] = lambda: None,
         resumes: bool = False,
+        on_lost: OnLost = lambda: None,
         has_own_tokenizer: bool = False,
     ) -> None:
-        self._connect, self._give_up, self._resumes = connect, give_up, resumes
-        self._has_own_tokenizer = has_own_tokenizer
-        self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
+        self._connect = connect
+        self._give_up = give_up
+        self._resumes = resumes
+        self._on_lost = on_lost
         self._connecting = threading.Lock()  # held while the model is loaded
         self._is_closed = False
+        self._has_own_tokenizer = has_own_tokenizer
         self._pid = os.getpid()
         self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
         self._recovery = Recovery(self._live, self._connected)
@@ -227,7 +232,7 @@ class RemoteEngine:
             for live in lost:
                 live.fail()
         self._recovery.begin()
-        self.on_lost()
+        self._on_lost()
 
     def _forget(self, request: int) -> None:
         """Forget a request that has ended; if that was not by the daemon, end it there as well."""
@@ -261,3 +266,41 @@ class RemoteEngine:
             live.queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
         while self._live:
             ended.acquire(timeout=0.2)
+
+
+class DaemonHome(Startable, Protocol):
+    """A daemon: where it listens, how it is started, and what it is told about the engines in it."""
+
+    @property
+    def resumes_requests(self) -> bool:
+        """Whether the running requests of a daemon that was killed go on in the next one, or end with an error."""
+        ...
+
+    def adopt(self, engine: RemoteEngine) -> None:
+        """Note an engine that now runs in it."""
+        ...
+
+    def on_lost(self) -> object:
+        """Note that it has ended. Called on the thread of a connection, and must not wait."""
+        ...
+
+
+class UserDaemon:
+    """The daemon that all programs of this user share."""
+
+    resumes_requests = True
+
+    @property
+    def folder(self) -> Path:
+        """The runtime folder of this user. Raises ``EndpointError`` if it cannot be used."""
+        return endpoint.runtime_folder()
+
+    def start(self) -> None:
+        """Start it in the background. Raises ``EndpointError`` if it does not listen in time."""
+        start_daemon(self.folder)
+
+    def adopt(self, engine: RemoteEngine) -> None:
+        """Do nothing: the user's daemon outlives its engines."""
+
+    def on_lost(self) -> object:
+        """Do nothing: the next request of an engine connects it again."""

@@ -14,10 +14,9 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError, ModelError, pipeline_closed
 from staticllm.model_dir import model_in_memory
-from staticllm.pipelines.daemon_client.daemon_home import DaemonHome, UserDaemon
 from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
-from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
+from staticllm.pipelines.daemon_client.remote_engine import DaemonHome, RemoteEngine, UserDaemon
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.draft_source import DraftSource
 from staticllm.pipelines.launch.genai_properties import plain_properties
@@ -85,7 +84,7 @@ def _launch(
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, has_own_tokenizer)
+    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, home.on_lost, has_own_tokenizer)
     try:
         home.adopt(engine)
         answer = model.described

@@ -119,7 +119,7 @@ def _patch_core(core: Any, client: Any) -> None:
 def _patch_queue(queue: Any) -> None:
     def new(cls: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls is queue and type(model).__name__ == "AttachedCompiledModel":
-            from .proxies.infer_queue import AttachedInferQueue
+            from .infer_queue import AttachedInferQueue
 
             return super(queue, AttachedInferQueue).__new__(AttachedInferQueue)
         return super(queue, cls).__new__(cls)

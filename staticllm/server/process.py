@@ -17,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 
+from staticllm.children.parent_watch import ParentWatch
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.server.api_error import ApiError, api_error_of
 from staticllm.server.app import create_app
@@ -28,7 +29,6 @@ from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar.port_lock import PortInUseError, PortLock, server_at
 from staticllm.server.sidecar.ready import Ready, ReadySignal
 from staticllm.server.state import ServerState
-from staticllm.system.parent_watch import ParentWatch
 
 CLOSE_SECONDS = 5
 """Seconds that connections have to close after their last answer."""

@@ -8,16 +8,17 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from . import endpoint, tensors
 from .blocks import Block
-from .forks import renew_in_children
 from .messages import (
     BLOCK,
     HEADER_BYTES,
+    LENGTH,
     MAX_FRAME,
     MAX_INLINE,
     Body,
@@ -30,8 +31,6 @@ from .messages import (
 )  # fmt: skip
 from .tensors import Array
 
-LENGTH = struct.Struct("!i")
-"""Before each message on a socket, as ``multiprocessing.connection`` writes it."""
 MAX_FRAMES = 16
 """How many frames are kept for calls of the same shapes."""
 
@@ -252,3 +251,28 @@ class Channel:
         old, self._block = self._block, block
         if old is not None:
             old.close()
+
+
+class Renewable(Protocol):
+    """An object with locks."""
+
+    def renew(self) -> None:
+        """Make its locks anew, and forget what threads of the parent were about to do. Must not wait."""
+        ...
+
+
+_renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()
+
+
+def renew_in_children(renewable: Renewable) -> None:
+    """Call ``renew`` in every forked child, as long as the object lives."""
+    _renewables.add(renewable)
+
+
+def _renew_all() -> None:
+    for each in list(_renewables):
+        each.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)

@@ -10,6 +10,7 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as mp
@@ -246,18 +247,15 @@ def _dial(where: str) -> Any:
                 return mp.Connection(peer.detach())
 
 
-def check_answers(folder: Path) -> None:
-    """Return if the daemon of a folder answers a new connection, or has ended.
-
-    Raises:
-        SilentError: it does not answer within ``ANSWER_SECONDS``.
-    """
+def listens(folder: Path) -> bool:
+    """Return whether a daemon listens in a folder. Raises ``SilentError`` if one does, but does not answer."""
     try:
         connect(folder).close()
     except SilentError:
         raise
-    except EndpointError:
-        pass
+    except (EndpointError, OSError):
+        return False
+    return True
 
 
 def silence_of(where: object) -> str:
@@ -331,3 +329,35 @@ def check_peer(connection: Any) -> None:
         _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.getuid():
         raise EndpointError(f"the peer belongs to the user {uid}, not to {os.getuid()}")
+
+
+class SilenceWatch:
+    """Finds out whether a daemon that lets its callers wait still runs: its process may be suspended. Any thread may call.
+
+    The thread that answers them does nothing else, so a daemon that computes or compiles, however long, is not silent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._looked = float("-inf")
+        self._found: SilentError | None = None
+
+    def check(self) -> None:
+        """Return if the daemon answers, or if it has ended, which connections tell by themselves.
+
+        What another thread has found within ``PROBE_SECONDS`` counts as well.
+
+        Raises:
+            SilentError: it does not answer in time.
+        """
+        with self._lock:
+            if time.monotonic() - self._looked >= PROBE_SECONDS:
+                try:
+                    self._found = None
+                    listens(self._folder)
+                except SilentError as error:
+                    self._found = error
+                self._looked = time.monotonic()
+            if self._found is not None:
+                raise SilentError(str(self._found))

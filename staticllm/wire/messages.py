@@ -11,12 +11,14 @@ import math
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import IO, Any
 
 PROTOCOL = 6
 """The version of the messages; client and daemon must have the same."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
+MAX_PIPED = 1 << 28
+"""The most bytes of a message on a pipe to a child process, which has no shared memory."""
 MAX_INLINE = 1 << 16
 """The most bytes of tensors inside a message."""
 MAX_BODIES, MAX_TEXT = 16, 2048
@@ -24,6 +26,8 @@ MAX_BODIES, MAX_TEXT = 16, 2048
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
 HEADER_BYTES = _HEADER.size
+LENGTH = struct.Struct("!i")
+"""Before each message on a socket or pipe, as ``multiprocessing.connection`` writes it."""
 
 
 class ProtocolError(RuntimeError):
@@ -98,16 +102,12 @@ class Message:
     payload: bytes | memoryview = b""
 
 
-def encode(message: Message) -> bytes:
-    """Return the bytes of a message.
-
-    Raises:
-        ProtocolError: they are more than ``MAX_FRAME``.
-    """
+def encode(message: Message, limit: int = MAX_FRAME) -> bytes:
+    """Return the bytes of a message. Raises ``ProtocolError`` if they are more than ``limit``."""
     text = text_of_body(message.body)
     size = HEADER_BYTES + len(text) + len(message.payload)
-    if size > MAX_FRAME:
-        raise ProtocolError(f"a message of {size} bytes, the limit is {MAX_FRAME}: put its tensors into shared memory")
+    if size > limit:
+        raise ProtocolError(f"a message of {size} bytes, the limit is {limit}: put its tensors into shared memory")
     header = _HEADER.pack(message.kind, message.flags, len(text), message.handle, message.number, message.time)
     return b"".join((header, text, message.payload))
 
@@ -149,6 +149,36 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
     else:
         body = _body(text)
     return Message(known, handle, number, time, flags, body, memoryview(data)[end:])
+
+
+def write_message(stream: IO[bytes], message: Message) -> None:
+    """Write a message to a pipe and flush it.
+
+    Raises:
+        ProtocolError: it is longer than ``MAX_PIPED``.
+        OSError: the pipe is closed.
+    """
+    data = encode(message, MAX_PIPED)
+    stream.write(LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> Message | None:
+    """Return the next message of a pipe; None at its end.
+
+    Raises:
+        ProtocolError: the pipe ends within a message, or holds something else.
+    """
+    start = stream.read(LENGTH.size)
+    if not start:
+        return None
+    size = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else -1
+    if not 0 <= size <= MAX_PIPED:
+        raise ProtocolError(f"{start!r} is not the start of a message")
+    data = stream.read(size)
+    if len(data) < size:
+        raise ProtocolError("the pipe ended within a message")
+    return decode(data)
 
 
 def _repeated_body(text: bytes, bodies: dict[bytes, Body]) -> Body:

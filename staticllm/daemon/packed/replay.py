@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.packed.state_guard import StateGuard
+from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, EngineId
+from staticllm.devices import get_core
 from staticllm.errors import ClosedError
 from staticllm.pipelines.costs.calls import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
-from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 
 Array = NDArray[Any]
@@ -40,20 +41,38 @@ class RowLog:
 class OriginalModel:
     """The original model, compiled on the thread of the first request that needs it. Any thread may call; they take turns.
 
-    ``turns`` and ``compiling`` may be set before the first call: those of a device that others use too, and a lock that is held
-    while anything is compiled.
+    Args:
+        model: The graph as it was read; its weights must stay.
+        device: The name that the client gave.
+        properties: OpenVINO's properties of the compilation.
+        turns: Those of the device.
+        compiling: Held while the model is compiled.
+        engine: Pays for requests of no client; its number is the model's.
+        num_bytes: The bytes of the weights that each call reads.
     """
 
-    def __init__(self, model: ov.Model, core: ov.Core, device: str, properties: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: ov.Model,
+        device: str,
+        properties: Mapping[str, Any],
+        *,
+        turns: DeviceTurns,
+        compiling: threading.Lock,
+        engine: EngineId,
+        num_bytes: int,
+    ) -> None:
+        self.turns = turns
+        self.engine = engine
+        self.num_bytes = num_bytes
+        self.costs = CallCosts()
         self._model: ov.Model | None = model
-        self._core, self._device, self._properties = core, device, dict(properties)
+        self._device = device
+        self._properties = dict(properties)
+        self._compiling = compiling
         self._compiled: ov.CompiledModel | None = None
         self._lock = threading.Lock()
         self._is_closed = False
-        self.turns, self.costs, self.compiling = DeviceTurns(), CallCosts(), threading.Lock()
-        self.number = self.num_bytes = (
-            0  # the model's number, and the bytes of its weights, in what is said of its calls
-        )
 
     def open(self) -> ov.InferRequest:
         """Return a new infer request of the compiled model.
@@ -65,8 +84,8 @@ class OriginalModel:
         with self._lock:
             compiled, model = self._compiled, self._model
             if compiled is None and model is not None and not self._is_closed:
-                with self.compiling:
-                    compiled = self._core.compile_model(model, self._device, self._properties)
+                with self._compiling:
+                    compiled = get_core().compile_model(model, self._device, self._properties)
                 self._compiled = compiled
         if self._is_closed or compiled is None:
             self._compiled = None
@@ -75,14 +94,16 @@ class OriginalModel:
 
     def close(self) -> None:
         """Release the model. Does not wait for a compilation in progress, which ends with a ``ClosedError``."""
-        self._is_closed, self._compiled, self._model = True, None, None
+        self._is_closed = True
+        self._compiled = None
+        self._model = None
 
 
 @dataclass
 class Asker:
-    """Who asks for the calls of a replay: the client that pays for them, its priority now, and whether it has gone."""
+    """The client that pays for the calls of a replay (None: the engine), its priority now, and whether it has gone."""
 
-    owner: int = 0
+    client: ClientId | None = None
     priority: int = 0
     is_cancelled: bool = False
 
@@ -153,7 +174,7 @@ class Replay:
             raise
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def reset_state(self) -> None:
+    def reset(self) -> None:
         """Set all states back."""
         self._request.reset_state()
         self._guard.reset()
@@ -163,31 +184,17 @@ class Replay:
         return list(self._request.query_state())
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state.
-
-        Raises:
-            PromptError: its type or shape is not that of the state.
-            IndexError: there is no such state.
-        """
+        """Set the value of a state."""
         self._guard.check_state(index, values)
         self._guard.forget()
         self._request.query_state()[index].state = ov.Tensor(np.array(values))
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state.
-
-        Raises:
-            PromptError: its type or shape is not that of the state.
-            IndexError: there is no such state.
-        """
+        """Write values into the tensor of a state."""
         self._guard.write_state(index, values)
 
-    def reset_one_state(self, index: int) -> None:
-        """Set one state back.
-
-        Raises:
-            IndexError: there is no such state.
-        """
+    def reset_state(self, index: int) -> None:
+        """Set one state back."""
         self._guard.forget()
         self._request.query_state()[index].reset()
 
@@ -198,8 +205,10 @@ class Replay:
         shapes = tuple(array.shape for array in feeds.values())
         rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
         phase = "prefill" if rows > len(feeds.get(BEAM_IDX, ())) else "decode"
-        ask = Ask(asker.owner, original.costs.expected(shapes), asker.priority, original.number)
-        ask.phase, ask.rows, ask.num_bytes = phase, rows, original.num_bytes
+        ask = Ask(
+            asker.client or original.engine, original.costs.expected(shapes), asker.priority, original.engine.model,
+            phase=phase, rows=rows, num_bytes=original.num_bytes,
+        )  # fmt: skip
         with original.turns.turn(ask):
             asker.check()
             start = time.perf_counter()
