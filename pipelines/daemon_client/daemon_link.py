@@ -63,17 +63,12 @@ class DaemonLink:
     def ask(self, message: Message) -> Message:
         """Send a message on the first connection, and return the answer.
 
-        Raises:
-            StaticLLMError: the daemon refused it, or it has gone.
+        Raises ``StaticLLMError`` (the daemon refused it, or it has gone).
         """
         return ask(self._first, message)
 
     def connect(self) -> Channel:
-        """Return a further connection of this client.
-
-        Raises:
-            StaticLLMError: the daemon refused it, or it has gone.
-        """
+        """Return a further connection of this client. Raises ``StaticLLMError`` (the daemon refused it, or it has gone)."""
         try:
             channel = Channel(endpoint.connect(self._folder))
         except EndpointError as error:
@@ -86,11 +81,7 @@ class DaemonLink:
         return channel
 
     def check_silence(self) -> None:
-        """Return if the daemon answers new connections, or has ended.
-
-        Raises:
-            SilentError: it does not answer.
-        """
+        """Return if the daemon answers new connections, or has ended. Raises ``SilentError`` (it does not answer)."""
         self._watch.check()
 
     @property
@@ -107,11 +98,7 @@ class DaemonLink:
         self._first.close()
 
     def _open(self, home: Startable) -> Channel:
-        """Connect, and start the daemon if nobody listens.
-
-        Raises:
-            EndpointError: it does not listen in time.
-        """
+        """Connect, and start the daemon if nobody listens. Raises ``EndpointError`` (it does not listen in time)."""
         try:
             return Channel(endpoint.connect(self._folder))
         except endpoint.SilentError:
@@ -144,9 +131,7 @@ def hello() -> dict[str, Any]:
 def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:
     """Say to the daemon of a folder who this program is, and return the answer.
 
-    Raises:
-        DeviceError: there is none in time.
-        StaticLLMError: as for ``ask``.
+    Raises ``DeviceError`` (there is none in time) and ``StaticLLMError`` (as for ``ask``).
     """
     try:
         channel.send(Message(Kind.HELLO, body=hello))
@@ -162,8 +147,7 @@ def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:
 def ask(channel: Channel, message: Message) -> Message:
     """Send a message and return the answer.
 
-    Raises:
-        StaticLLMError: the daemon refused it, it failed, or the daemon has gone (``ProcessLostError``).
+    Raises ``StaticLLMError`` (the daemon refused it, it failed, or the daemon has gone (``ProcessLostError``)).
     """
     try:
         channel.send(message)

@@ -68,11 +68,8 @@ class EngineConnection:
     def submit(self, request: EngineRequest, queue: OutputQueue) -> CompileTimes | None:
         """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
 
-        Returns what its grammar took to compile, if it has one.
-
-        Raises:
-            ProcessLostError: the daemon has ended before it accepted the request; nothing was put into ``queue``.
-            StaticLLMError: it was refused.
+        Returns what its grammar took to compile, if it has one. Raises ``ProcessLostError`` (the daemon has ended before it
+        accepted the request; nothing was put into ``queue``) and ``StaticLLMError`` (it was refused).
         """
         with self._lock:
             self._queues[request.id] = queue
@@ -98,11 +95,8 @@ class EngineConnection:
     def ask(self, message: Message) -> Message:
         """Send a question about the model and wait for its answer, while outputs of requests go on.
 
-        Raises:
-            ClosedError: the connection was closed.
-            ConfigError: the message is too large.
-            ProcessLostError: the daemon has ended.
-            StaticLLMError: it refused, or failed.
+        Raises ``ClosedError`` (the connection was closed), ``ConfigError`` (the message is too large), ``ProcessLostError``
+        (the daemon has ended) and ``StaticLLMError`` (it refused, or failed).
         """
         future: Future[Message] = Future()
         with self._lock:
@@ -190,11 +184,7 @@ class EngineConnection:
             self._on_lost()
 
     def _check_silence(self) -> None:
-        """Look whether the daemon still answers, if somebody waits for it.
-
-        Raises:
-            SilentError: it does not.
-        """
+        """Look whether the daemon still answers, if somebody waits for it. Raises ``SilentError`` (it does not)."""
         if self._queues or self._answers:
             self._link.check_silence()
 

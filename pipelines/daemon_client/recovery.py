@@ -220,8 +220,7 @@ class Recovery:
     def _connection(self) -> EngineConnection:
         """Return a connection to a daemon that has the model.
 
-        Raises:
-            StaticLLMError: there is none, or it refuses the model.
+        Raises ``StaticLLMError`` (there is none, or it refuses the model).
         """
         try:
             return self._connect()

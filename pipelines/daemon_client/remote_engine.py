@@ -66,9 +66,8 @@ class RemoteEngine:
     def reconnect(self) -> None:
         """Load the model in the daemon again if it has ended. Takes as long as loading does.
 
-        Raises:
-            ClosedError: the engine was closed.
-            StaticLLMError: the daemon cannot be started, or refuses the model.
+        Raises ``ClosedError`` (the engine was closed) and ``StaticLLMError`` (the daemon cannot be started, or refuses the
+        model).
         """
         self._connected()
 
@@ -77,12 +76,10 @@ class RemoteEngine:
     ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
-        Raises:
-            BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
-            ClosedError: the engine was closed.
-            ProcessLostError: the daemon has ended twice before it accepted the request.
-            GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
-                compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's.
+        Raises ``BusyError`` (``MAX_WAITING`` requests are waiting in the daemon's engine), ``ClosedError`` (the engine was
+        closed), ``ProcessLostError`` (the daemon has ended twice before it accepted the request) and
+        ``GenerationConfigError`` (there are ``processors``, which cannot go to another process; or the grammar cannot be
+        compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's).
         """
         if processors:
             raise GenerationConfigError(
@@ -110,7 +107,6 @@ class RemoteEngine:
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
         live = self._live.get(request)
         if os.getpid() != self._pid or live is None:
             return
@@ -121,29 +117,17 @@ class RemoteEngine:
         self._recovery.wake()
 
     def check_process(self) -> None:
-        """Check that this is the process that the engine belongs to.
-
-        Raises:
-            ClosedError: it is a forked child.
-        """
         check_process(self._pid)
 
     def stats(self) -> Stats:
-        """Return the statistics of the daemon's engine, over all programs that use it.
-
-        Raises:
-            ClosedError: the engine was closed, or the daemon has ended.
-        """
         self.check_process()
         return Stats(**self._connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
 
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        The engine is watched from now on, until nobody has asked for 15 seconds.
-
-        Raises:
-            ClosedError: the engine was closed, or the daemon has ended.
+        The engine is watched from now on, until nobody has asked for 15 seconds. Raises ``ClosedError`` (the engine was
+        closed, or the daemon has ended).
         """
         self.check_process()
         return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
@@ -151,8 +135,7 @@ class RemoteEngine:
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Raise an error: a recording holds the calls of all programs, and is made in the daemon.
 
-        Raises:
-            StaticLLMError: always.
+        Raises ``StaticLLMError``.
         """
         raise StaticLLMError("the engine is in the daemon: staticllm daemon trace records its calls")
 
@@ -164,24 +147,11 @@ class RemoteEngine:
         key: bytes = b"",
         adapters: AdapterScales = (),
     ) -> int:
-        """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
-
-        Raises:
-            SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
-            ProcessLostError: the daemon has ended twice.
-            ClosedError: the engine was closed.
-        """
         return self._snapshot("save", path, identity, key, adapters, tokens)
 
     def load_snapshot(
         self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
     ) -> int:
-        """Let the daemon read a snapshot. Return its number of tokens.
-
-        Raises:
-            SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
-            ClosedError: the engine was closed, or the daemon has ended.
-        """
         return self._snapshot("load", path, identity, key, adapters, [])
 
     def close(self, drain: bool = False) -> None:
@@ -205,9 +175,8 @@ class RemoteEngine:
     def _connected(self) -> EngineConnection:
         """Return a connection that works, as far as is known.
 
-        Raises:
-            ClosedError: the engine was closed.
-            StaticLLMError: the daemon cannot be started, or refuses the model.
+        Raises ``ClosedError`` (the engine was closed) and ``StaticLLMError`` (the daemon cannot be started, or refuses the
+        model).
         """
         self.check_process()
         with self._connecting:
@@ -292,11 +261,9 @@ class UserDaemon:
 
     @property
     def folder(self) -> Path:
-        """The runtime folder of this user. Raises ``EndpointError`` if it cannot be used."""
         return endpoint.runtime_folder()
 
     def start(self) -> None:
-        """Start it in the background. Raises ``EndpointError`` if it does not listen in time."""
         start_daemon(self.folder)
 
     def adopt(self, engine: RemoteEngine) -> None:

@@ -54,14 +54,12 @@ def remote_launcher(
 ) -> Launch:
     """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
 
-    ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon uses.
+    ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon
+    uses.
 
-    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
-    be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
-    the model; the message says why.
-
-    Raises:
-        ConfigError: ``daemon`` is something else.
+    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property
+    cannot be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the
+    daemon refuses the model; the message says why. Raises ``ConfigError`` (``daemon`` is something else).
     """
     if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
         raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
@@ -132,11 +130,9 @@ class _RemoteModel:
     def connect(self, on_lost: OnLost) -> EngineConnection:
         """Load the model, and return a connection to its engine.
 
-        Raises:
-            DeviceError: no daemon can be reached.
-            ClosedError: ``give_up`` was called.
-            ModelError: the daemon serves the model with other limits than the one before.
-            StaticLLMError: the daemon refused the model.
+        Raises ``DeviceError`` (no daemon can be reached), ``ClosedError`` (``give_up`` was called), ``ModelError`` (the
+        daemon serves the model with other limits than the one before) and ``StaticLLMError`` (the daemon refused the
+        model).
         """
         link = self._link = DaemonLink(self._home)
         try:
@@ -159,11 +155,7 @@ class _RemoteModel:
 
 
 def check_sendable(scheduler: object) -> None:
-    """Check that the policy of a pipeline can be sent to the daemon.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that the policy of a pipeline can be sent to the daemon. Raises ``ConfigError`` (it cannot)."""
     if not (scheduler is None or isinstance(scheduler, str)):
         raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
 
@@ -171,8 +163,7 @@ def check_sendable(scheduler: object) -> None:
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:
     """Return the fields of a config as JSON types, with absolute paths.
 
-    Raises:
-        ConfigError: one is a secret or a function of this process.
+    Raises ``ConfigError`` (one is a secret or a function of this process).
     """
     values = asdict(replace(config, adapters=None))
     for name in SECRETS:
@@ -188,8 +179,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
 def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
     """Return path, name and alpha of each adapter, and whether they are folded into the weights.
 
-    Raises:
-        ConfigError: one was made of bytes in this process.
+    Raises ``ConfigError`` (one was made of bytes in this process).
     """
     if adapters is None:
         return None
@@ -204,11 +194,7 @@ def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
 
 
 def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
-    """Return the fields of a draft model as JSON types.
-
-    Raises:
-        ConfigError: a property cannot be sent.
-    """
+    """Return the fields of a draft model as JSON types. Raises ``ConfigError`` (a property cannot be sent)."""
     if draft is None:
         return None
     properties = plain_properties(draft.properties)

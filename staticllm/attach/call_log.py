@@ -139,8 +139,7 @@ class CallLog:
     def repeat(self, request: Repeatable) -> None:
         """Run all calls on a request whose states are reset.
 
-        Raises:
-            RuntimeError: the log had to forget calls, because they were too large.
+        Raises ``RuntimeError`` (the log had to forget calls, because they were too large).
         """
         if self._bytes > MAX_BYTES:
             raise RuntimeError(

@@ -39,10 +39,8 @@ class DaemonGoneError(RuntimeError):
 def checked(answer: Message) -> Message:
     """Return an answer that carries a result.
 
-    Raises:
-        RefusedError: the daemon refused.
-        ProtocolError: it is not an answer.
-        Exception: the one that the call raised in the daemon.
+    Raises ``RefusedError`` (the daemon refused), ``ProtocolError`` (it is not an answer) and ``Exception`` (the one that
+    the call raised in the daemon).
     """
     if answer.kind is Kind.FAILED:
         raise _kind_of(answer)(str(answer.body.get("text", "")))
@@ -94,10 +92,8 @@ class Client:
     def call(self, message: Message) -> Message:
         """Ask the daemon on the first connection, and return its answer.
 
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
-            DaemonGoneError: the connection has ended meanwhile.
-            Exception: the one that the call raised in the daemon.
+        Raises ``UnavailableError`` (there is no daemon, or it refuses), ``DaemonGoneError`` (the connection has ended
+        meanwhile) and ``Exception`` (the one that the call raised in the daemon).
         """
         with self._lock:
             answer = self._ask(self._connected(), message)
@@ -107,12 +103,9 @@ class Client:
     def compile(self, message: Message) -> tuple[Message, int]:
         """Ask for a model on a connection of its own, so that no other thread waits for its compilation.
 
-        Return the answer, and the epoch to which its handle belongs.
-
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
-            DaemonGoneError: the connection has ended meanwhile.
-            Exception: the one that the call raised in the daemon.
+        Return the answer, and the epoch to which its handle belongs. Raises ``UnavailableError`` (there is no daemon, or it
+        refuses), ``DaemonGoneError`` (the connection has ended meanwhile) and ``Exception`` (the one that the call raised
+        in the daemon).
         """
         channel, epoch = self.open_channel()
         try:
@@ -132,8 +125,7 @@ class Client:
     def open_channel(self) -> tuple[Channel, int]:
         """Return another connection of this client, and the epoch to which it belongs; the caller closes it.
 
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
+        Raises ``UnavailableError`` (there is no daemon, or it refuses).
         """
         with self._lock:
             for attempt in range(2):
@@ -153,8 +145,7 @@ class Client:
     def connect(self) -> int:
         """Connect if there is no connection, and return the epoch.
 
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
+        Raises ``UnavailableError`` (there is no daemon, or it refuses).
         """
         with self._lock:
             self._connected()
@@ -178,8 +169,7 @@ class Client:
     def has_died(self, epoch: int) -> None:
         """Count the end of the daemon of an epoch, which a call has seen.
 
-        Raises:
-            UnavailableError: it is the second within a minute.
+        Raises ``UnavailableError`` (it is the second within a minute).
         """
         if epoch <= self._dead_epoch:
             return
@@ -277,8 +267,7 @@ class Client:
     def _check_silence(self) -> None:
         """Look whether the daemon still answers; without the lock, because who holds it may wait for an answer.
 
-        Raises:
-            SilentError: it does not.
+        Raises ``SilentError`` (it does not).
         """
         if self._watch is not None:
             try:

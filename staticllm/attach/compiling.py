@@ -38,8 +38,7 @@ class NativeError(Exception):
 def check_caller(settings: Settings) -> None:
     """Check that this call may be taken at all.
 
-    Raises:
-        NativeError: attaching is off, or staticllm itself compiles its step programs.
+    Raises ``NativeError`` (attaching is off, or staticllm itself compiles its step programs).
     """
     if settings.mode == "off" or os.environ.get("STATICLLM_ATTACH") == "off":
         raise NativeError("STATICLLM_ATTACH=off", is_silent=True)
@@ -54,8 +53,7 @@ def check_caller(settings: Settings) -> None:
 def check_device(device: str, available: list[str], settings: Settings) -> None:
     """Check that all devices that a device name can mean go to the daemon.
 
-    Raises:
-        NativeError: one of them does not.
+    Raises ``NativeError`` (one of them does not).
     """
     if not settings.devices:
         return
@@ -70,8 +68,7 @@ def check_device(device: str, available: list[str], settings: Settings) -> None:
 def check_model(model: Any) -> None:
     """Check that the daemon and the placeholder can have a model.
 
-    Raises:
-        NativeError: it has ports or operations that they cannot have.
+    Raises ``NativeError`` (it has ports or operations that they cannot have).
     """
     try:
         check_ports(model)
@@ -86,8 +83,7 @@ def check_model(model: Any) -> None:
 def plain_config(config: dict[str, Any]) -> dict[str, str | int | float | bool]:
     """Return the properties of a compilation as values of JSON.
 
-    Raises:
-        NativeError: one of them is an object without such a value.
+    Raises ``NativeError`` (one of them is an object without such a value).
     """
     plain = {}
     for name, value in config.items():

@@ -43,7 +43,6 @@ class Completions:
         self._work.put(work)
 
     def join(self, seconds: float | None) -> bool:
-        """Wait until no function runs; return whether that is so."""
         return self._open.join(seconds)
 
 

@@ -40,7 +40,6 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
             self._let_go(index)
 
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
-        """Run a call on the next idle request; wait for one if there is none."""
         index = self.get_idle_request_id()
         request = self._requests[index]
         with self._change:
@@ -57,11 +56,6 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
             raise
 
     def wait_all(self) -> None:
-        """Wait for the end of all calls.
-
-        Raises:
-            Exception: what the first failed call or callback raised.
-        """
         with self._change:
             self._change.wait_for(lambda: len(self._idle) == len(self._requests))
             errors, self._errors = self._errors, []
@@ -69,11 +63,9 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
             raise errors[0]
 
     def is_ready(self) -> bool:
-        """Return whether a request is idle."""
         return bool(self._idle)
 
     def get_idle_request_id(self) -> int:
-        """Wait for an idle request, and return its number."""
         with self._change:
             self._change.wait_for(lambda: self._idle or self._errors)
             if self._errors:
@@ -81,12 +73,10 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
             return self._idle[0]
 
     def set_callback(self, arg0: Callable[[Any, Any], object]) -> None:
-        """Set the function that is called with a request and its userdata at the end of each call."""
         self._callback = check_callback(arg0)
 
     @property
     def userdata(self) -> list[Any]:
-        """The userdata of the last call of each request."""
         return list(self._userdata)
 
     def __len__(self) -> int:

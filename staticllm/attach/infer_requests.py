@@ -54,9 +54,7 @@ class DaemonRequest:
     def start(self, inputs: dict[int, Array]) -> None:
         """Send a call.
 
-        Raises:
-            RefusedError: the daemon has no room for its tensors.
-            DaemonGoneError: the daemon has ended.
+        Raises ``RefusedError`` (the daemon has no room for its tensors) and ``DaemonGoneError`` (the daemon has ended).
         """
         self._number += 1
         message = Message(Kind.INFER, 1, self._number, body={"wanted": "last"} if wants_last() else {})
@@ -71,9 +69,7 @@ class DaemonRequest:
     def finish(self) -> Finished:
         """Wait for the result of the call that runs.
 
-        Raises:
-            DaemonGoneError: the daemon has ended.
-            Exception: the one that the call raised.
+        Raises ``DaemonGoneError`` (the daemon has ended) and ``Exception`` (the one that the call raised).
         """
         answer, arrays = self._exchange(self._result)
         self.is_running = False
@@ -84,7 +80,6 @@ class DaemonRequest:
         return Finished(arrays, int(answer.time * 1e6))
 
     def run(self, inputs: dict[int, Array]) -> None:
-        """Run a call and drop its outputs."""
         self.start(inputs)
         self.finish()
 
@@ -185,7 +180,6 @@ class NativeRequest:
         self.is_running = False
 
     def start(self, inputs: dict[int, Array]) -> None:
-        """Start a call."""
         self._inputs = [Tensor(np.array(array)) for array in inputs.values()]
         for index, tensor in zip(inputs, self._inputs, strict=True):
             self._request.set_input_tensor(index, tensor)
@@ -193,49 +187,39 @@ class NativeRequest:
         self.is_running = True
 
     def poll(self, seconds: float | None) -> bool:
-        """Wait at most ``seconds`` for the result of the call that runs; return whether ``finish`` would not wait."""
         found: bool = self._request.wait_for(int((3600.0 if seconds is None else seconds) * 1000))
         return found
 
     def finish(self) -> Finished:
-        """Wait for the result of the call that runs."""
         self.is_running = False
         self._request.wait()
         outputs = [tensor.data for tensor in self._request.output_tensors]
         return Finished(outputs, int(self._request.latency * 1000))
 
     def run(self, inputs: dict[int, Array]) -> None:
-        """Run a call and drop its outputs."""
         self.start(inputs)
         self.finish()
 
     def reset(self) -> None:
-        """Set all states back."""
         self._request.reset_state()
 
     def state_names(self) -> list[str]:
-        """Return the names of the states."""
         return [state.name for state in self._request.query_state()]
 
     def get_state(self, index: int) -> Array:
-        """Return a copy of a state."""
         values: Array = self._request.query_state()[index].state.data.copy()
         return values
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set a state."""
         self._request.query_state()[index].state = Tensor(np.array(values))
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state."""
         self._request.query_state()[index].state.data[...] = values
 
     def reset_state(self, index: int) -> None:
-        """Set one state back."""
         self._request.query_state()[index].reset()
 
     def profile(self) -> list[dict[str, Any]]:
-        """Return the times of the nodes in the last call."""
         return [
             {"node_name": node.node_name, "node_type": node.node_type, "exec_type": node.exec_type,
              "status": node.status.name, "real_us": node.real_time.microseconds, "cpu_us": node.cpu_time.microseconds}

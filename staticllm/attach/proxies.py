@@ -31,12 +31,10 @@ class AttachedState:
 
     @property
     def name(self) -> str:
-        """The name of the state."""
         return self._name
 
     @property
     def state(self) -> Tensor:
-        """The value of the state now; what is written into it before the next call changes the state as natively."""
         values = self._request.get_state(self._index)
         return Tensor(values, shared_memory=True) if values.size else Tensor(values)
 
@@ -47,7 +45,6 @@ class AttachedState:
         self._request.set_state(self._index, value.data)
 
     def reset(self) -> None:
-        """Set the state back."""
         self._request.reset_state(self._index)
 
     def __repr__(self) -> str:
@@ -123,7 +120,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._lock, self._completions = threading.RLock(), None
 
     def forget_call(self) -> None:
-        """Forget a call that runs, without waiting."""
         self._is_running = self._is_interrupted = False
         self._remote.forget_call()
 
@@ -140,14 +136,12 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         *,
         decode_strings: bool = True,
     ) -> OVDict:
-        """Run a call, as ``openvino.InferRequest.infer`` does."""
         with self._lock:
             self._start(inputs, share_inputs)
             self._take_result()
             return self._results(share_outputs)
 
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
-        """Start a call, as ``openvino.InferRequest.start_async`` does."""
         with self._lock:
             if userdata is not None:
                 if self._callback is None:
@@ -162,8 +156,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def wait(self) -> None:
         """Wait for the end of the call.
 
-        Raises:
-            RuntimeError: the call failed, or it was cancelled, or its callback raised.
+        Raises ``RuntimeError`` (the call failed, or it was cancelled, or its callback raised).
         """
         if self._completions is not None and not self._completions.is_current_thread():
             self._completions.join(None)
@@ -176,8 +169,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def wait_for(self, timeout: Any) -> bool:
         """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result.
 
-        Raises:
-            RuntimeError: the time is negative, or as for ``wait``.
+        Raises ``RuntimeError`` (the time is negative, or as for ``wait``).
         """
         if (milliseconds := operator.index(timeout)) > MAX_TIMEOUT:
             raise TypeError(f"wait_for({milliseconds}): must be at most {MAX_TIMEOUT} ms")
@@ -194,28 +186,23 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         return True
 
     def cancel(self) -> None:
-        """Let the running call end with an error."""
         self._is_cancelled = self._is_running
 
     def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
-        """Set the function that is called with ``userdata`` at the end of each ``start_async``."""
         self._check_idle()
         self._callback, self._userdata = check_callback(callback), userdata
 
     def reset_state(self) -> None:
-        """Set all states back."""
         self._check_idle()
         self._remote.reset()
 
     def query_state(self) -> list[Any]:
-        """Return the states of the request."""
         self._check_idle()
         return states_of(self._remote)
 
     # tensors
 
     def get_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the tensor of an input or output, by name or port."""
         self._check_idle()
         key = next(iter((*args, *kwargs.values())), None)
         if not isinstance(key, str) or key not in self._input_names:
@@ -238,46 +225,34 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
     @property
     def userdata(self) -> Any:
-        """What the callback is called with."""
         return self._userdata
 
     @property
     def latency(self) -> float:
-        """The time of the last call on the device in ms."""
         return self._latency
 
     @property
     def profiling_info(self) -> list[ProfilingInfo]:
-        """The times of the nodes in the last call, for models that were compiled with ``PERF_COUNT``."""
         self._check_idle()
         return [_profiling_info(node) for node in self._remote.profile()]
 
     def get_profiling_info(self) -> list[ProfilingInfo]:
-        """Return ``profiling_info``."""
         return self.profiling_info
 
     def get_compiled_model(self) -> Any:
-        """Return the compiled model of this request."""
         return self._make_compiled(self._placeholder.get_compiled_model())
 
     # the work
 
     def _give_out(self) -> None:
-        """Note that the program has output tensors, which natively show the newest values."""
         self._check_idle()
         self._given_out = True
 
     def _give_outputs(self) -> None:
-        """Copy the outputs of the last call into the tensors that the program gets."""
         self._check_idle()
         self._show_outputs()
 
     def _check_idle(self) -> None:
-        """Take the result of a call that has ended.
-
-        Raises:
-            RuntimeError: a call is running.
-        """
         if not self._is_running and not self._is_interrupted:
             return
         by_callback = self._completions is not None and self._completions.is_busy
@@ -308,8 +283,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def _finish(self) -> None:
         """Wait for the result of the running call, and show it in the tensors that the program has.
 
-        Raises:
-            Exception: the call failed; ``wait`` raises it again.
+        Raises ``Exception`` (the call failed; ``wait`` raises it again).
         """
         self._take_result()
         if self._given_out:
@@ -322,8 +296,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def _take_result(self) -> None:
         """Wait for the result of the running call, and keep it.
 
-        Raises:
-            Exception: the call failed; ``wait`` raises it again.
+        Raises ``Exception`` (the call failed; ``wait`` raises it again).
         """
         try:
             result = self._remote.finish()
@@ -342,7 +315,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
             raise self._error
 
     def _complete(self) -> None:
-        """Take the result, and call the callback; runs on a thread of its own."""
         try:
             with self._lock:
                 if self._is_running:
@@ -366,7 +338,6 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         return OVDict({port: (data if share else data.copy()) for port, data in zip(self._ports, shown, strict=True)})
 
     def _show_outputs(self) -> list[Array]:
-        """Copy the outputs of the last call into the tensors that the program sees, and return the memory of these."""
         self._given_out = True
         outputs, self._outputs = self._outputs, None
         if outputs is None:
@@ -384,11 +355,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
 
 def check_callback(callback: Any) -> Callable[..., object]:
-    """Return a callback, which must be a function.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Return a callback, which must be a function. Raises ``TypeError`` (it is not)."""
     if not callable(callback):
         raise TypeError(f"a callback must be a function, not {type(callback).__name__}")
     function: Callable[..., object] = callback
@@ -416,7 +383,6 @@ class AttachedCompiledModel(CompiledModel):  # type: ignore[misc]
         return str(super().__repr__()).replace(AttachedCompiledModel.__name__, CompiledModel.__name__, 1)
 
     def create_infer_request(self) -> AttachedInferRequest:
-        """Return a new infer request."""
         model = self._remote
         base = CompiledModelBase.create_infer_request(self)
         return AttachedInferRequest(
@@ -424,26 +390,21 @@ class AttachedCompiledModel(CompiledModel):  # type: ignore[misc]
         )
 
     def get_property(self, property: str) -> Any:
-        """Return a property of the compiled model."""
         if not isinstance(property, str):
             return CompiledModelBase.get_property(self, property)  # raises as natively
         return self._remote.get_property(property)
 
     def set_property(self, *args: Any, **kwargs: Any) -> None:
-        """Set properties."""
         with contextlib.suppress(RuntimeError):  # checks the arguments; the placeholder's own properties mean nothing
             CompiledModelBase.set_property(self, *args, **kwargs)
         given = next(iter((*args, *kwargs.values())))
         self._remote.set_property(dict([given] if isinstance(given, tuple) else given))
 
     def export_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Export the compiled model, which is compiled in this program for it."""
         return self._remote.native().export_model(*args, **kwargs)
 
     def get_runtime_model(self) -> Model:
-        """Return the graph that runs, of the model compiled in this program for it."""
         return self._remote.native().get_runtime_model()
 
     def release_memory(self) -> None:
-        """Release what the program does not need; the daemon's memory belongs to all its clients."""
         CompiledModelBase.release_memory(self)

@@ -74,9 +74,7 @@ class RemoteModel:
     def open_in_daemon(self) -> DaemonRequest:
         """Return a new infer request of the daemon, which is started again if it has ended.
 
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
-            DaemonGoneError: it has ended meanwhile.
+        Raises ``UnavailableError`` (there is no daemon, or it refuses) and ``DaemonGoneError`` (it has ended meanwhile).
         """
         with self._lock:
             if self._client.connect() != self._epoch:
@@ -91,8 +89,7 @@ class RemoteModel:
     def open_native(self, reason: str) -> NativeRequest:
         """Return an infer request that runs natively in the program.
 
-        Raises:
-            UnavailableError: the program must not run natively.
+        Raises ``UnavailableError`` (the program must not run natively).
         """
         if self._client.settings.mode == "require":
             raise UnavailableError(f"{reason} (STATICLLM_ATTACH=require)")
@@ -109,17 +106,11 @@ class RemoteModel:
     def has_died(self, epoch: int) -> None:
         """Count the end of the daemon of an epoch, which a request has seen.
 
-        Raises:
-            UnavailableError: it is the second within a minute.
+        Raises ``UnavailableError`` (it is the second within a minute).
         """
         self._client.has_died(epoch)
 
     def get_property(self, name: str) -> Any:
-        """Return a property of the compiled model.
-
-        Raises:
-            RuntimeError: there is none of this name.
-        """
         if self._native is None:
             for _ in range(2):
                 with contextlib.suppress(DaemonGoneError, UnavailableError):
@@ -127,11 +118,6 @@ class RemoteModel:
         return self.native().get_property(name)
 
     def set_property(self, values: dict[str, Any]) -> None:
-        """Set properties.
-
-        Raises:
-            RuntimeError: the model is shared, or the device does not allow it.
-        """
         if self._native is None:
             with contextlib.suppress(DaemonGoneError, UnavailableError):
                 self._ask(Kind.SET_PROPERTY, {"values": {name: str(value) for name, value in values.items()}})
@@ -139,7 +125,6 @@ class RemoteModel:
         self.native().set_property(values)
 
     def close(self) -> None:
-        """Give the model back."""
         if self._epoch:
             self._client.release(self._handle, self._epoch)
             self._epoch = 0
@@ -191,14 +176,12 @@ class MovableRequest:
 
     @property
     def model(self) -> RemoteModel:
-        """The model that the request runs."""
         return self._model
 
     def start(self, inputs: dict[int, Array]) -> None:
         """Start a call; the arrays must not change before ``finish``.
 
-        Raises:
-            RuntimeError: neither the daemon nor the program can run it.
+        Raises ``RuntimeError`` (neither the daemon nor the program can run it).
         """
         if self._pending is not None:  # interrupted by Ctrl-C
             self._commit()
@@ -217,9 +200,8 @@ class MovableRequest:
     def finish(self) -> Finished:
         """Wait for the result of the call that was started.
 
-        Raises:
-            RuntimeError: neither the daemon nor the program can run it.
-            Exception: the one that the call raised.
+        Raises ``RuntimeError`` (neither the daemon nor the program can run it) and ``Exception`` (the one that the call
+        raised).
         """
         try:
             result = self._at_place(lambda place: place.finish())
@@ -234,7 +216,6 @@ class MovableRequest:
         self._pending = None
 
     def reset(self) -> None:
-        """Set all states back."""
         if self._pending is not None:
             self._commit()
             self._close_place()
@@ -245,7 +226,6 @@ class MovableRequest:
                 self._at_place(lambda place: place.reset())
 
     def state_names(self) -> list[str]:
-        """Return the names of the states."""
         return self._at_place(lambda place: place.state_names())
 
     def get_state(self, index: int) -> Array:
@@ -256,25 +236,21 @@ class MovableRequest:
         return values
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set a state."""
         self._send_writes()
         self._given.pop(index, None)
         self._at_place(lambda place: place.set_state(index, values))
         self._note_state(StateChange(index, np.array(values)))
 
     def reset_state(self, index: int) -> None:
-        """Set one state back."""
         self._send_writes()
         self._given.pop(index, None)
         self._at_place(lambda place: place.reset_state(index))
         self._note_state(StateChange(index, None))
 
     def profile(self) -> list[dict[str, Any]]:
-        """Return the times of the nodes in the last call."""
         return self._at_place(lambda place: place.profile())
 
     def close(self) -> None:
-        """End the request."""
         self._close_place()
 
     def __del__(self) -> None:

@@ -81,7 +81,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
         return self._process.pid
 
     @property
@@ -106,9 +105,8 @@ class Child:
     def ask(self, message: Message, seconds: float | None = None) -> Message:
         """Send a message and return the answer; the process is killed after ``seconds``. One thread at a time may call.
 
-        Raises:
-            TimeoutError: there was no answer in time.
-            ChildLostError: the process has ended, and was ended if it did not answer with a message.
+        Raises ``TimeoutError`` (there was no answer in time) and ``ChildLostError`` (the process has ended, and was ended
+        if it did not answer with a message).
         """
         if seconds is None:
             return self._ask(message)
@@ -202,8 +200,7 @@ def daemon_command() -> list[str]:
 def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
     """Start the daemon of a runtime folder in the background, and return when it, or another program's, listens.
 
-    Raises:
-        EndpointError: none listens in time.
+    Raises ``EndpointError`` (none listens in time).
     """
     begin = time.monotonic()
     errors = folder / "daemon.err"

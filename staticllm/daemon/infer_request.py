@@ -27,10 +27,8 @@ class InferRequest(Protocol):
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
         """Run a call on ``inputs`` by index. ``wants_last``: the client reads only the logits after the last token.
 
-        Raises:
-            RuntimeError: OpenVINO refused the inputs.
-            PromptError: they do not fit the states of a language model.
-            ClosedError: the model was closed, or the request was cancelled.
+        Raises ``RuntimeError`` (OpenVINO refused the inputs), ``PromptError`` (they do not fit the states of a language
+        model) and ``ClosedError`` (the model was closed, or the request was cancelled).
         """
         ...
 

@@ -42,11 +42,7 @@ class Block:
 
     @classmethod
     def create(cls, size: int) -> Block:
-        """Create a block of at least ``size`` bytes.
-
-        Raises:
-            OSError: the system has no memory or no handle for it.
-        """
+        """Create a block of at least ``size`` bytes. Raises ``OSError`` (the system has no memory or no handle for it)."""
         size = block_size(size)
         if sys.platform == "win32":
             tag = f"staticllm-{secrets.token_hex(16)}"
@@ -71,8 +67,7 @@ class Block:
     def receive(cls, connection: Any, size: int) -> Block:
         """Map the block of ``size`` bytes that the peer of a connection sends.
 
-        Raises:
-            OSError: it cannot be mapped, or it is shorter.
+        Raises ``OSError`` (it cannot be mapped, or it is shorter).
         """
         if sys.platform == "win32":
             tag = connection.recv_bytes(128).decode("ascii", "replace")

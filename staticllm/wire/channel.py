@@ -99,9 +99,7 @@ class Channel:
     def send(self, message: Message) -> None:
         """Send a message, and after it the block if it is new.
 
-        Raises:
-            ProtocolError: it is longer than ``MAX_FRAME``.
-            OSError: the peer has gone.
+        Raises ``ProtocolError`` (it is longer than ``MAX_FRAME``) and ``OSError`` (the peer has gone).
         """
         if not self._is_unsent or self._block is None:
             data = encode(message)
@@ -116,9 +114,8 @@ class Channel:
     def receive(self) -> Message:
         """Wait for the next message; a block that follows it replaces the current one.
 
-        Raises:
-            ProtocolError: it is not a message.
-            EOFError, OSError: the peer has gone, or sent more than ``MAX_FRAME`` bytes.
+        Raises ``ProtocolError`` (it is not a message) and ``EOFError``, ``OSError`` (the peer has gone, or sent more than
+        ``MAX_FRAME`` bytes).
         """
         message = decode(self._read(), self._bodies)
         if message.flags & BLOCK and not self._takes_blocks:
@@ -138,8 +135,7 @@ class Channel:
     def grow(self, size: int) -> None:
         """Create a block of at least ``size`` bytes in place of the current one; the next message carries it to the peer.
 
-        Raises:
-            OSError: there is no memory for it.
+        Raises ``OSError`` (there is no memory for it).
         """
         self._replace(Block.create(size))
         self._is_unsent = True
@@ -147,8 +143,7 @@ class Channel:
     def send_tensors(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> None:
         """Send a message with tensors; large ones go into the block, which must have room for them.
 
-        Raises:
-            NoRoomError: the block is too small.
+        Raises ``NoRoomError`` (the block is too small).
         """
         key = (*names, *message.body.items(), *[(array.dtype, array.shape) for array in arrays])
         frame = self._frames.get(key)
@@ -183,8 +178,7 @@ class Channel:
     def tensors_of(self, message: Message) -> list[tuple[int | str, Array]]:
         """Return the tensors of a received message: views, valid until the next message that uses the block.
 
-        Raises:
-            ProtocolError: a description is wrong.
+        Raises ``ProtocolError`` (a description is wrong).
         """
         return tensors.read(message, None if self._block is None else self._block.memory)
 

@@ -50,9 +50,7 @@ class InTime:
     def recv_bytes(self, max_length: int | None = None) -> bytes:
         """Return the next message.
 
-        Raises:
-            TimeoutError: there is none in time.
-            EOFError, OSError: the peer has gone.
+        Raises ``TimeoutError`` (there is none in time) and ``EOFError``, ``OSError`` (the peer has gone).
         """
         if not self._connection.poll(ANSWER_SECONDS):
             raise TimeoutError
@@ -63,10 +61,8 @@ class InTime:
 def runtime_folder(create: bool = True) -> Path:
     """Return the folder of the daemon's socket, key and log: only this user may enter it.
 
-    ``STATICLLM_RUNTIME_DIR`` names another one.
-
-    Raises:
-        EndpointError: it is relative, it cannot be made, or others own it or may enter it.
+    ``STATICLLM_RUNTIME_DIR`` names another one. Raises ``EndpointError`` (it is relative, it cannot be made, or others own
+    it or may enter it).
     """
     folder = _folder_path()
     if not folder.is_absolute():  # the daemon and child processes have other working directories
@@ -102,8 +98,7 @@ def _folder_path() -> Path:
 def address(folder: Path) -> str:
     """Return the address of the daemon of this folder.
 
-    Raises:
-        EndpointError: the path is too long for a socket, or no daemon has written its pipe's name yet.
+    Raises ``EndpointError`` (the path is too long for a socket, or no daemon has written its pipe's name yet).
     """
     if sys.platform == "win32":
         try:
@@ -119,11 +114,7 @@ def address(folder: Path) -> str:
 
 
 def read_key(folder: Path) -> bytes:
-    """Return the key that both sides must know.
-
-    Raises:
-        EndpointError: there is none yet, or it is damaged.
-    """
+    """Return the key that both sides must know. Raises ``EndpointError`` (there is none yet, or it is damaged)."""
     try:
         key = (folder / "key").read_bytes()
     except OSError as error:
@@ -168,11 +159,9 @@ def stopped_pid(folder: Path) -> int | None:
 def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
     """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
 
-    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of Windows). A
-    signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when it returns.
-
-    Raises:
-        EndpointError, OSError: the address cannot be used.
+    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
+    Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when
+    it returns. Raises ``EndpointError``, ``OSError`` (the address cannot be used).
     """
     if sys.platform == "win32":
         listener = mp.Listener(rf"\\.\pipe\staticllm-{secrets.token_hex(16)}", "AF_PIPE")
@@ -192,10 +181,8 @@ def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
 def connect(folder: Path) -> Any:
     """Return a connection to the daemon of this folder; both sides have proved that they know the key.
 
-    Raises:
-        SilentError: the daemon does not answer.
-        GoneError: no daemon listens there, or it ended meanwhile.
-        EndpointError: it does not know the key, or it belongs to another user.
+    Raises ``SilentError`` (the daemon does not answer), ``GoneError`` (no daemon listens there, or it ended meanwhile) and
+    ``EndpointError`` (it does not know the key, or it belongs to another user).
     """
     where, key = address(folder), read_key(folder)
     try:
@@ -226,9 +213,8 @@ def connect(folder: Path) -> Any:
 def _dial(where: str) -> Any:
     """Connect without proving anything.
 
-    Raises:
-        BlockingIOError: nobody accepted those who came before, within ``ANSWER_SECONDS``.
-        OSError: nobody listens.
+    Raises ``BlockingIOError`` (nobody accepted those who came before, within ``ANSWER_SECONDS``) and ``OSError`` (nobody
+    listens).
     """
     if sys.platform == "win32":
         return mp.Client(where)
@@ -267,11 +253,7 @@ def silence_of(where: object) -> str:
 
 
 def knock(folder: Path) -> None:
-    """Connect and leave at once, so that a listener wakes.
-
-    Raises:
-        EndpointError, OSError: nobody listens.
-    """
+    """Connect and leave at once, so that a listener wakes. Raises ``EndpointError``, ``OSError`` (nobody listens)."""
     if sys.platform == "win32":
         mp.Client(address(folder)).close()
         return
@@ -294,8 +276,7 @@ def identity(folder: Path) -> os.stat_result | None:
 def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
     """Close a listener. ``leaves_socket``: the file of that name belongs to another one.
 
-    Raises:
-        OSError: the socket cannot be removed.
+    Raises ``OSError`` (the socket cannot be removed).
     """
     if leaves_socket:
         listener._listener._unlink.cancel()  # type: ignore[attr-defined]
@@ -306,8 +287,7 @@ def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
 def welcome(connection: Any, key: bytes) -> None:
     """Check on the daemon's side that the peer belongs to this user and knows the key.
 
-    Raises:
-        EndpointError: it does not.
+    Raises ``EndpointError`` (it does not).
     """
     check_peer(connection)
     try:
@@ -320,8 +300,7 @@ def welcome(connection: Any, key: bytes) -> None:
 def check_peer(connection: Any) -> None:
     """Check that the peer of a socket belongs to this user, where the system tells.
 
-    Raises:
-        EndpointError: it does not.
+    Raises ``EndpointError`` (it does not).
     """
     if not sys.platform.startswith("linux"):
         return
@@ -346,10 +325,8 @@ class SilenceWatch:
     def check(self) -> None:
         """Return if the daemon answers, or if it has ended, which connections tell by themselves.
 
-        What another thread has found within ``PROBE_SECONDS`` counts as well.
-
-        Raises:
-            SilentError: it does not answer in time.
+        What another thread has found within ``PROBE_SECONDS`` counts as well. Raises ``SilentError`` (it does not answer in
+        time).
         """
         with self._lock:
             if time.monotonic() - self._looked >= PROBE_SECONDS:

@@ -127,10 +127,7 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
     """Return the message of these bytes.
 
     ``bodies`` are those of earlier calls and their results on the same connection, by their text: most have the same shapes
-    as those before.
-
-    Raises:
-        ProtocolError: they are not one.
+    as those before. Raises ``ProtocolError`` (they are not one).
     """
     if len(data) < _HEADER.size:
         raise ProtocolError(f"a message of {len(data)} bytes is shorter than its header")
@@ -154,9 +151,7 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
 def write_message(stream: IO[bytes], message: Message) -> None:
     """Write a message to a pipe and flush it.
 
-    Raises:
-        ProtocolError: it is longer than ``MAX_PIPED``.
-        OSError: the pipe is closed.
+    Raises ``ProtocolError`` (it is longer than ``MAX_PIPED``) and ``OSError`` (the pipe is closed).
     """
     data = encode(message, MAX_PIPED)
     stream.write(LENGTH.pack(len(data)) + data)
@@ -166,8 +161,7 @@ def write_message(stream: IO[bytes], message: Message) -> None:
 def read_message(stream: IO[bytes]) -> Message | None:
     """Return the next message of a pipe; None at its end.
 
-    Raises:
-        ProtocolError: the pipe ends within a message, or holds something else.
+    Raises ``ProtocolError`` (the pipe ends within a message, or holds something else).
     """
     start = stream.read(LENGTH.size)
     if not start:
@@ -206,8 +200,7 @@ def _body(text: bytes) -> dict[str, Any]:
 def text_of(message: Message, name: str, limit: int = 4096) -> str:
     """Return a text of at most ``limit`` characters from a message's body.
 
-    Raises:
-        ProtocolError: it is missing or something else.
+    Raises ``ProtocolError`` (it is missing or something else).
     """
     value = message.body.get(name)
     if not isinstance(value, str) or len(value) > limit or "\0" in value:
@@ -218,8 +211,7 @@ def text_of(message: Message, name: str, limit: int = 4096) -> str:
 def whole_of(message: Message, name: str, most: int, default: int | None = None) -> int:
     """Return a whole number from 0 to ``most`` from a message's body.
 
-    Raises:
-        ProtocolError: it is missing, and there is no default, or it is something else.
+    Raises ``ProtocolError`` (it is missing, and there is no default, or it is something else).
     """
     value = message.body.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:

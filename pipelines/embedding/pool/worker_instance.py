@@ -45,11 +45,7 @@ class WorkerSpec:
     choices: EncoderChoices
 
     def to_dict(self) -> dict[str, object]:
-        """Return the spec as plain JSON.
-
-        Raises:
-            ConfigError: a property is not a str, a number or a bool.
-        """
+        """Return the spec as plain JSON. Raises ``ConfigError`` (a property is not a str, a number or a bool)."""
         for name, value in (self.choices.properties or {}).items():
             if not isinstance(value, (str, int, float, bool)):
                 raise ConfigError(
@@ -87,19 +83,16 @@ class WorkerInstance:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
         return self._child.pid
 
     @property
     def costs(self) -> Costs:
-        """Seconds per call of each variant, as the process reported them last."""
         return self._costs
 
     def wait_ready(self) -> None:
         """Wait until the process has loaded the model.
 
-        Raises:
-            StaticLLMError: it could not; the error is that of ``load_encoder``.
+        Raises ``StaticLLMError`` (it could not; the error is that of ``load_encoder``).
         """
         try:
             answer = self._ask(Message(Kind.MODEL, body=self._body), START_SECONDS)
@@ -110,12 +103,6 @@ class WorkerInstance:
         self._costs = decode_costs(answer.body["costs"])
 
     def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
-        """Return the vectors ``[n, width]`` of the texts.
-
-        Raises:
-            WorkerLostError: the process ended.
-            DeviceError: the device failed; the process goes on.
-        """
         parts = [self._embed(texts[start : start + MAX_TEXTS]) for start in range(0, len(texts), MAX_TEXTS)]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -138,8 +125,7 @@ class WorkerInstance:
     def recover(self) -> None:
         """Start the process again if it ended; one that goes on is asked for a text of one token.
 
-        Raises:
-            StaticLLMError: it cannot load the model any more, or the device fails.
+        Raises ``StaticLLMError`` (it cannot load the model any more, or the device fails).
         """
         if self._child.is_usable:
             try:
@@ -155,7 +141,6 @@ class WorkerInstance:
         self.wait_ready()
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._is_closed = True
         self._child.end(END_SECONDS)

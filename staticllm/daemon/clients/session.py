@@ -64,8 +64,7 @@ class Session:
     def hold(self, source: Source) -> tuple[int, ServedModel]:
         """Compile a model, or share one that is compiled, and return its handle and the model.
 
-        Raises:
-            BusyError: the client, or all clients together, have too many models.
+        Raises ``BusyError`` (the client, or all clients together, have too many models).
         """
         with self._lock:
             if len(self._models) >= self._limits.models:
@@ -127,11 +126,7 @@ class Session:
             self._table.release(held.key)
 
     def count_request(self, change: int) -> None:
-        """Count an infer request that is opened (1) or closed (-1).
-
-        Raises:
-            BusyError: the client has too many.
-        """
+        """Count an infer request that is opened (1) or closed (-1). Raises ``BusyError`` (the client has too many)."""
         with self._lock:
             if self._num_requests + change > self._limits.requests:
                 raise BusyError(
@@ -142,8 +137,7 @@ class Session:
     def count_block(self, change: int) -> None:
         """Count the bytes of shared memory that are added or, if negative, freed.
 
-        Raises:
-            BusyError: the client has too many.
+        Raises ``BusyError`` (the client has too many).
         """
         with self._lock:
             if self._block_bytes + change > self._limits.block_bytes:

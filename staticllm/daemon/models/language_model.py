@@ -127,9 +127,8 @@ class LanguageModel:
     def request_of(self, values: Mapping[str, Any]) -> EngineRequest:
         """Return the checked request of a client.
 
-        Raises:
-            PromptError: its prompt is empty, too long, or has ids outside the vocabulary.
-            ConfigError: a field is missing, unknown or of a wrong type.
+        Raises ``PromptError`` (its prompt is empty, too long, or has ids outside the vocabulary) and ``ConfigError`` (a
+        field is missing, unknown or of a wrong type).
         """
         try:
             request = EngineRequest.from_dict(values)
@@ -151,19 +150,14 @@ class LanguageModel:
         return 0 if adapters is None or adapters.is_fused else len(adapters.adapters)
 
     def get_property(self, name: str) -> object:
-        """Raise an error: an engine has several programs, with properties of their own.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise an error: an engine has several programs, with properties of their own. Raises ``ConfigError``."""
         raise ConfigError(f"a language model with an engine has no property {name!r}")
 
     def snapshot(self, message: Message) -> int:
         """Save or load a snapshot as a client's message says, and return its number of tokens.
 
-        Raises:
-            ProtocolError: a field is missing or of a wrong type.
-            SnapshotError: it cannot be saved or loaded.
+        Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``SnapshotError`` (it cannot be saved or
+        loaded).
         """
         path, key, identity = text_of(message, "path"), text_of(message, "key"), message.body.get("identity")
         tokens = message.body.get("tokens")
@@ -179,7 +173,6 @@ class LanguageModel:
         return self.engine.load_snapshot(path, texts, bytes.fromhex(key), tuple(scales))
 
     def close(self) -> None:
-        """End the engine and release the programs."""
         self.launched.close()
 
 
@@ -209,11 +202,7 @@ class LazyTokenizer:
         self._tokenizer: genai.Tokenizer | None = None
 
     def read(self) -> genai.Tokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            ModelError: it cannot be read.
-        """
+        """Return the tokenizer. Raises ``ModelError`` (it cannot be read)."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = read_tokenizer(self._directory)
@@ -224,11 +213,7 @@ class LazyTokenizer:
         return EngineText(self.decode, GrammarCompiler(lambda: read_vocabulary(self.read())))
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens.
-
-        Raises:
-            ModelError: the tokenizer cannot be read, or cannot decode them.
-        """
+        """Return the text of tokens. Raises ``ModelError`` (the tokenizer cannot be read, or cannot decode them)."""
         try:
             text: str = self.read().decode(tokens)
         except RuntimeError as error:

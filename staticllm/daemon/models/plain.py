@@ -38,7 +38,6 @@ class PlainModel:
         self.names = [port.get_any_name() if port.get_names() else "" for port in compiled.inputs]
 
     def open(self, client: ClientId) -> PlainRequest:
-        """Return a new infer request of a client."""
         return PlainRequest(self, self.compiled.create_infer_request(), client)
 
     def describe(self) -> dict[str, object]:
@@ -46,12 +45,10 @@ class PlainModel:
         return {}
 
     def get_property(self, name: str) -> object:
-        """Return a property of the compiled model. Raises ``RuntimeError`` if OpenVINO does not know it."""
         value: object = self.compiled.get_property(name)
         return value
 
     def close(self) -> None:
-        """Release the compiled model."""
         del self.compiled
 
 
@@ -65,7 +62,6 @@ class PlainRequest:
         self._inputs: dict[int, Array] = {}  # the memory of its input tensors
 
     def call(self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False) -> CallResult:
-        """Run a call on ``inputs`` by index. ``wants_last`` has no effect here."""
         model, request = self._model, self._request
         if self._guard is not None:
             self._check(self._guard, inputs)
@@ -103,40 +99,33 @@ class PlainRequest:
         """Do nothing: every call brings its priority, and ``Devices.hurry`` changes that of waiting calls."""
 
     def reset(self) -> None:
-        """Set all states back."""
         self._request.reset_state()
         if self._guard is not None:
             self._guard.reset()
 
     def state_names(self) -> list[str]:
-        """Return the names of the states."""
         return [state.name for state in self._request.query_state()]
 
     def get_state(self, index: int) -> Array:
-        """Return the value of a state."""
         values: Array = self._request.query_state()[index].state.data
         return values
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state."""
         if self._guard is not None:
             self._guard.check_state(index, values)
             self._guard.forget()
         self._request.query_state()[index].state = ov.Tensor(np.array(values))
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state."""
         if self._guard is not None:
             self._guard.write_state(index, values)
 
     def reset_state(self, index: int) -> None:
-        """Set one state back."""
         if self._guard is not None:
             self._guard.forget()
         self._request.query_state()[index].reset()
 
     def _check(self, guard: StateGuard, inputs: Mapping[int, Array]) -> None:
-        """Check the inputs of a call."""
         names = self._model.names
         new = {names[index]: array.copy() for index, array in inputs.items() if index < len(names)}
         given = {**self._given, **new}
@@ -144,7 +133,6 @@ class PlainRequest:
         self._given = given
 
     def _infer_guarded(self, guard: StateGuard) -> None:
-        """Run a call, and note what it does to the states."""
         try:
             self._request.infer(share_inputs=True, share_outputs=True)
         except BaseException:
@@ -153,7 +141,6 @@ class PlainRequest:
         guard.count(self._given)
 
     def profile(self) -> list[dict[str, object]]:
-        """Return the times of the nodes in the last call."""
         return [
             {"node_name": node.node_name, "node_type": node.node_type, "exec_type": node.exec_type,
              "status": node.status.name, "real_us": node.real_time.microseconds, "cpu_us": node.cpu_time.microseconds}
@@ -164,5 +151,4 @@ class PlainRequest:
         """Do nothing: a call is one device call, which cannot be ended."""
 
     def close(self) -> None:
-        """Release the infer request and its memory."""
         del self._request

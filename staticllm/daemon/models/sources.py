@@ -40,15 +40,9 @@ class ModelSource:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the weights file; 0 without one."""
         return self.weights.stat().st_size if self.weights.is_file() else 0
 
     def identity(self) -> tuple[object, ...]:
-        """Return a value that is equal for two sources of which one compiled model serves both.
-
-        Raises:
-            ModelError: a file is missing.
-        """
         try:
             files = tuple(self._identity_of(path) for path in (self.xml, self.weights) if path.is_file())
         except OSError as error:
@@ -65,10 +59,8 @@ class ModelSource:
 def source_of(message: Message) -> ModelSource:
     """Return the checked source that a ``MODEL`` message names.
 
-    Raises:
-        ProtocolError: a field is missing or of a wrong type.
-        ModelError: a file is missing or damaged.
-        ConfigError: a property is not a plain value.
+    Raises ``ProtocolError`` (a field is missing or of a wrong type), ``ModelError`` (a file is missing or damaged) and
+    ``ConfigError`` (a property is not a plain value).
     """
     mode = text_of(message, "mode")
     if mode not in ("auto", "exact"):
@@ -86,8 +78,7 @@ def source_of(message: Message) -> ModelSource:
 def _check_stamp(message: Message, xml: Path, weights: Path) -> None:
     """Check that the files are those that the client read: their sizes and times of change, if it says them.
 
-    Raises:
-        ModelError: one has changed.
+    Raises ``ModelError`` (one has changed).
     """
     stamp = message.body.get("stamp") or []
     found = [[each.st_size, each.st_mtime_ns] for each in (path.stat() for path in (xml, weights) if path.is_file())]
@@ -127,8 +118,7 @@ class AdapterFile:
     def read(self) -> LoraAdapter:
         """Read the numbers.
 
-        Raises:
-            AdapterError: the file is missing, damaged or impossible, or has other numbers than the client's.
+        Raises ``AdapterError`` (the file is missing, damaged or impossible, or has other numbers than the client's).
         """
         adapter = read_adapter(self.path)
         if adapter.name != self.name:
@@ -159,12 +149,10 @@ class LanguageSource:
 
     @property
     def xml(self) -> Path:
-        """The model's file, for logs."""
         return self.directory / MODEL_XML
 
     @property
     def device(self) -> str:
-        """The devices to try, for logs."""
         return ",".join(candidate.device for candidate in self.candidates)
 
     @property
@@ -176,11 +164,6 @@ class LanguageSource:
         return weights + draft + factor * sum(adapter.num_bytes for adapter in self.adapters)
 
     def identity(self) -> tuple[object, ...]:
-        """Return a value that is equal for two sources that one engine serves.
-
-        Raises:
-            ModelError: a file is missing.
-        """
         stamps = []
         for path in self._files():
             try:
@@ -193,8 +176,7 @@ class LanguageSource:
     def loadable(self) -> list[Candidate]:
         """Return the candidates with the adapters, which are read now.
 
-        Raises:
-            AdapterError: a file is missing, damaged or impossible, or has other numbers than the client's.
+        Raises ``AdapterError`` (a file is missing, damaged or impossible, or has other numbers than the client's).
         """
         if not self.adapters:
             return list(self.candidates)
@@ -213,9 +195,8 @@ class LanguageSource:
 def language_source_of(message: Message) -> LanguageSource:
     """Return the checked source that a ``MODEL`` message names.
 
-    Raises:
-        ProtocolError: a field is missing or of a wrong type.
-        ConfigError: a property has an impossible value.
+    Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``ConfigError`` (a property has an impossible
+    value).
     """
     directory = _path_of(text_of(message, "directory"))
     given, adapters, draft = (message.body.get(name) for name in ("candidates", "adapters", "draft"))

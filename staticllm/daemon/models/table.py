@@ -82,9 +82,8 @@ class ModelTable:
     def acquire(self, source: Source) -> tuple[tuple[object, ...], ServedModel]:
         """Return the key and the compiled model of a source; it stays until ``release`` is called with the key.
 
-        Raises:
-            BusyError: the weights do not fit beside those of the other models.
-            Exception: the compilation failed.
+        Raises ``BusyError`` (the weights do not fit beside those of the other models) and ``Exception`` (the compilation
+        failed).
         """
         key = source.identity()
         with self._lock:
@@ -152,8 +151,7 @@ class ModelTable:
     def _make_room(self, source: Source) -> None:
         """Drop idle models, the oldest first, until the weights fit. The caller holds the lock.
 
-        Raises:
-            BusyError: they do not fit even so.
+        Raises ``BusyError`` (they do not fit even so).
         """
         limit, wanted = self._limits.model_bytes, source.num_bytes
         idle = sorted(

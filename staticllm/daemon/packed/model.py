@@ -128,9 +128,7 @@ class PackedModel:
     def replay(self, asker: Asker) -> Replay:
         """Return a request on the original model, for which ``asker`` pays. Compiles the model if it is the first one.
 
-        Raises:
-            RuntimeError: the device refuses the model.
-            ClosedError: the model was closed.
+        Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
         """
         return Replay(self._original, asker)
 

@@ -34,7 +34,6 @@ class RowLog:
     mask: list[bool] = field(default_factory=list)
 
     def copy(self) -> RowLog:
-        """Return a copy that can go on by itself."""
         return RowLog(list(self.ids), list(self.mask))
 
 
@@ -77,9 +76,7 @@ class OriginalModel:
     def open(self) -> ov.InferRequest:
         """Return a new infer request of the compiled model.
 
-        Raises:
-            RuntimeError: the device refuses the model.
-            ClosedError: the model was closed.
+        Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
         """
         with self._lock:
             compiled, model = self._compiled, self._model
@@ -108,11 +105,7 @@ class Asker:
     is_cancelled: bool = False
 
     def check(self) -> None:
-        """Check that the next call may begin.
-
-        Raises:
-            ClosedError: the request was cancelled.
-        """
+        """Check that the next call may begin. Raises ``ClosedError`` (the request was cancelled)."""
         if self.is_cancelled:
             raise ClosedError("the request was cancelled")
 
@@ -156,10 +149,8 @@ class Replay:
     def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
         """Run a call as the original model does, and return its logits ``[B, S, V]``, or ``[B, 1, V]`` if the last are wanted.
 
-        Raises:
-            PromptError: the inputs do not fit the states.
-            RuntimeError: OpenVINO refused the inputs.
-            ClosedError: the request was cancelled; the states may be those of a part of the call.
+        Raises ``PromptError`` (the inputs do not fit the states), ``RuntimeError`` (OpenVINO refused the inputs) and
+        ``ClosedError`` (the request was cancelled; the states may be those of a part of the call).
         """
         known = {name: np.array(array) for name, array in inputs.items() if name in self._names}
         self._guard.check(known)
@@ -175,26 +166,21 @@ class Replay:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def reset(self) -> None:
-        """Set all states back."""
         self._request.reset_state()
         self._guard.reset()
 
     def states(self) -> list[Any]:
-        """Return the states of the original model."""
         return list(self._request.query_state())
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state."""
         self._guard.check_state(index, values)
         self._guard.forget()
         self._request.query_state()[index].state = ov.Tensor(np.array(values))
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state."""
         self._guard.write_state(index, values)
 
     def reset_state(self, index: int) -> None:
-        """Set one state back."""
         self._guard.forget()
         self._request.query_state()[index].reset()
 

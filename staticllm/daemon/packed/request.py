@@ -66,7 +66,6 @@ class PackedRequest:
             self._model.engine.hurry(priority, self._client_number)
 
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
-        """Run a call on ``inputs`` by number; unknown numbers are dropped. Raises as ``infer`` does."""
         self.set_priority(priority)
         names = self._model.input_names
         named = {names[index]: array for index, array in inputs.items() if 0 <= index < len(names)}
@@ -107,24 +106,19 @@ class PackedRequest:
             self.fallback = self._model.reason
 
     def state_names(self) -> list[str]:
-        """Return the names of the original's states."""
         return [str(name) for name in self._on_states(lambda replay: [state.name for state in replay.states()])]
 
     def get_state(self, index: int) -> Array:
-        """Return the value of a state of the original."""
         values: Array = self._on_states(lambda replay: replay.states()[index].state.data.copy())
         return values
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state of the original."""
         self._on_states(lambda replay: replay.set_state(index, values))
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state of the original."""
         self._on_states(lambda replay: replay.write_state(index, values))
 
     def reset_state(self, index: int) -> None:
-        """Set one state of the original back."""
         self._on_states(lambda replay: replay.reset_state(index))
 
     def profile(self) -> list[dict[str, object]]:
@@ -137,7 +131,6 @@ class PackedRequest:
         self._close_sequences(self._fed, is_reusable=False)
 
     def close(self) -> None:
-        """Release the sequences. A second call does nothing."""
         self._close_sequences(self._sequences, is_reusable=True)
         self._sequences, self._replay = [], None
 
@@ -151,8 +144,7 @@ class PackedRequest:
     def _in_engine(self, call: PackedCall) -> Array:
         """Run a checked call in the engine.
 
-        Raises:
-            UnusualCallError: the engine failed; the request is as it was before the call.
+        Raises ``UnusualCallError`` (the engine failed; the request is as it was before the call).
         """
         engine = self._model.engine
         assert engine is not None, "there is no engine"

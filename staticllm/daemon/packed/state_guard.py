@@ -35,8 +35,7 @@ class StateGuard:
     def check(self, inputs: Mapping[str, Array]) -> None:
         """Check the inputs of the next call.
 
-        Raises:
-            PromptError: a size or a beam does not fit the states, or there are no tokens.
+        Raises ``PromptError`` (a size or a beam does not fit the states, or there are no tokens).
         """
         if self.num_columns is None:
             self._look()
@@ -57,9 +56,7 @@ class StateGuard:
     def check_state(self, index: int, values: Array) -> None:
         """Check the value of a state. A state of floats takes smaller types, too: the device converts them.
 
-        Raises:
-            PromptError: its type or shape is not that of the state.
-            IndexError: there is no such state.
+        Raises ``PromptError`` (its type or shape is not that of the state) and ``IndexError`` (there is no such state).
         """
         state, empty = self._request.query_state()[index].state, self._empty[index]
         fits = values.ndim == len(empty) and all(
@@ -75,9 +72,7 @@ class StateGuard:
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state, as a program does natively. Whether that changes the state is the device's.
 
-        Raises:
-            PromptError: the type or shape is not that of the state.
-            IndexError: there is no such state.
+        Raises ``PromptError`` (the type or shape is not that of the state) and ``IndexError`` (there is no such state).
         """
         target = self._request.query_state()[index].state.data
         if (values.dtype, values.shape) != (target.dtype, target.shape):
@@ -103,11 +98,7 @@ class StateGuard:
         self.num_columns = self.batch = None
 
     def _look(self) -> None:
-        """Find the sizes of the states.
-
-        Raises:
-            PromptError: their sizes differ.
-        """
+        """Find the sizes of the states. Raises ``PromptError`` (their sizes differ)."""
         shapes = [tuple(each.state.shape) for each in self._request.query_state()]
         grown = [shape for shape in shapes if 0 not in shape]
         rows = {shape[0] for shape in grown if shape}

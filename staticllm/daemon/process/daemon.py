@@ -94,9 +94,8 @@ class Daemon:
     def join(self, hello: Message, channel: Channel) -> Joined:
         """Add a connection to the client of a ``HELLO``, or to a new one.
 
-        Raises:
-            BusyError: too many clients.
-            ConfigError: the client has another protocol or another OpenVINO, or names a client that has gone.
+        Raises ``BusyError`` (too many clients) and ``ConfigError`` (the client has another protocol or another OpenVINO, or
+        names a client that has gone).
         """
         theirs, ours = text_of(hello, "openvino", 128), ov.get_version()
         if whole_of(hello, "protocol", 1 << 16) != PROTOCOL:

@@ -30,11 +30,8 @@ LOG_BYTES = 1 << 20
 def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = None) -> None:
     """Be the daemon of a runtime folder until it is stopped, or idle for long. Log into ``daemon.log``.
 
-    ``worker_of``: the process that this daemon works for alone, and with which it ends.
-
-    Raises:
-        StaticLLMError: another daemon serves this folder.
-        ConfigError: there is no process ``worker_of``.
+    ``worker_of``: the process that this daemon works for alone, and with which it ends. Raises ``StaticLLMError`` (another
+    daemon serves this folder) and ``ConfigError`` (there is no process ``worker_of``).
     """
     from staticllm.daemon.process.daemon import (
         Daemon,  # the daemon alone needs the devices: its clients start faster without
@@ -65,8 +62,7 @@ def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = No
 def start(folder: Path, idle_seconds: float | None = None) -> int:
     """Start a daemon in the background, unless one serves the folder already, and return its process id when it listens.
 
-    Raises:
-        StaticLLMError: it does not listen in time; the message names its log.
+    Raises ``StaticLLMError`` (it does not listen in time; the message names its log).
     """
     found = status(folder)
     if found is None:
@@ -83,8 +79,7 @@ def start(folder: Path, idle_seconds: float | None = None) -> int:
 def stop(folder: Path) -> int | None:
     """End the daemon of a folder, and return its process id when it has ended; None if there is none.
 
-    Raises:
-        StaticLLMError: it has not ended after ``STOP_SECONDS``.
+    Raises ``StaticLLMError`` (it has not ended after ``STOP_SECONDS``).
     """
     found = status(folder)
     if found is None:
@@ -103,8 +98,7 @@ def stop(folder: Path) -> int | None:
 def status(folder: Path) -> dict[str, Any] | None:
     """Return the statistics of the daemon of a folder; None if none listens.
 
-    Raises:
-        StaticLLMError: it refused to answer, or does not answer.
+    Raises ``StaticLLMError`` (it refused to answer, or does not answer).
     """
     try:
         with control(folder) as channel:
@@ -119,9 +113,7 @@ def status(folder: Path) -> dict[str, Any] | None:
 def control(folder: Path) -> Iterator[Channel]:
     """Connect to the daemon of a folder as a client without models.
 
-    Raises:
-        EndpointError: none listens.
-        StaticLLMError: it refused this client.
+    Raises ``EndpointError`` (none listens) and ``StaticLLMError`` (it refused this client).
     """
     channel = Channel(endpoint.connect(folder))
     channel.watch(SilenceWatch(folder).check)

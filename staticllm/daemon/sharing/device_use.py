@@ -33,7 +33,6 @@ class DeviceUse(SoleUse):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another call waits for the device."""
         return self._turns.is_wanted
 
     @contextmanager
@@ -56,7 +55,6 @@ class DeviceUse(SoleUse):
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Use the device for a measurement inside the ``with`` block; the engine pays for it."""
         with self._turns.turn(Ask(self._engine, self._step_seconds, model=self._engine.model)):
             yield
 
@@ -65,7 +63,6 @@ class DeviceUse(SoleUse):
         self._turns.hurry(self._engine, priority, (ClientId(client),) if client else ())
 
     def close(self) -> None:
-        """Leave the device to the others."""
         self._turns.forget(self._engine)
 
     def _shares(self, rows: Sequence[Rows], seconds: float) -> list[Share]:

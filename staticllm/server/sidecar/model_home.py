@@ -46,7 +46,6 @@ class ModelHome(UserDaemon):
         self._engine: RemoteEngine | None = None
 
     def adopt(self, engine: RemoteEngine) -> None:
-        """Note the engine of the model."""
         self._engine = engine
 
     def on_lost(self) -> object:
@@ -61,8 +60,7 @@ class ModelHome(UserDaemon):
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of the model does, from the call ``number`` on. Any thread may call.
 
-        Raises:
-            ClosedError: no model is loaded, or its process has ended.
+        Raises ``ClosedError`` (no model is loaded, or its process has ended).
         """
         engine = self._engine
         if engine is None:
@@ -70,11 +68,7 @@ class ModelHome(UserDaemon):
         return engine.calls_after(number)
 
     def reconnect(self) -> None:
-        """Load the model again. Takes as long as loading.
-
-        Raises:
-            StaticLLMError: that failed.
-        """
+        """Load the model again. Takes as long as loading. Raises ``StaticLLMError`` (that failed)."""
         assert self._engine is not None, "no model was loaded"
         self._engine.reconnect()
 
@@ -97,11 +91,7 @@ class WorkerHome(ModelHome):
 
     @property
     def folder(self) -> Path:
-        """The private runtime folder of the process.
-
-        Raises:
-            EndpointError: it cannot be made.
-        """
+        """The private runtime folder of the process. Raises ``EndpointError`` (it cannot be made)."""
         if self._folder is None:
             base = endpoint.runtime_folder()
             _sweep(base)
@@ -122,9 +112,7 @@ class WorkerHome(ModelHome):
     def start(self) -> None:
         """Start the process; after a crash of the one before, that is counted against its blob set.
 
-        Raises:
-            EndpointError: it does not listen in time.
-            ProcessLostError: it crashed or was killed meanwhile.
+        Raises ``EndpointError`` (it does not listen in time) and ``ProcessLostError`` (it crashed or was killed meanwhile).
         """
         self._bury()
         folder = self.folder
