@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from typing import Any, Protocol
-
-import openvino as ov
+from typing import Protocol
 
 from staticllm.children.answers import check
 from staticllm.errors import DeviceError, ProcessLostError
 from staticllm.wire import endpoint
-from staticllm.wire.channel import Channel
+from staticllm.wire.channel import Channel, Joined, join_daemon
 from staticllm.wire.endpoint import EndpointError, GoneError, SilenceWatch, SilentError
-from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from staticllm.wire.messages import Message, ProtocolError
 
 GONE = (
     "the process that runs the model has ended, and with it this request: send it again, which starts another process"
@@ -35,9 +32,7 @@ class Startable(Protocol):
 
 
 class DaemonLink:
-    """This program as a client of the daemon: its first connection, which keeps the client alive, and those added to it.
-
-    One thread at a time may call ``ask``.
+    """This program as a client of the daemon, on one ``connection``. One thread at a time may call ``ask``.
 
     Raises:
         DeviceError: no daemon can be reached or started.
@@ -45,40 +40,24 @@ class DaemonLink:
     """
 
     def __init__(self, home: Startable) -> None:
-        self._hello = hello() | {"priority": _priority() + 100}
         try:
             self._folder = home.folder
             self._watch = SilenceWatch(self._folder)
-            self._first = self._open(home)
+            self.connection, welcome = self._join(home)
         except EndpointError as error:
             raise _unreachable(error) from error
+        except (EOFError, OSError, ProtocolError) as error:
+            raise ProcessLostError(GONE) from error
         try:
-            welcome = greet(self._first, self._hello, self._folder).body
-            self._first.watch(self._watch.check)
-            self._hello["session"], self._pid = welcome["session"], int(welcome["pid"])
+            check(welcome)
+            self._pid = int(welcome.body["pid"])
         except BaseException:
-            self._first.close()
+            self.close()
             raise
 
     def ask(self, message: Message) -> Message:
-        """Send a message on the first connection, and return the answer.
-
-        Raises ``StaticLLMError`` (the daemon refused it, or it has gone).
-        """
-        return ask(self._first, message)
-
-    def connect(self) -> Channel:
-        """Return a further connection of this client. Raises ``StaticLLMError`` (the daemon refused it, or it has gone)."""
-        try:
-            channel = Channel(endpoint.connect(self._folder))
-        except EndpointError as error:
-            raise _unreachable(error) from error
-        try:
-            greet(channel, self._hello, self._folder)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+        """Send a message, and return the answer. Raises ``StaticLLMError`` (the daemon refused it, or it has gone)."""
+        return ask(self.connection, message)
 
     def check_silence(self) -> None:
         """Return if the daemon answers new connections, or has ended. Raises ``SilentError`` (it does not answer)."""
@@ -91,21 +70,22 @@ class DaemonLink:
 
     def shut(self) -> None:
         """End this client; a thread that waits in ``ask`` gets a ``ProcessLostError``. Any thread may call."""
-        self._first.shut()
+        self.connection.shut()
 
     def close(self) -> None:
         """End this client; the daemon frees all that it had. A second call does nothing."""
-        self._first.close()
+        self.connection.close()
 
-    def _open(self, home: Startable) -> Channel:
+    def _join(self, home: Startable) -> Joined:
         """Connect, and start the daemon if nobody listens. Raises ``EndpointError`` (it does not listen in time)."""
+        priority = _priority() + 100
         try:
-            return Channel(endpoint.connect(self._folder))
-        except endpoint.SilentError:
+            return join_daemon(self._folder, self._watch.check, priority=priority)
+        except SilentError:
             raise
         except EndpointError:
             home.start()
-        return Channel(endpoint.connect(self._folder))
+        return join_daemon(self._folder, self._watch.check, priority=priority)
 
 
 def _unreachable(error: EndpointError) -> DeviceError | ProcessLostError:
@@ -118,30 +98,6 @@ def _priority() -> int:
     """Return the priority that ``staticllm attach --priority`` gave to this program; 0 without one, from -100 to 100."""
     text = os.environ.get("STATICLLM_ATTACH_PRIORITY", "")
     return max(-100, min(100, int(text))) if text.lstrip("-").isdecimal() else 0
-
-
-def hello() -> dict[str, Any]:
-    """Return what every client says of this program."""
-    return {
-        "protocol": PROTOCOL, "openvino": ov.get_version(), "pid": os.getpid(),
-        "program": Path(sys.argv[0] or "python").name[:256],
-    }  # fmt: skip
-
-
-def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:
-    """Say to the daemon of a folder who this program is, and return the answer.
-
-    Raises ``DeviceError`` (there is none in time) and ``StaticLLMError`` (as for ``ask``).
-    """
-    try:
-        channel.send(Message(Kind.HELLO, body=hello))
-        if not channel.poll(endpoint.ANSWER_SECONDS):
-            raise DeviceError(endpoint.silence_of(folder))
-        answer = channel.receive()
-    except (EOFError, OSError, ProtocolError) as error:
-        raise ProcessLostError(GONE) from error
-    check(answer)
-    return answer
 
 
 def ask(channel: Channel, message: Message) -> Message:

@@ -42,7 +42,7 @@ class EngineConnection:
 
     def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
         self._link, self._handle, self._on_lost = link, handle, on_lost
-        self._channel = link.connect()
+        self._channel = link.connection
         self._queues: dict[int, OutputQueue] = {}  # by the request's id
         self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
@@ -147,7 +147,6 @@ class EngineConnection:
         self._notifier.join()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._channel.close()
         self._link.close()
 
     def _send_notices(self) -> None:

@@ -12,12 +12,10 @@ from typing import Any, Protocol
 from staticllm.children.child import start_daemon
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales
-from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
-from staticllm.pipelines.engine.client import UserProcessors
+from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
@@ -139,20 +137,11 @@ class RemoteEngine:
         """
         raise StaticLLMError("the engine is in the daemon: staticllm daemon trace records its calls")
 
-    def save_snapshot(
-        self,
-        tokens: list[int],
-        path: str | os.PathLike[str],
-        identity: Identity,
-        key: bytes = b"",
-        adapters: AdapterScales = (),
-    ) -> int:
-        return self._snapshot("save", path, identity, key, adapters, tokens)
+    def save_snapshot(self, tokens: list[int], target: SnapshotTarget) -> int:
+        return self._snapshot("save", target, tokens)
 
-    def load_snapshot(
-        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
-    ) -> int:
-        return self._snapshot("load", path, identity, key, adapters, [])
+    def load_snapshot(self, target: SnapshotTarget) -> int:
+        return self._snapshot("load", target, [])
 
     def close(self, drain: bool = False) -> None:
         """End this program's requests, or with ``drain`` wait for them, and give the model back. A second call does nothing."""
@@ -209,18 +198,10 @@ class RemoteEngine:
         if self._connection.has(request):
             self._connection.cancel(request)
 
-    def _snapshot(
-        self,
-        action: str,
-        path: str | os.PathLike[str],
-        identity: Identity,
-        key: bytes,
-        adapters: AdapterScales,
-        tokens: list[int],
-    ) -> int:
+    def _snapshot(self, action: str, target: SnapshotTarget, tokens: list[int]) -> int:
         body = {
-            "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
-            "adapters": adapters, "tokens": tokens,
+            "action": action, "path": str(target.path.absolute()), "identity": dict(target.identity), "key": target.key.hex(),
+            "adapters": target.adapters, "tokens": tokens,
         }  # fmt: skip
         message = Message(Kind.SNAPSHOT, body=body)
         try:

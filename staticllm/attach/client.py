@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..wire import endpoint
-from ..wire.channel import Channel
+from ..wire.channel import Channel, Joined, join_daemon
 from ..wire.endpoint import EndpointError, SilenceWatch, SilentError
-from ..wire.messages import PROTOCOL, Kind, Message, ProtocolError
+from ..wire.messages import Kind, Message, ProtocolError
 from .settings import MAX_PRIORITY, Settings
 
 EXCEPTIONS: dict[str, type[Exception]] = {
@@ -131,8 +131,7 @@ class Client:
             for attempt in range(2):
                 self._connected()
                 try:
-                    channel, _ = self._greet({"session": self._session})
-                    return channel, self.epoch
+                    return self._greet(session=self._session).channel, self.epoch
                 except SilentError as error:
                     self._note_silence(str(error))
                     raise UnavailableError(str(error)) from error
@@ -207,9 +206,9 @@ class Client:
         self.epoch += 1
         return self._control
 
-    def _greet_or_start(self) -> tuple[Channel, Message]:
+    def _greet_or_start(self) -> Joined:
         try:
-            return self._greet({})
+            return self._greet()
         except SilentError as error:  # another one cannot listen there
             raise UnavailableError(str(error)) from error
         except (EndpointError, EOFError, OSError) as error:
@@ -220,7 +219,7 @@ class Client:
         end = time.monotonic() + self.settings.wait_seconds
         while True:
             try:
-                return self._greet({})
+                return self._greet()
             except (EndpointError, EOFError, OSError) as error:
                 if time.monotonic() > end:
                     failed = f", it ended with code {process.returncode}" if process.poll() else ""
@@ -230,25 +229,17 @@ class Client:
                     ) from error
             time.sleep(POLL_SECONDS)
 
-    def _greet(self, body: dict[str, Any]) -> tuple[Channel, Message]:
-        from openvino._pyopenvino import get_version
-
+    def _greet(self, **more: Any) -> Joined:
+        """Connect. Raises ``RefusedError`` (the daemon refused), and as ``join_daemon`` does."""
         folder = endpoint.runtime_folder()
-        channel = Channel(endpoint.connect(folder))
-        hello = {
-            "protocol": PROTOCOL, "openvino": get_version()[:128], "pid": os.getpid(), "program": _program(),
-            "priority": self._priority + MAX_PRIORITY, **body,
-        }  # fmt: skip
+        self._watch = self._watch or SilenceWatch(folder)
+        joined = join_daemon(folder, self._check_silence, priority=self._priority + MAX_PRIORITY, **more)
         try:
-            channel.send(Message(Kind.HELLO, body=hello))
-            if not channel.poll(endpoint.ANSWER_SECONDS):
-                raise SilentError(endpoint.silence_of(folder))
-            self._watch = self._watch or SilenceWatch(folder)
-            channel.watch(self._check_silence)
-            return channel, checked(channel.receive())
+            checked(joined.answer)
         except BaseException:
-            channel.close()
+            joined.channel.close()
             raise
+        return joined
 
     def _ask(self, channel: Channel, message: Message) -> Message:
         try:
@@ -311,8 +302,3 @@ def start_daemon(command: tuple[str, ...], folder: Path) -> subprocess.Popen[byt
         )  # fmt: skip
     _started.append(process)
     return process
-
-
-def _program() -> str:
-    given = sys.argv[0] if getattr(sys, "argv", None) else ""
-    return (Path(given).name or "python")[:256]

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from . import endpoint, tensors
@@ -21,7 +22,9 @@ from .messages import (
     LENGTH,
     MAX_FRAME,
     MAX_INLINE,
+    PROTOCOL,
     Body,
+    Kind,
     Message,
     ProtocolError,
     decode,
@@ -245,6 +248,35 @@ class Channel:
         old, self._block = self._block, block
         if old is not None:
             old.close()
+
+
+class Joined(NamedTuple):
+    """A connection to the daemon, and its answer to ``HELLO``."""
+
+    channel: Channel
+    answer: Message
+
+
+def join_daemon(folder: Path, check: Callable[[], object], **more: Any) -> Joined:
+    """Connect to the daemon of a folder, and say which program this is; ``more`` are fields of ``HELLO``, ``check`` is watched.
+
+    Raises ``SilentError`` (it does not answer), ``EndpointError`` (none listens), ``ProtocolError``, ``EOFError`` and
+    ``OSError`` (it has gone).
+    """
+    from openvino._pyopenvino import get_version
+
+    channel = Channel(endpoint.connect(folder))
+    program = Path(sys.argv[0] if getattr(sys, "argv", None) else "").name or "python"
+    body = {"protocol": PROTOCOL, "openvino": get_version()[:128], "pid": os.getpid(), "program": program[:256], **more}
+    try:
+        channel.send(Message(Kind.HELLO, body=body))
+        if not channel.poll(endpoint.ANSWER_SECONDS):
+            raise endpoint.SilentError(endpoint.silence_of(folder))
+        channel.watch(check)
+        return Joined(channel, channel.receive())
+    except BaseException:
+        channel.close()
+        raise
 
 
 class Renewable(Protocol):

@@ -19,6 +19,7 @@ from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
+from staticllm.pipelines.engine.client import SnapshotTarget
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.request import EngineRequest, EngineText
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
@@ -167,10 +168,11 @@ class LanguageModel:
         if not isinstance(scales, list):
             raise ProtocolError("SNAPSHOT: adapters must be a list")
         check_scales(scales, self._num_adapters)
-        texts, ids = {str(name): str(value) for name, value in identity.items()}, [int(token) for token in tokens]
+        texts = {str(name): str(value) for name, value in identity.items()}
+        target = SnapshotTarget(Path(path), texts, bytes.fromhex(key), tuple(scales))
         if text_of(message, "action", 8) == "save":
-            return self.engine.save_snapshot(ids, path, texts, bytes.fromhex(key), tuple(scales))
-        return self.engine.load_snapshot(path, texts, bytes.fromhex(key), tuple(scales))
+            return self.engine.save_snapshot([int(token) for token in tokens], target)
+        return self.engine.load_snapshot(target)
 
     def close(self) -> None:
         self.launched.close()

@@ -13,13 +13,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from staticllm.children.answers import check
 from staticllm.children.child import start_daemon
 from staticllm.children.parent_watch import ParentWatch
 from staticllm.daemon.limits import Limits
 from staticllm.errors import ProcessLostError, StaticLLMError
-from staticllm.pipelines.daemon_client.daemon_link import ask, greet, hello
-from staticllm.wire import endpoint
-from staticllm.wire.channel import Channel
+from staticllm.pipelines.daemon_client.daemon_link import ask
+from staticllm.wire.channel import Channel, join_daemon
 from staticllm.wire.endpoint import EndpointError, SilenceWatch, SilentError
 from staticllm.wire.messages import Kind, Message
 
@@ -84,7 +84,7 @@ def stop(folder: Path) -> int | None:
     found = status(folder)
     if found is None:
         return None
-    with contextlib.suppress(EndpointError, ProcessLostError, OSError), control(folder) as channel:
+    with contextlib.suppress(EndpointError, ProcessLostError, EOFError, OSError), control(folder) as channel:
         ask(channel, Message(Kind.STOP))
     lock = FileLock(folder / "lock")
     try:
@@ -105,7 +105,7 @@ def status(folder: Path) -> dict[str, Any] | None:
             return ask(channel, Message(Kind.STATS)).body
     except SilentError as error:
         raise StaticLLMError(str(error)) from None
-    except (EndpointError, ProcessLostError, OSError):
+    except (EndpointError, ProcessLostError, EOFError, OSError):
         return None
 
 
@@ -115,10 +115,9 @@ def control(folder: Path) -> Iterator[Channel]:
 
     Raises ``EndpointError`` (none listens) and ``StaticLLMError`` (it refused this client).
     """
-    channel = Channel(endpoint.connect(folder))
-    channel.watch(SilenceWatch(folder).check)
+    channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True)
     try:
-        greet(channel, hello() | {"watches": True}, folder)
+        check(answer)
         yield channel
     finally:
         channel.close()

@@ -40,7 +40,8 @@ class Peer:
         self.ours, self.channel = Channel(ours), Channel(theirs)
         self.is_closed = False
 
-    def connect(self):
+    @property
+    def connection(self):
         return self.ours
 
     def check_silence(self):

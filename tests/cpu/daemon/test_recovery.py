@@ -38,7 +38,8 @@ class Peer:
         ours, theirs = Pipe()
         self.ours, self.channel = Channel(ours), Channel(theirs)
 
-    def connect(self):
+    @property
+    def connection(self):
         return self.ours
 
     def check_silence(self):
