@@ -41,7 +41,9 @@ class EngineConnection:
     """
 
     def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
-        self._link, self._handle, self._on_lost = link, handle, on_lost
+        self._link = link
+        self._handle = handle
+        self._on_lost = on_lost
         self._channel = link.connection
         self._queues: dict[int, OutputQueue] = {}  # by the request's id
         self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
@@ -49,7 +51,8 @@ class EngineConnection:
         self._numbers = count(1)
         self._lock = threading.Lock()  # of the tables
         self._sending = threading.Lock()
-        self._is_closed = self._is_lost = False
+        self._is_closed = False
+        self._is_lost = False
         self._channel.watch(self._check_silence)
         self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
         self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
@@ -170,7 +173,9 @@ class EngineConnection:
         with self._lock:
             is_closed = self._is_closed and not self._is_lost
             self._is_lost = not is_closed
-            answers, queues, left = dict(self._answers), dict(self._queues), dict(self._left)
+            answers = dict(self._answers)
+            queues = dict(self._queues)
+            left = dict(self._left)
             for table in (self._answers, self._queues, self._left):
                 table.clear()
         reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
@@ -195,7 +200,8 @@ class EngineConnection:
                 future.set_result(message)
             return
         with self._lock:
-            queue, left = self._queues.get(message.number), self._left.get(message.number)
+            queue = self._queues.get(message.number)
+            left = self._left.get(message.number)
         if queue is None or left is None:
             return
         for values in message.body["outputs"]:

@@ -35,13 +35,16 @@ class LiveRequest(OutputQueue):
 
     def __init__(self, request: EngineRequest, queue: OutputQueue, on_end: Callable[[int], object]) -> None:
         super().__init__()
-        self.request, self.queue, self._on_end = request, queue, on_end
+        self.request = request
+        self.queue = queue
+        self._on_end = on_end
         self.cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self.num_losses = 0
         self._delivered: list[list[int]] = [[] for _ in range(request.num_sequences)]  # tokens, by answer
         self._num_seen = [0] * request.num_sequences  # tokens of the current submission, by answer
         self._ended: set[int] = set()
-        self._is_connected, self._is_accepted = True, True
+        self._is_connected = True
+        self._is_accepted = True
         self._lock = threading.RLock()  # a listener of the queue may call back
 
     @property
@@ -83,7 +86,8 @@ class LiveRequest(OutputQueue):
     def begin_again(self) -> None:
         """Rewind a request that was lost; it counts as lost until ``accept`` is called."""
         with self._lock:
-            self._is_connected, self._is_accepted = True, False
+            self._is_connected = True
+            self._is_accepted = False
             self.rewind()
 
     def accept(self) -> None:
@@ -121,7 +125,8 @@ class LiveRequest(OutputQueue):
                     self.queue.put(Finished(reason, error, each))
 
     def _put_token(self, token: TokenOutput) -> None:
-        delivered, position = self._delivered[token.index], self._num_seen[token.index]
+        delivered = self._delivered[token.index]
+        position = self._num_seen[token.index]
         self._num_seen[token.index] += 1
         if position == len(delivered):
             delivered.append(token.id)
@@ -147,9 +152,11 @@ class Recovery:
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], connect: Callable[[], EngineConnection]) -> None:
-        self._live, self._connect = live, connect
+        self._live = live
+        self._connect = connect
         self._lock = threading.Lock()  # of the two flags; nothing is called while it is held
-        self._is_running = self._is_closed = False
+        self._is_running = False
+        self._is_closed = False
         self._until = 0.0
         self._events: SimpleQueue[bool] = SimpleQueue()  # True ends the thread that gets it
 
@@ -161,7 +168,8 @@ class Recovery:
             self._events.put(False)  # the limit has changed
             if self._is_running or self._is_closed or not self.lost():
                 return
-            self._is_running, self._events = True, SimpleQueue()
+            self._is_running = True
+            self._events = SimpleQueue()
             events = self._events
         try:
             start_thread(lambda: self._watch(events), "staticllm-remote-watch")

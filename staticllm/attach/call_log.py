@@ -84,7 +84,9 @@ class InputRoles:
         """Return whether a call continues each row of ``steps`` in its place, with a mask that only grows."""
         if any(inputs[index].ndim < 2 for index in (*self.appended, self.mask)):
             return False
-        old, new, rows = steps.last[self.mask], inputs[self.mask], steps.parts[self.rows][0]
+        old = steps.last[self.mask]
+        new = inputs[self.mask]
+        rows = steps.parts[self.rows][0]
         if rows.shape[0] != inputs[self.rows].shape[0] or rows.ndim != inputs[self.rows].ndim:
             return False
         if self.beams >= 0 and not np.array_equal(inputs[self.beams], np.arange(rows.shape[0])):

@@ -172,7 +172,8 @@ class Client:
         """
         if epoch <= self._dead_epoch:
             return
-        self._dead_epoch, now = epoch, time.monotonic()
+        self._dead_epoch = epoch
+        now = time.monotonic()
         self._deaths = [moment for moment in self._deaths if now - moment < DEATHS_SECONDS] + [now]
         if len(self._deaths) > 1:
             where = endpoint.runtime_folder(create=False) / "daemon.log"
@@ -269,7 +270,8 @@ class Client:
 
     def _note_silence(self, reason: str) -> None:
         """Let no other call wait for a daemon that does not answer; the next one but a while looks for it anew."""
-        self._failure, self._is_silent = (reason, time.monotonic()), True
+        self._failure = (reason, time.monotonic())
+        self._is_silent = True
 
     def _send_releases(self) -> None:
         while self._released and self._control is not None and self._pid == os.getpid():
@@ -285,7 +287,8 @@ class Client:
 
     def _forget(self) -> None:
         """Forget in a forked child what belongs to the parent."""
-        self._lock, self._watch = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._watch = None
         self._drop()
 
 

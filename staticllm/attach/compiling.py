@@ -152,7 +152,9 @@ def _take(client: Client, native: Native, core: Any, model: Any, source: ModelSo
     names = [frozenset(port.get_names()) for port in model.inputs]
     try:
         placeholder = compile_placeholder(model)
-        device, config, files = source.device, dict(source.config), (str(source.xml), str(source.weights))
+        device = source.device
+        config = dict(source.config)
+        files = (str(source.xml), str(source.weights))
         request = RemoteModel(client, source, names, lambda: _compile_files(native, core, files, device, config))
     except (UnavailableError, DaemonGoneError, RuntimeError, ValueError) as error:
         source.close()

@@ -28,7 +28,8 @@ def watch() -> None:
 
     A program that imports this package itself has no start-up hook that would do so.
     """
-    package, finder = __name__.rpartition(".")[0], sitecustomize.Finder(__name__.rpartition(".")[0])
+    package = __name__.rpartition(".")[0]
+    finder = sitecustomize.Finder(__name__.rpartition(".")[0])
     for name in sitecustomize.WATCHED:
         if (module := sys.modules.get(name)) is not None:
             sitecustomize.change(module, package)
@@ -73,7 +74,9 @@ def set_priority(priority: int) -> None:
 
 
 def _patch_core(core: Any, client: Any) -> None:
-    compile_native, read_native, set_native = core.compile_model, core.read_model, core.set_property
+    compile_native = core.compile_model
+    read_native = core.read_model
+    set_native = core.set_property
 
     def compile_model(
         self: Any, model: Any, device_name: Any = None, config: Any = None, *, weights: Any = None

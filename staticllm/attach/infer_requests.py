@@ -31,7 +31,9 @@ class DaemonRequest:
     """
 
     def __init__(self, channel: Channel, model: int, epoch: int) -> None:
-        self._channel, self._model, self.epoch = channel, model, epoch
+        self._channel = channel
+        self._model = model
+        self.epoch = epoch
         self._number = 0
         self._is_closed = False
         self._pid = os.getpid()
@@ -117,7 +119,8 @@ class DaemonRequest:
 
     def close(self) -> None:
         """End the request; the daemon frees it. A second call does nothing."""
-        self._is_closed, self.is_running = True, False
+        self._is_closed = True
+        self.is_running = False
         self._channel.close()
 
     def __del__(self) -> None:

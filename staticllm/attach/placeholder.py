@@ -89,7 +89,9 @@ def _dynamic(port: Any, name: str) -> tuple[Any, Any]:
     from openvino.op.util import Variable, VariableInfo
 
     info = VariableInfo()
-    info.data_shape, info.data_type, info.variable_id = port.get_partial_shape(), Type.f32, name
+    info.data_shape = port.get_partial_shape()
+    info.data_type = Type.f32
+    info.variable_id = name
     variable = Variable(info)
     value = o.read_value(variable)
     return o.add(value, o.constant(np.float32(np.nan))), o.assign(value, variable)

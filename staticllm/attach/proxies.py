@@ -27,7 +27,9 @@ class AttachedState:
     """One state of a request of the daemon."""
 
     def __init__(self, request: MovableRequest, index: int, name: str) -> None:
-        self._request, self._index, self._name = request, index, name
+        self._request = request
+        self._index = index
+        self._name = name
 
     @property
     def name(self) -> str:
@@ -93,12 +95,16 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
     def __init__(self, placeholder: Any, request: MovableRequest, make_compiled: Callable[[Any], Any]) -> None:
         super().__init__(placeholder)
-        self._remote, self._make_compiled = request, make_compiled
+        self._remote = request
+        self._make_compiled = make_compiled
         self._placeholder = InferRequest(placeholder)  # the same tensors, without the checks of this class
-        self._num_inputs, self._ports = len(self._placeholder.model_inputs), self._placeholder.model_outputs
+        self._num_inputs = len(self._placeholder.model_inputs)
+        self._ports = self._placeholder.model_outputs
         self._input_names = frozenset(name for port in self._placeholder.model_inputs for name in port.get_names())
         self._lock = threading.RLock()
-        self._is_running = self._is_interrupted = self._is_cancelled = False
+        self._is_running = False
+        self._is_interrupted = False
+        self._is_cancelled = False
         self._outputs: list[Array] | None = None  # of the last call, and not in the placeholder's tensors yet
         self._given_out = False
         self._error: Exception | None = None
@@ -117,10 +123,12 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         """
         if not self._lock.acquire(blocking=False):
             self.forget_call()
-        self._lock, self._completions = threading.RLock(), None
+        self._lock = threading.RLock()
+        self._completions = None
 
     def forget_call(self) -> None:
-        self._is_running = self._is_interrupted = False
+        self._is_running = False
+        self._is_interrupted = False
         self._remote.forget_call()
 
     def __repr__(self) -> str:
@@ -190,7 +198,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
     def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
         self._check_idle()
-        self._callback, self._userdata = check_callback(callback), userdata
+        self._callback = check_callback(callback)
+        self._userdata = userdata
 
     def reset_state(self) -> None:
         self._check_idle()
@@ -275,10 +284,13 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
                     placeholder.set_input_tensor(key, tensor)
                 else:
                     placeholder.set_tensor(key, tensor)
-        self._error, self._outputs = None, None
-        self._is_cancelled = self._is_interrupted = False
+        self._error = None
+        self._outputs = None
+        self._is_cancelled = False
+        self._is_interrupted = False
         self._remote.start({index: placeholder.get_input_tensor(index).data for index in range(self._num_inputs)})
-        self._is_running = self._has_run = True
+        self._is_running = True
+        self._has_run = True
 
     def _finish(self) -> None:
         """Wait for the result of the running call, and show it in the tensors that the program has.
@@ -301,13 +313,16 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         try:
             result = self._remote.finish()
         except Exception as error:
-            self._is_running = self._is_interrupted = False
+            self._is_running = False
+            self._is_interrupted = False
             self._error = error
             raise
         except BaseException:  # Ctrl-C: the request knows how to go on
-            self._is_running, self._is_interrupted = False, True
+            self._is_running = False
+            self._is_interrupted = True
             raise
-        self._is_running = self._is_interrupted = False
+        self._is_running = False
+        self._is_interrupted = False
         self._latency = result.device_us / 1000
         self._outputs = result.outputs
         if self._is_cancelled:

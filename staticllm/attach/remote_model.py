@@ -54,11 +54,14 @@ class RemoteModel:
         compile_native: Callable[[], Any],
     ) -> None:
         self.input_names = input_names
-        self._client, self._source, self._compile_native = client, source, compile_native
+        self._client = client
+        self._source = source
+        self._compile_native = compile_native
         self.renew()
         renew_in_children(self)
         self._native: Any = None
-        self._handle = self._epoch = 0
+        self._handle = 0
+        self._epoch = 0
         self.mode = "plain"
         self._hold()
 
@@ -79,7 +82,8 @@ class RemoteModel:
         with self._lock:
             if self._client.connect() != self._epoch:
                 self._hold()
-            handle, epoch = self._handle, self._epoch
+            handle = self._handle
+            epoch = self._epoch
         channel, found = self._client.open_channel()
         if found != epoch:
             channel.close()
@@ -143,7 +147,8 @@ class RemoteModel:
 
     def _hold(self) -> None:
         answer, epoch = self._client.compile(Message(Kind.MODEL, body=self._source.describe()))
-        self._handle, self._epoch = int(answer.body["model"]), epoch
+        self._handle = int(answer.body["model"])
+        self._epoch = epoch
         self.mode = str(answer.body.get("mode", "plain"))
 
 

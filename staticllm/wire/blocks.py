@@ -32,7 +32,8 @@ class Block:
     """
 
     def __init__(self, mapping: mmap.mmap, source: int | str) -> None:
-        self._mapping, self._source = mapping, source
+        self._mapping = mapping
+        self._source = source
         # NumPy releases the buffer of an array's memory at once and keeps only its owner: that must be an array, which holds
         # the mapping. A mapping that owned the memory itself would be unmapped below the arrays.
         self.memory = np.frombuffer(mapping, np.uint8).data

@@ -61,7 +61,8 @@ class Channel:
     """
 
     def __init__(self, connection: Any, takes_blocks: bool = True) -> None:
-        self._connection, self._takes_blocks = connection, takes_blocks
+        self._connection = connection
+        self._takes_blocks = takes_blocks
         self._block: Block | None = None
         self._is_unsent = False  # the peer has not got the block yet
         self._frames: dict[object, Frame] = {}  # by what is the same in all messages of a frame
@@ -163,7 +164,8 @@ class Channel:
             self._write(frame.data)
 
     def _frame(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> Frame:
-        body, size = {**message.body, "tensors": tensors.describe(arrays, names)}, tensors.size_of(arrays)
+        body = {**message.body, "tensors": tensors.describe(arrays, names)}
+        size = tensors.size_of(arrays)
         is_shared = size > MAX_INLINE
         if is_shared:
             body["shared"] = True
@@ -205,7 +207,8 @@ class Channel:
         if sys.platform == "win32":
             self._connection.send_bytes(memoryview(data)[LENGTH.size :])
             return
-        handle, rest = self._connection.fileno(), memoryview(data)
+        handle = self._connection.fileno()
+        rest = memoryview(data)
         while rest:
             try:
                 rest = rest[os.write(handle, rest) :]

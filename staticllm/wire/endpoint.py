@@ -126,7 +126,8 @@ def read_key(folder: Path) -> bytes:
 
 def make_key(folder: Path) -> bytes:
     """Write a new key, which only this user may read, and return it. Called by a daemon when it starts."""
-    key, path = secrets.token_bytes(KEY_BYTES), folder / "key"
+    key = secrets.token_bytes(KEY_BYTES)
+    path = folder / "key"
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -184,7 +185,8 @@ def connect(folder: Path) -> Any:
     Raises ``SilentError`` (the daemon does not answer), ``GoneError`` (no daemon listens there, or it ended meanwhile) and
     ``EndpointError`` (it does not know the key, or it belongs to another user).
     """
-    where, key = address(folder), read_key(folder)
+    where = address(folder)
+    key = read_key(folder)
     try:
         connection = _dial(where)
     except BlockingIOError:

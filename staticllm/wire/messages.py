@@ -119,7 +119,8 @@ def text_of_body(body: dict[str, Any]) -> bytes:
 
 def write_header(message: Message, text_bytes: int, target: bytearray, offset: int) -> None:
     """Write the header of a message, whose text has ``text_bytes`` bytes, into ``target``."""
-    kind, flags = message.kind, message.flags
+    kind = message.kind
+    flags = message.flags
     _HEADER.pack_into(target, offset, kind, flags, text_bytes, message.handle, message.number, message.time)
 
 

@@ -26,7 +26,8 @@ def size_of(arrays: Sequence[Array]) -> int:
 
 def describe(arrays: Sequence[Array], names: Sequence[int | str]) -> list[list[Any]]:
     """Return the description of arrays that lie one behind the other: name, element type, shape, offset in bytes."""
-    described, offset = [], 0
+    described = []
+    offset = 0
     for name, array in zip(names, arrays, strict=True):
         described.append([name, array.dtype.str, array.shape, offset])
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
@@ -43,7 +44,8 @@ def views(arrays: Sequence[Array], target: memoryview | bytearray, offset: int) 
     """Return the parts of ``target``, from ``offset`` on, into which ``write`` copies arrays."""
     found: list[Array] = []
     for array in arrays:
-        shape, dtype = array.shape, array.dtype
+        shape = array.shape
+        dtype = array.dtype
         found.append(np.ndarray(shape, dtype, target, offset) if array.nbytes else np.empty(shape, dtype))
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     return found

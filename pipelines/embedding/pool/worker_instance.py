@@ -75,7 +75,8 @@ class WorkerInstance:
     def __init__(self, spec: WorkerSpec, command: Callable[[], Sequence[str]] = worker_command) -> None:
         self.name = spec.name
         self.info = EncoderInfo(0, 0, None, True)
-        self._body, self._command = spec.to_dict(), command
+        self._body = spec.to_dict()
+        self._command = command
         self._costs: Costs = {}
         self._is_closed = False
         self._lock = threading.Lock()  # between a start, an interrupt and a close

@@ -44,7 +44,8 @@ class Greeting:
     """A connection whose client is not known yet."""
 
     def __init__(self, channel: Channel, host: Host) -> None:
-        self._channel, self._host = channel, host
+        self._channel = channel
+        self._host = host
         self.started = time.monotonic()
 
     def wait(self) -> Connection | None:
@@ -90,7 +91,9 @@ class Connection:
 
     def __init__(self, channel: Channel, host: Host, session: Session, is_first: bool) -> None:
         self.session = session
-        self._channel, self._host, self._is_first = channel, host, is_first
+        self._channel = channel
+        self._host = host
+        self._is_first = is_first
         self._send_lock = threading.Lock()  # the thread of the outputs sends too
         self._models = ModelHandlers(session)
         self._infer = InferHandlers(session, channel, self._send_lock)

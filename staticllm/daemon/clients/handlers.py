@@ -75,7 +75,9 @@ class InferHandlers:
     """The infer request of a connection, if it has one, and the block of shared memory for its tensors."""
 
     def __init__(self, session: Session, channel: Channel, lock: threading.Lock) -> None:
-        self._session, self._channel, self._send_lock = session, channel, lock
+        self._session = session
+        self._channel = channel
+        self._send_lock = lock
         self._request: InferRequest | None = None
         self.handlers: Handlers = {
             Kind.REQUEST: self._open, Kind.INFER: self._infer, Kind.RESET: self._reset, Kind.PROFILE: self._profile,
@@ -114,7 +116,8 @@ class InferHandlers:
         return Message(Kind.OK, body={"request": 1})
 
     def _grow(self, wanted: int) -> None:
-        old, new = self._channel.block_bytes, block_size(wanted)
+        old = self._channel.block_bytes
+        new = block_size(wanted)
         self._session.count_block(new - old)
         try:
             self._channel.grow(wanted)
@@ -127,7 +130,8 @@ class InferHandlers:
         return self._request
 
     def _infer(self, message: Message) -> None:
-        session, request = self._session, self._own()
+        session = self._session
+        request = self._own()
         inputs: dict[int, Array] = {}
         for index, array in self._channel.tensors_of(message):
             if not isinstance(index, int):
@@ -179,7 +183,9 @@ class RequestHandlers:
     """The requests of a connection to language models; their outputs are sent as they come."""
 
     def __init__(self, session: Session, channel: Channel, lock: threading.Lock) -> None:
-        self._session, self._channel, self._send_lock = session, channel, lock
+        self._session = session
+        self._channel = channel
+        self._send_lock = lock
         self._stream: OutputStream | None = None
         self.handlers: Handlers = {
             Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot,
@@ -208,7 +214,8 @@ class RequestHandlers:
         return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
 
     def _cancel(self, message: Message) -> Message:
-        index, reason = message.body.get("index"), text_of(message, "reason", 16)
+        index = message.body.get("index")
+        reason = text_of(message, "reason", 16)
         if reason not in {str(each) for each in FinishReason} or not (index is None or type(index) is int):
             raise ProtocolError(f"CANCEL: index {index!r}, reason {reason!r}")
         if self._stream is not None:
@@ -245,7 +252,8 @@ class DaemonHandlers:
     """The client itself, and the daemon: priority, statistics, recordings, and its end."""
 
     def __init__(self, session: Session, daemon: Daemon) -> None:
-        self._session, self._daemon = session, daemon
+        self._session = session
+        self._daemon = daemon
         self._is_recording = False
         self.handlers: Handlers = {
             Kind.TRACE: self._trace, Kind.HINT: self._hint, Kind.STATS: self._stats, Kind.STOP: self._stop,

@@ -52,7 +52,9 @@ class Session:
         self.watches = watches
         self.usage = devices.open(self.client, f"{program} {pid}")
         self._started = time.monotonic()
-        self._table, self._devices, self._limits = table, devices, limits
+        self._table = table
+        self._devices = devices
+        self._limits = limits
         self._models: dict[int, HeldModel] = {}
         self._handles = count(1)
         self._num_requests = 0

@@ -50,7 +50,9 @@ class OutputStream:
     """The requests of one connection. ``submit`` and ``cancel`` run on the connection's thread."""
 
     def __init__(self, channel: Channel, lock: threading.Lock, session: Session) -> None:
-        self._channel, self._channel_lock, self._session = channel, lock, session
+        self._channel = channel
+        self._channel_lock = lock
+        self._session = session
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
         self._running: dict[int, Running] = {}  # by the client's number
         self._is_broken = False
@@ -68,7 +70,8 @@ class OutputStream:
         if number in self._running:
             raise BusyError(f"request {number} has not ended")
         request = model.request_of(values)
-        asked, session = request.priority, self._session
+        asked = request.priority
+        session = self._session
         request = replace(request, priority=asked + session.priority, owner=session.client.number)
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._add(number, output))
@@ -157,7 +160,8 @@ class OutputStream:
             self._break()
 
     def _count_tokens(self, number: int, outputs: list[Output]) -> None:
-        running, tokens = self._running[number], [each for each in outputs if isinstance(each, TokenOutput)]
+        running = self._running[number]
+        tokens = [each for each in outputs if isinstance(each, TokenOutput)]
         queued = 0.0
         if tokens and not running.has_begun:  # what is not its prompt's own calls was spent waiting for others
             running.has_begun = True

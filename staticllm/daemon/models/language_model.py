@@ -111,7 +111,9 @@ class LanguageModel:
     mode = "engine"
 
     def __init__(self, id: int, launched: Launched, devices: Devices, num_bytes: int = 0) -> None:
-        self.id, self.launched, self.device = id, launched, launched.device
+        self.id = id
+        self.launched = launched
+        self.device = launched.device
         self.engine = launched.engine
         self.engine.share_device(DeviceUse(devices.turns(launched.device), EngineId(id), num_bytes))
         self.calls = CallWatch(self.engine)
@@ -138,7 +140,8 @@ class LanguageModel:
             raise
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"a request with wrong fields: {error}") from None
-        vocab, limit = self.launched.vocab_size, self.launched.config.max_seq_len
+        vocab = self.launched.vocab_size
+        limit = self.launched.config.max_seq_len
         ids = request.prompt
         if not 0 < len(ids) <= limit or not all(type(id) is int and 0 <= id < vocab for id in ids):
             raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {vocab - 1}")
@@ -160,7 +163,9 @@ class LanguageModel:
         Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``SnapshotError`` (it cannot be saved or
         loaded).
         """
-        path, key, identity = text_of(message, "path"), text_of(message, "key"), message.body.get("identity")
+        path = text_of(message, "path")
+        key = text_of(message, "key")
+        identity = message.body.get("identity")
         tokens = message.body.get("tokens")
         if not isinstance(identity, dict) or not isinstance(tokens, list) or not Path(path).is_absolute():
             raise ProtocolError("SNAPSHOT: path must be absolute, identity an object, tokens a list")

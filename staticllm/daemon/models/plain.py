@@ -56,13 +56,16 @@ class PlainRequest:
     """An infer request of one client: an ``InferRequest`` on a model as it is."""
 
     def __init__(self, model: PlainModel, request: ov.InferRequest, client: ClientId) -> None:
-        self._model, self._request, self._client = model, request, client
+        self._model = model
+        self._request = request
+        self._client = client
         self._guard = StateGuard(request) if model.mode == "stateful" else None
         self._given: dict[str, Array] = {}  # the inputs of a model with states, which stay until others are given
         self._inputs: dict[int, Array] = {}  # the memory of its input tensors
 
     def call(self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False) -> CallResult:
-        model, request = self._model, self._request
+        model = self._model
+        request = self._request
         if self._guard is not None:
             self._check(self._guard, inputs)
         for index, array in inputs.items():

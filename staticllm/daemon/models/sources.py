@@ -222,7 +222,8 @@ def _candidate(values: Any) -> Candidate:
     names = {field.name for field in fields(StaticLLMConfig)} - {"adapters"}
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
         raise ProtocolError("MODEL: a candidate must have a device and a config")
-    config, device = {**values["config"]}, values.get("device")
+    config = {**values["config"]}
+    device = values.get("device")
     if config.pop("adapters", None) is not None or not isinstance(device, str) or not set(config) <= names:
         raise ProtocolError(f"MODEL: a candidate on {device!r} with the fields {sorted(set(values['config']) - names)}")
     explicit = values.get("explicit", [])
@@ -250,7 +251,9 @@ def _draft(values: Any) -> DraftSource | None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("properties"), Mapping):
         raise ProtocolError("MODEL: a draft must have a directory, a device and properties")
-    directory, device, properties = values.get("directory"), values.get("device"), values["properties"]
+    directory = values.get("directory")
+    device = values.get("device")
+    properties = values["properties"]
     if not isinstance(directory, str) or not isinstance(device, str) or len(properties) > MAX_PROPERTIES:
         raise ProtocolError("MODEL: a draft must have a directory, a device and properties")
     return DraftSource(_path_of(directory), device, properties)

@@ -59,7 +59,8 @@ class ModelSlot:
     """A model in the table, and how many clients hold it."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.num_bytes = source, source.num_bytes
+        self.source = source
+        self.num_bytes = source.num_bytes
         self.num_users = 0
         self.free_since = time.monotonic()
         self.compiled: Future[ServedModel] = Future()
@@ -73,7 +74,8 @@ class ModelTable:
 
     def __init__(self, compile_model: Compile, limits: Limits, compiling: threading.Lock | None = None) -> None:
         """Take what compiles a source, and a lock that is held meanwhile: two compilers at once crash some devices."""
-        self._compile, self._limits = compile_model, limits
+        self._compile = compile_model
+        self._limits = limits
         self._slots: dict[tuple[object, ...], ModelSlot] = {}
         self._lock = threading.Lock()
         self._compiling = compiling or threading.Lock()
@@ -153,7 +155,8 @@ class ModelTable:
 
         Raises ``BusyError`` (they do not fit even so).
         """
-        limit, wanted = self._limits.model_bytes, source.num_bytes
+        limit = self._limits.model_bytes
+        wanted = source.num_bytes
         idle = sorted(
             (slot.free_since, key) for key, slot in self._slots.items() if not slot.num_users and slot.compiled.done()
         )

@@ -64,7 +64,9 @@ def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: Engin
     missing = {INPUT_IDS, ATTENTION_MASK, BEAM_IDX} - inputs.keys()
     if missing:
         raise UnusualCallError(f"it has no {' and no '.join(sorted(missing))}")
-    ids, mask, beams = inputs[INPUT_IDS], inputs[ATTENTION_MASK], inputs[BEAM_IDX]
+    ids = inputs[INPUT_IDS]
+    mask = inputs[ATTENTION_MASK]
+    beams = inputs[BEAM_IDX]
     sources = _sources(beams, ids, len(logs))
     past = _past_mask(logs, sources)
     if mask.shape != (ids.shape[0], past.shape[1] + ids.shape[1]):
@@ -119,7 +121,8 @@ def _past_mask(logs: Sequence[RowLog], sources: Sequence[int]) -> Array:
 
 def _has_gap(shown: Array, reach: int) -> bool:
     """Return whether a row has more than ``reach`` columns from its first to its last token, and hidden ones among them."""
-    seen, num_columns = shown.any(1), shown.shape[1]
+    seen = shown.any(1)
+    num_columns = shown.shape[1]
     spans = np.where(seen, num_columns - shown.argmax(1) - shown[:, ::-1].argmax(1), 0)
     return bool(((spans > reach) & (spans > shown.sum(1))).any())
 

@@ -98,7 +98,8 @@ class PackedModel:
         self.input_names = tuple(port.get_any_name() for port in model.inputs)
         self.device = device if self._program is None else real_device(self._program, device)
         devices = Devices() if devices is None else devices
-        turns, num_bytes = devices.turns(self.device), weights.stat().st_size
+        turns = devices.turns(self.device)
+        num_bytes = weights.stat().st_size
         native = {name: value for name, value in config.items() if name in supported_properties(core, device)}
         self._original = OriginalModel(
             model, device, native, turns=turns, compiling=devices.compiling, engine=EngineId(id), num_bytes=num_bytes

@@ -79,7 +79,8 @@ class OriginalModel:
         Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
         """
         with self._lock:
-            compiled, model = self._compiled, self._model
+            compiled = self._compiled
+            model = self._model
             if compiled is None and model is not None and not self._is_closed:
                 with self._compiling:
                     compiled = get_core().compile_model(model, self._device, self._properties)
@@ -118,7 +119,8 @@ class Replay:
     """
 
     def __init__(self, original: OriginalModel, asker: Asker) -> None:
-        self._original, self._asker = original, asker
+        self._original = original
+        self._asker = asker
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
         self._vocab_size = _vocab_size(self._request)
@@ -186,7 +188,8 @@ class Replay:
 
     def _run(self, feeds: Mapping[str, Array]) -> Array:
         """Make one device call, and return a copy of its logits."""
-        original, asker = self._original, self._asker
+        original = self._original
+        asker = self._asker
         asker.check()
         shapes = tuple(array.shape for array in feeds.values())
         rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
@@ -210,7 +213,9 @@ class Replay:
         if not self._can_be_cut(inputs):
             yield inputs
             return
-        ids, mask, positions = inputs[INPUT_IDS], inputs[ATTENTION_MASK], inputs.get(POSITION_IDS)
+        ids = inputs[INPUT_IDS]
+        mask = inputs[ATTENTION_MASK]
+        positions = inputs.get(POSITION_IDS)
         num_past = self._guard.num_columns or 0
         for start in range(0, ids.shape[1], REPLAY_COLUMNS):
             end = min(start + REPLAY_COLUMNS, ids.shape[1])
@@ -226,10 +231,14 @@ class Replay:
 
         The keys of hidden tokens depend on the columns of their call, and a call that is refused must change no state.
         """
-        ids, mask, num_past = inputs.get(INPUT_IDS), inputs.get(ATTENTION_MASK), self._guard.num_columns
+        ids = inputs.get(INPUT_IDS)
+        mask = inputs.get(ATTENTION_MASK)
+        num_past = self._guard.num_columns
         if ids is None or mask is None or num_past is None or ids.ndim != 2 or ids.shape[1] <= REPLAY_COLUMNS:
             return False
-        positions, beams, count = inputs.get(POSITION_IDS), inputs.get(BEAM_IDX), ids.shape[1]
+        positions = inputs.get(POSITION_IDS)
+        beams = inputs.get(BEAM_IDX)
+        count = ids.shape[1]
         return (
             mask.shape == (ids.shape[0], num_past + count)
             and bool((mask[:, num_past:] == 1).all())

@@ -45,7 +45,8 @@ class PackedRequest:
     """
 
     def __init__(self, model: Packed, client: ClientId | None = None) -> None:
-        self._model, self._asker = model, Asker(client)
+        self._model = model
+        self._asker = Asker(client)
         self.fallback = model.reason
         self.times = Call()
         self._sequences: list[FedSequence] = []
@@ -98,7 +99,9 @@ class PackedRequest:
         """Forget all tokens. The sequences stay cached for later ones that begin alike."""
         with self._is_running:
             self._close_sequences(self._sequences, is_reusable=True)
-            self._sequences, self._logs, self._apart = [], [], {}
+            self._sequences = []
+            self._logs = []
+            self._apart = {}
             if self._replay is not None and self._model.reason is None:
                 self._replay = None
             elif self._replay is not None:
@@ -132,7 +135,8 @@ class PackedRequest:
 
     def close(self) -> None:
         self._close_sequences(self._sequences, is_reusable=True)
-        self._sequences, self._replay = [], None
+        self._sequences = []
+        self._replay = None
 
     @property
     def _client_number(self) -> int:
@@ -200,7 +204,8 @@ class PackedRequest:
     def _on_original(self, function: Callable[[Replay], Result]) -> Result:
         """Call ``function`` with the request on the original, whose states are those of all calls so far."""
 
-        asked, replay = time.perf_counter(), self._replay
+        asked = time.perf_counter()
+        replay = self._replay
         used_before = 0.0 if replay is None else replay.device_seconds
         if replay is None:
             replay = self._model.replay(self._asker)

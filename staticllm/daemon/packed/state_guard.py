@@ -58,7 +58,8 @@ class StateGuard:
 
         Raises ``PromptError`` (its type or shape is not that of the state) and ``IndexError`` (there is no such state).
         """
-        state, empty = self._request.query_state()[index].state, self._empty[index]
+        state = self._request.query_state()[index].state
+        empty = self._empty[index]
         fits = values.ndim == len(empty) and all(
             size in (given, 0) or place == 0
             for place, (size, given) in enumerate(zip(empty, values.shape, strict=True))
@@ -91,11 +92,13 @@ class StateGuard:
 
     def reset(self) -> None:
         """Note that all states were set back."""
-        self.num_columns, self.batch = 0, None
+        self.num_columns = 0
+        self.batch = None
 
     def forget(self) -> None:
         """Note that the states were changed, or that a call has failed: their sizes are looked up before the next call."""
-        self.num_columns = self.batch = None
+        self.num_columns = None
+        self.batch = None
 
     def _look(self) -> None:
         """Find the sizes of the states. Raises ``PromptError`` (their sizes differ)."""
@@ -110,7 +113,8 @@ class StateGuard:
         }
         if len(rows) > 1 or len(columns) > 1:
             raise PromptError(f"the states have {sorted(rows)} rows and {sorted(columns)} columns: reset them")
-        self.num_columns, self.batch = max(columns, default=0), max(rows, default=None)
+        self.num_columns = max(columns, default=0)
+        self.batch = max(rows, default=None)
 
     def _check_beams(self, beams: Array, ids: Array | None) -> None:
         if beams.ndim != 1 or (ids is not None and len(beams) != len(ids)):

@@ -55,7 +55,8 @@ class Daemon:
         self.devices = Devices()
         compile_ours = partial(compile_source, devices=self.devices, on_progress=self._note_progress)
         self.models = ModelTable(compile_model or compile_ours, self.limits, self.devices.compiling)
-        self._folder, self._is_worker = folder, is_worker
+        self._folder = folder
+        self._is_worker = is_worker
         self._sessions: dict[str, Session] = {}
         self._greetings: set[Greeting] = set()
         self._connections: set[Connection] = set()
@@ -97,7 +98,8 @@ class Daemon:
         Raises ``BusyError`` (too many clients) and ``ConfigError`` (the client has another protocol or another OpenVINO, or
         names a client that has gone).
         """
-        theirs, ours = text_of(hello, "openvino", 128), ov.get_version()
+        theirs = text_of(hello, "openvino", 128)
+        ours = ov.get_version()
         if whole_of(hello, "protocol", 1 << 16) != PROTOCOL:
             raise ConfigError(
                 f"this program speaks protocol {hello.body['protocol']}, the daemon {PROTOCOL}: restart the older one"
@@ -181,7 +183,8 @@ class Daemon:
         if count >= self.limits.clients and not watches:
             raise BusyError(f"{count} programs use the daemon, the limit is {self.limits.clients}: end one")
         priority = whole_of(hello, "priority", 2 * MAX_PRIORITY, MAX_PRIORITY) - MAX_PRIORITY
-        pid, given = whole_of(hello, "pid", 1 << 31), text_of(hello, "program", 256)
+        pid = whole_of(hello, "pid", 1 << 31)
+        given = text_of(hello, "program", 256)
         program = "".join(each if each.isprintable() else "?" for each in given)  # logs and terminals show it
         session = Session(pid, program, priority, self.models, self.devices, self.limits, watches=watches)
         self._sessions[session.token] = session

@@ -127,8 +127,10 @@ class Turn:
     __slots__ = ("_ask", "_call", "_start", "_turns")
 
     def __init__(self, turns: DeviceTurns, ask: Ask) -> None:
-        self._turns, self._ask = turns, ask
-        self._call, self._start = Call(), 0.0
+        self._turns = turns
+        self._ask = ask
+        self._call = Call()
+        self._start = 0.0
 
     def __enter__(self) -> Call:
         self._call.queued = self._turns.take(self._ask)
@@ -169,7 +171,8 @@ class DeviceTurns:
 
     def __init__(self, clock: Clock = time.perf_counter, on_use: OnUse | None = None) -> None:
         """Take a clock, and a function that is called with each ask that gives the device back, its seconds, and its shares."""
-        self.clock, self._on_use = clock, on_use
+        self.clock = clock
+        self._on_use = on_use
         self._lock = threading.Lock()
         self._waiting: list[Ask] = []
         self._running: list[Ask] = []
@@ -219,7 +222,8 @@ class DeviceTurns:
             return False
         self._used[ask.owner] = self._floor = standing
         self._running.append(ask)
-        self._held, ask.is_granted = None, True
+        self._held = None
+        ask.is_granted = True
         return True
 
     def give(self, ask: Ask, seconds: float, due: float | None = None, shares: Sequence[Share] = ()) -> None:
@@ -240,7 +244,8 @@ class DeviceTurns:
                 self._pay(ask.owner, max(0.0, left) / max(ask.width, 1))
             self._forget_some()
             self._set_due(ask.owner, due, ask.priority)
-            self._held, self._held_until = ask, self.clock() + HOLD_SECONDS
+            self._held = ask
+            self._held_until = self.clock() + HOLD_SECONDS
             self._grant()
             for each in self._waiting:  # until when they wait has changed
                 each.wake()
@@ -250,7 +255,8 @@ class DeviceTurns:
         with self._lock:
             for ask in self._waiting:
                 if ask.owner == owner and ask.priority < priority:
-                    ask.priority, ask.payers = priority, payers
+                    ask.priority = priority
+                    ask.payers = payers
             self._grant()
 
     def turn(self, ask: Ask) -> Turn:

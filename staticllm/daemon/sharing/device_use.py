@@ -40,7 +40,8 @@ class DeviceUse(SoleUse):
         """Use the device for one step inside the ``with`` block. Tokens are posted first if the device may be busy."""
         if self._turns.is_busy:
             worker.post()
-        demand, known = worker.demand, self._step_seconds
+        demand = worker.demand
+        known = self._step_seconds
         payers = tuple(map(ClientId, demand.owners))
         ask = Ask(self._engine, known, demand.priority, self._engine.model, payers=payers)
         self._turns.take(ask)
