@@ -77,7 +77,7 @@ class DaemonLink:
         self.connection.close()
 
     def _join(self, home: Startable) -> Joined:
-        """Connect, and start the daemon if nobody listens. Raises ``EndpointError`` (it does not listen in time)."""
+        """Connect, and start the daemon if none listens. Raises ``EndpointError`` (it does not listen in time)."""
         priority = _priority() + 100
         try:
             return join_daemon(self._folder, self._watch.check, priority=priority)
@@ -101,10 +101,7 @@ def _priority() -> int:
 
 
 def ask(channel: Channel, message: Message) -> Message:
-    """Send a message and return the answer.
-
-    Raises ``StaticLLMError`` (the daemon refused it, it failed, or the daemon has gone (``ProcessLostError``)).
-    """
+    """Send a message and return the answer. Raises ``StaticLLMError``."""
     try:
         channel.send(message)
         answer = channel.receive()

@@ -188,7 +188,7 @@ class EngineConnection:
             self._on_lost()
 
     def _check_silence(self) -> None:
-        """Look whether the daemon still answers, if somebody waits for it. Raises ``SilentError`` (it does not)."""
+        """Check that the daemon still answers, if a request or a question waits. Raises ``SilentError`` (it does not)."""
         if self._queues or self._answers:
             self._link.check_silence()
 

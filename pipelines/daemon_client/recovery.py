@@ -199,7 +199,7 @@ class Recovery:
             while self._goes_on():
                 self._resume()
                 self._end_hopeless()
-        except Exception as error:  # whatever it is, no reader may wait for ever
+        except Exception as error:  # whatever it is, every reader gets an end
             self._end(error)
         events.put(True)
 
@@ -226,10 +226,7 @@ class Recovery:
             self._submit(connection, live)
 
     def _connection(self) -> EngineConnection:
-        """Return a connection to a daemon that has the model.
-
-        Raises ``StaticLLMError`` (there is none, or it refuses the model).
-        """
+        """Return a connection to a daemon that has the model. Raises ``StaticLLMError``."""
         try:
             return self._connect()
         except DeviceError:  # a daemon that did not listen in time may do so by now

@@ -124,7 +124,7 @@ class RemoteEngine:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        The engine is watched from now on, until nobody has asked for 15 seconds. Raises ``ClosedError`` (the engine was
+        The engine is watched from now on, until it has had no reader for 15 seconds. Raises ``ClosedError`` (the engine was
         closed, or the daemon has ended).
         """
         self.check_process()
@@ -162,11 +162,7 @@ class RemoteEngine:
             live.end(FinishReason.CANCELLED)
 
     def _connected(self) -> EngineConnection:
-        """Return a connection that works, as far as is known.
-
-        Raises ``ClosedError`` (the engine was closed) and ``StaticLLMError`` (the daemon cannot be started, or refuses the
-        model).
-        """
+        """Return a connection that works, as far as is known. Raises ``ClosedError`` and ``StaticLLMError``."""
         self.check_process()
         with self._connecting:
             if self._is_closed:

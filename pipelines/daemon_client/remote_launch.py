@@ -102,7 +102,7 @@ def _launch(
 
 
 class _RemoteModel:
-    """A model that a daemon loads, as often as a daemon ends. ``described``: what the first one said of it."""
+    """A model that a daemon loads, and the next daemon after a loss. ``described``: the answer of the first one."""
 
     def __init__(
         self, directory: Path, candidates: Sequence[Candidate], home: DaemonHome, draft: DraftSource | None
@@ -161,10 +161,7 @@ def check_sendable(scheduler: object) -> None:
 
 
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:
-    """Return the fields of a config as JSON types, with absolute paths.
-
-    Raises ``ConfigError`` (one is a secret or a function of this process).
-    """
+    """Return the fields of a config as JSON types, with absolute paths. Raises ``ConfigError``."""
     values = asdict(replace(config, adapters=None))
     for name in SECRETS:
         if values.pop(name) is not None:
@@ -177,10 +174,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
 
 
 def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
-    """Return path, name and alpha of each adapter, and whether they are folded into the weights.
-
-    Raises ``ConfigError`` (one was made of bytes in this process).
-    """
+    """Return path, name and alpha of each adapter, and whether they are folded into the weights. Raises ``ConfigError``."""
     if adapters is None:
         return None
     members = []

@@ -113,7 +113,7 @@ class CallLog:
         self._bytes = 0
 
     def add(self, inputs: dict[int, Array]) -> None:
-        """Add a call; the log keeps the arrays, which nobody may change any more."""
+        """Add a call; the log keeps the arrays, which must not change any more."""
         if self._bytes > MAX_BYTES:
             self._entries.clear()
             return
@@ -135,14 +135,11 @@ class CallLog:
             self._bytes += inputs[index].nbytes
 
     def add_state(self, change: StateChange) -> None:
-        """Add the change of a state; the log keeps its values, which nobody may change any more."""
+        """Add the change of a state; the log keeps its values, which must not change any more."""
         self._append(change, 0 if change.values is None else change.values.nbytes)
 
     def repeat(self, request: Repeatable) -> None:
-        """Run all calls on a request whose states are reset.
-
-        Raises ``RuntimeError`` (the log had to forget calls, because they were too large).
-        """
+        """Run all calls on a request whose states are reset. Raises ``RuntimeError`` if they were too large to keep."""
         if self._bytes > MAX_BYTES:
             raise RuntimeError(
                 f"the daemon has ended, and the {self._bytes >> 20} MiB of calls that led to the states of this request are more "

@@ -142,10 +142,7 @@ class Client:
         raise AssertionError("unreachable")
 
     def connect(self) -> int:
-        """Connect if there is no connection, and return the epoch.
-
-        Raises ``UnavailableError`` (there is no daemon, or it refuses).
-        """
+        """Connect if there is no connection, and return the epoch. Raises ``UnavailableError``."""
         with self._lock:
             self._connected()
             return self.epoch
@@ -166,10 +163,7 @@ class Client:
                 self._lock.release()
 
     def has_died(self, epoch: int) -> None:
-        """Count the end of the daemon of an epoch, which a call has seen.
-
-        Raises ``UnavailableError`` (it is the second within a minute).
-        """
+        """Count the end of the daemon of an epoch. The second within a minute raises ``UnavailableError``."""
         if epoch <= self._dead_epoch:
             return
         self._dead_epoch = epoch
@@ -257,7 +251,7 @@ class Client:
             raise
 
     def _check_silence(self) -> None:
-        """Look whether the daemon still answers; without the lock, because who holds it may wait for an answer.
+        """Look whether the daemon still answers; without the lock, which a thread that waits for an answer holds.
 
         Raises ``SilentError`` (it does not).
         """

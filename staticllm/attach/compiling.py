@@ -36,10 +36,7 @@ class NativeError(Exception):
 
 
 def check_caller(settings: Settings) -> None:
-    """Check that this call may be taken at all.
-
-    Raises ``NativeError`` (attaching is off, or staticllm itself compiles its step programs).
-    """
+    """Check that this call may be taken at all. Raises ``NativeError``."""
     if settings.mode == "off" or os.environ.get("STATICLLM_ATTACH") == "off":
         raise NativeError("STATICLLM_ATTACH=off", is_silent=True)
     frame: Any = sys._getframe(2)
@@ -51,10 +48,7 @@ def check_caller(settings: Settings) -> None:
 
 
 def check_device(device: str, available: list[str], settings: Settings) -> None:
-    """Check that all devices that a device name can mean go to the daemon.
-
-    Raises ``NativeError`` (one of them does not).
-    """
+    """Check that all devices that a device name can mean go to the daemon. Raises ``NativeError``."""
     if not settings.devices:
         return
     kind, _, listed = device.upper().partition(":")
@@ -66,10 +60,7 @@ def check_device(device: str, available: list[str], settings: Settings) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Check that the daemon and the placeholder can have a model.
-
-    Raises ``NativeError`` (it has ports or operations that they cannot have).
-    """
+    """Check that the daemon and the placeholder can have a model. Raises ``NativeError``."""
     try:
         check_ports(model)
     except PortError as error:
@@ -81,10 +72,7 @@ def check_model(model: Any) -> None:
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, str | int | float | bool]:
-    """Return the properties of a compilation as values of JSON.
-
-    Raises ``NativeError`` (one of them is an object without such a value).
-    """
+    """Return the properties of a compilation as values of JSON. Raises ``NativeError``."""
     plain = {}
     for name, value in config.items():
         if name in IGNORED:

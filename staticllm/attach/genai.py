@@ -118,10 +118,7 @@ class AttachedType(type):
 
 
 def _pipeline_type() -> Any:
-    """Return ``StaticLLMPipeline``, of the program's own environment or of ours.
-
-    Raises ``ImportError`` (a package that it needs is missing in the program's environment).
-    """
+    """Return ``StaticLLMPipeline``, of the program's own environment or of ours. Raises ``ImportError``."""
     try:
         return importlib.import_module("staticllm").StaticLLMPipeline
     except ModuleNotFoundError as error:

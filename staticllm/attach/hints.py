@@ -18,8 +18,10 @@ TESTED = ((5, 5), (5, 6))
 """The versions of transformers that it was tested with: the first, and the first that was not."""
 METHODS = ("_sample", "_beam_search")
 """The methods of ``GenerationMixin`` that read only the last row."""
-LOOP, CALLERS = "transformers.generation.utils", frozenset((*METHODS, "_prefill"))
-"""The module of these methods, and the functions in it that call the model for them."""
+LOOP = "transformers.generation.utils"
+"""The module of these methods."""
+CALLERS = frozenset((*METHODS, "_prefill"))
+"""The functions of ``LOOP`` that call the model."""
 BETWEEN = ("optimum.", "openvino.", "torch.", __name__.partition(".")[0] + ".")
 """Packages whose functions lie between these methods and a call of an infer request."""
 

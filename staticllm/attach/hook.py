@@ -37,11 +37,7 @@ def watch() -> None:
 
 
 def install() -> None:
-    """Attach this program. A second call does nothing.
-
-    Raises ``ImportError`` (the program has no OpenVINO) and ``SettingsError`` (an environment variable has a value that is
-    not allowed).
-    """
+    """Attach this program. A second call does nothing. Raises ``ImportError`` and ``SettingsError``."""
     settings = read_settings()
     if settings.mode == "off":
         return

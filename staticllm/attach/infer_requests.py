@@ -54,10 +54,7 @@ class DaemonRequest:
         return self._is_closed or self._pid != os.getpid()
 
     def start(self, inputs: dict[int, Array]) -> None:
-        """Send a call.
-
-        Raises ``RefusedError`` (the daemon has no room for its tensors) and ``DaemonGoneError`` (the daemon has ended).
-        """
+        """Send a call. Raises ``RefusedError`` and ``DaemonGoneError``."""
         self._number += 1
         message = Message(Kind.INFER, 1, self._number, body={"wanted": "last"} if wants_last() else {})
         self._send(message, list(inputs.values()), list(inputs))

@@ -24,10 +24,7 @@ class PortError(ValueError):
 
 
 def check_ports(model: Any) -> None:
-    """Check that a model can have a placeholder.
-
-    Raises ``PortError`` (an input or output has an element type or a shape that a placeholder cannot have).
-    """
+    """Check that a model can have a placeholder. Raises ``PortError``."""
     if not model.inputs:
         raise PortError("the model has no inputs")
     for port in (*model.inputs, *model.outputs):

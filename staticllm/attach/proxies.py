@@ -162,10 +162,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
                 self._completions.put(self._complete)
 
     def wait(self) -> None:
-        """Wait for the end of the call.
-
-        Raises ``RuntimeError`` (the call failed, or it was cancelled, or its callback raised).
-        """
+        """Wait for the end of the call. Raises ``RuntimeError``."""
         if self._completions is not None and not self._completions.is_current_thread():
             self._completions.join(None)
         with self._lock:

@@ -91,10 +91,7 @@ class RemoteModel:
         return DaemonRequest(channel, handle, epoch)
 
     def open_native(self, reason: str) -> NativeRequest:
-        """Return an infer request that runs natively in the program.
-
-        Raises ``UnavailableError`` (the program must not run natively).
-        """
+        """Return an infer request that runs natively in the program. Raises ``UnavailableError``."""
         if self._client.settings.mode == "require":
             raise UnavailableError(f"{reason} (STATICLLM_ATTACH=require)")
         say_once(f"{reason}: the model {self._source.name} goes on natively in this program")
@@ -108,10 +105,7 @@ class RemoteModel:
             return self._native
 
     def has_died(self, epoch: int) -> None:
-        """Count the end of the daemon of an epoch, which a request has seen.
-
-        Raises ``UnavailableError`` (it is the second within a minute).
-        """
+        """Count the end of the daemon of an epoch. The second within a minute raises ``UnavailableError``."""
         self._client.has_died(epoch)
 
     def get_property(self, name: str) -> Any:
@@ -184,10 +178,7 @@ class MovableRequest:
         return self._model
 
     def start(self, inputs: dict[int, Array]) -> None:
-        """Start a call; the arrays must not change before ``finish``.
-
-        Raises ``RuntimeError`` (neither the daemon nor the program can run it).
-        """
+        """Start a call; the arrays must not change before ``finish``. Raises ``RuntimeError``."""
         if self._pending is not None:  # interrupted by Ctrl-C
             self._commit()
             self._close_place()

@@ -25,7 +25,7 @@ class Settings:
         devices: Devices whose models go to the daemon, in upper case; empty for all.
         priority: From -100 to 100; a higher one goes first.
         is_exact: Models run as they are, without packing.
-        daemon_command: The command that starts the daemon; empty if nobody knows one.
+        daemon_command: The command that starts the daemon; empty if it is not known.
         wait_seconds: Seconds in which a daemon that was started must answer.
     """
 

@@ -66,10 +66,7 @@ class Block:
 
     @classmethod
     def receive(cls, connection: Any, size: int) -> Block:
-        """Map the block of ``size`` bytes that the peer of a connection sends.
-
-        Raises ``OSError`` (it cannot be mapped, or it is shorter).
-        """
+        """Map the block of ``size`` bytes that the peer of a connection sends. Raises ``OSError``."""
         if sys.platform == "win32":
             tag = connection.recv_bytes(128).decode("ascii", "replace")
             return cls(mmap.mmap(-1, size, tagname=tag), tag)

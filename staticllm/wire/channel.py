@@ -101,10 +101,7 @@ class Channel:
         return number
 
     def send(self, message: Message) -> None:
-        """Send a message, and after it the block if it is new.
-
-        Raises ``ProtocolError`` (it is longer than ``MAX_FRAME``) and ``OSError`` (the peer has gone).
-        """
+        """Send a message, and after it the block if it is new. Raises ``ProtocolError`` and ``OSError``."""
         if not self._is_unsent or self._block is None:
             data = encode(message)
             self._write(bytearray(LENGTH.pack(len(data)) + data))

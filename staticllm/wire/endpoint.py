@@ -21,7 +21,7 @@ KEY_BYTES = 32
 ANSWER_SECONDS = 30.0
 """Seconds in which a daemon must answer a new connection; a thread of its own does, whatever the devices do."""
 PROBE_SECONDS = 10.0
-"""Seconds after which those who wait for an answer look whether the daemon still answers new connections."""
+"""Seconds without an answer after which a client checks that the daemon still answers new connections."""
 STOPPED = "stopped"
 """The file with the number of a daemon that ended as asked; its programs do not start another one for running requests."""
 RETRY_SECONDS = 0.05
@@ -33,7 +33,7 @@ class EndpointError(RuntimeError):
 
 
 class SilentError(EndpointError):
-    """A daemon listens, but does not answer: its process is stopped, or far too busy."""
+    """A daemon listens, but does not answer: its process is stopped or overloaded."""
 
 
 class GoneError(EndpointError):
@@ -48,10 +48,7 @@ class InTime:
         self.send_bytes = connection.send_bytes
 
     def recv_bytes(self, max_length: int | None = None) -> bytes:
-        """Return the next message.
-
-        Raises ``TimeoutError`` (there is none in time) and ``EOFError``, ``OSError`` (the peer has gone).
-        """
+        """Return the next message. Raises ``TimeoutError`` and ``EOFError``, ``OSError``."""
         if not self._connection.poll(ANSWER_SECONDS):
             raise TimeoutError
         message: bytes = self._connection.recv_bytes(max_length)
@@ -96,10 +93,7 @@ def _folder_path() -> Path:
 
 
 def address(folder: Path) -> str:
-    """Return the address of the daemon of this folder.
-
-    Raises ``EndpointError`` (the path is too long for a socket, or no daemon has written its pipe's name yet).
-    """
+    """Return the address of the daemon of this folder. Raises ``EndpointError``."""
     if sys.platform == "win32":
         try:
             return (folder / "pipe").read_text("ascii")
@@ -213,16 +207,12 @@ def connect(folder: Path) -> Any:
 
 
 def _dial(where: str) -> Any:
-    """Connect without proving anything.
-
-    Raises ``BlockingIOError`` (nobody accepted those who came before, within ``ANSWER_SECONDS``) and ``OSError`` (nobody
-    listens).
-    """
+    """Connect without proving anything. Raises ``BlockingIOError`` and ``OSError``."""
     if sys.platform == "win32":
         return mp.Client(where)
     end = time.monotonic() + ANSWER_SECONDS
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.setblocking(False)  # or connect() would wait for ever for a place among those who wait
+        peer.setblocking(False)  # or connect() would wait without limit for a place in the backlog
         while True:
             try:
                 peer.connect(where)
@@ -255,7 +245,7 @@ def silence_of(where: object) -> str:
 
 
 def knock(folder: Path) -> None:
-    """Connect and leave at once, so that a listener wakes. Raises ``EndpointError``, ``OSError`` (nobody listens)."""
+    """Connect and leave at once, so that a listener wakes. Raises ``EndpointError``, ``OSError`` (no daemon listens)."""
     if sys.platform == "win32":
         mp.Client(address(folder)).close()
         return
@@ -276,10 +266,7 @@ def identity(folder: Path) -> os.stat_result | None:
 
 
 def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
-    """Close a listener. ``leaves_socket``: the file of that name belongs to another one.
-
-    Raises ``OSError`` (the socket cannot be removed).
-    """
+    """Close a listener. ``leaves_socket``: the file of that name belongs to another one. Raises ``OSError``."""
     if leaves_socket:
         listener._listener._unlink.cancel()  # type: ignore[attr-defined]
         listener._listener._unlink = None  # type: ignore[attr-defined]
@@ -287,10 +274,7 @@ def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
 
 
 def welcome(connection: Any, key: bytes) -> None:
-    """Check on the daemon's side that the peer belongs to this user and knows the key.
-
-    Raises ``EndpointError`` (it does not).
-    """
+    """Check on the daemon's side that the peer belongs to this user and knows the key. Raises ``EndpointError``."""
     check_peer(connection)
     try:
         mp.deliver_challenge(connection, key)
@@ -300,10 +284,7 @@ def welcome(connection: Any, key: bytes) -> None:
 
 
 def check_peer(connection: Any) -> None:
-    """Check that the peer of a socket belongs to this user, where the system tells.
-
-    Raises ``EndpointError`` (it does not).
-    """
+    """Check that the peer of a socket belongs to this user, where the system tells. Raises ``EndpointError``."""
     if not sys.platform.startswith("linux"):
         return
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:

@@ -21,8 +21,10 @@ MAX_PIPED = 1 << 28
 """The most bytes of a message on a pipe to a child process, which has no shared memory."""
 MAX_INLINE = 1 << 16
 """The most bytes of tensors inside a message."""
-MAX_BODIES, MAX_TEXT = 16, 2048
-"""How many bodies of messages are kept for those that come again, and the most bytes of their text."""
+MAX_BODIES = 16
+"""The most bodies that a connection keeps for repeated messages."""
+MAX_TEXT = 2048
+"""The most bytes of the text of a body that is kept."""
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
 HEADER_BYTES = _HEADER.size
@@ -76,7 +78,7 @@ BLOCK = 2
 
 
 class Body(dict[str, Any]):
-    """The body of a message whose text comes again and again; nobody changes it.
+    """The body of a message whose text is repeated; it must not be changed.
 
     ``layout`` is what ``tensors.read`` found in it when it read the text for the first time.
     """
@@ -87,7 +89,7 @@ class Body(dict[str, Any]):
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
 class Message:
-    """One message; nobody changes it.
+    """One message; it must not be changed.
 
     ``handle`` names the object that it concerns, ``number`` the call that it belongs to, and ``time`` is a duration in seconds
     whose meaning depends on the kind. ``payload`` holds raw bytes, such as small tensors.
@@ -150,20 +152,14 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
 
 
 def write_message(stream: IO[bytes], message: Message) -> None:
-    """Write a message to a pipe and flush it.
-
-    Raises ``ProtocolError`` (it is longer than ``MAX_PIPED``) and ``OSError`` (the pipe is closed).
-    """
+    """Write a message to a pipe and flush it. Raises ``ProtocolError`` and ``OSError``."""
     data = encode(message, MAX_PIPED)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read_message(stream: IO[bytes]) -> Message | None:
-    """Return the next message of a pipe; None at its end.
-
-    Raises ``ProtocolError`` (the pipe ends within a message, or holds something else).
-    """
+    """Return the next message of a pipe; None at its end. Raises ``ProtocolError``."""
     start = stream.read(LENGTH.size)
     if not start:
         return None
@@ -199,10 +195,7 @@ def _body(text: bytes) -> dict[str, Any]:
 
 
 def text_of(message: Message, name: str, limit: int = 4096) -> str:
-    """Return a text of at most ``limit`` characters from a message's body.
-
-    Raises ``ProtocolError`` (it is missing or something else).
-    """
+    """Return a text of at most ``limit`` characters from a message's body. Raises ``ProtocolError``."""
     value = message.body.get(name)
     if not isinstance(value, str) or len(value) > limit or "\0" in value:
         raise ProtocolError(f"{message.kind.name}: {name} must be a text of at most {limit} characters")
@@ -210,10 +203,7 @@ def text_of(message: Message, name: str, limit: int = 4096) -> str:
 
 
 def whole_of(message: Message, name: str, most: int, default: int | None = None) -> int:
-    """Return a whole number from 0 to ``most`` from a message's body.
-
-    Raises ``ProtocolError`` (it is missing, and there is no default, or it is something else).
-    """
+    """Return a whole number from 0 to ``most`` from a message's body. Raises ``ProtocolError``."""
     value = message.body.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
         raise ProtocolError(f"{message.kind.name}: {name} must be a whole number from 0 to {most}")

@@ -64,10 +64,7 @@ class Session:
         self._followers: dict[object, Callable[[int], None]] = {}  # by the object that they belong to
 
     def hold(self, source: Source) -> tuple[int, ServedModel]:
-        """Compile a model, or share one that is compiled, and return its handle and the model.
-
-        Raises ``BusyError`` (the client, or all clients together, have too many models).
-        """
+        """Compile a model, or share one that is compiled, and return its handle and the model. Raises ``BusyError``."""
         with self._lock:
             if len(self._models) >= self._limits.models:
                 raise BusyError(
@@ -137,10 +134,7 @@ class Session:
             self._num_requests += change
 
     def count_block(self, change: int) -> None:
-        """Count the bytes of shared memory that are added or, if negative, freed.
-
-        Raises ``BusyError`` (the client has too many).
-        """
+        """Count the bytes of shared memory that are added or, if negative, freed. Raises ``BusyError``."""
         with self._lock:
             if self._block_bytes + change > self._limits.block_bytes:
                 raise BusyError(

@@ -34,7 +34,7 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
 
 WATCH_SECONDS = 15.0
-"""An engine is no longer watched when nobody has asked for this long."""
+"""Seconds without a reader after which an engine is no longer watched."""
 MAX_BYTES = 256 << 10
 """About the most bytes of the calls in an answer, and of its requests; the next answer has the next calls."""
 MAX_ENTRIES = 256
@@ -42,7 +42,7 @@ MAX_REQUESTS = 512
 
 
 class CallWatch:
-    """What an engine does, for any number of readers. It costs nothing unless somebody asks.
+    """What an engine does, for any number of readers. It costs nothing without one.
 
     The engine's thread only appends; the thread of any connection may read.
     """
@@ -54,7 +54,7 @@ class CallWatch:
         self._until = 0.0
 
     def append(self, record: Record) -> None:
-        """Keep a record, or end the watch if nobody has asked for long. Runs on the engine's thread."""
+        """Keep a record, or end the watch without readers. Runs on the engine's thread."""
         if time.monotonic() > self._until:
             self._engine.profiler.watcher = None
         else:
@@ -128,11 +128,7 @@ class LanguageModel:
         }  # fmt: skip
 
     def request_of(self, values: Mapping[str, Any]) -> EngineRequest:
-        """Return the checked request of a client.
-
-        Raises ``PromptError`` (its prompt is empty, too long, or has ids outside the vocabulary) and ``ConfigError`` (a
-        field is missing, unknown or of a wrong type).
-        """
+        """Return the checked request of a client. Raises ``PromptError`` and ``ConfigError``."""
         try:
             request = EngineRequest.from_dict(values)
             check_fields(request, self._num_adapters)

@@ -116,10 +116,7 @@ class AdapterFile:
     alpha: float
 
     def read(self) -> LoraAdapter:
-        """Read the numbers.
-
-        Raises ``AdapterError`` (the file is missing, damaged or impossible, or has other numbers than the client's).
-        """
+        """Read the numbers. Raises ``AdapterError``."""
         adapter = read_adapter(self.path)
         if adapter.name != self.name:
             raise AdapterError(
@@ -174,10 +171,7 @@ class LanguageSource:
         return ("language model", str(self.directory), tuple(stamps), self.text)
 
     def loadable(self) -> list[Candidate]:
-        """Return the candidates with the adapters, which are read now.
-
-        Raises ``AdapterError`` (a file is missing, damaged or impossible, or has other numbers than the client's).
-        """
+        """Return the candidates with the adapters, which are read now. Raises ``AdapterError``."""
         if not self.adapters:
             return list(self.candidates)
         members = [(adapter.read(), adapter.alpha) for adapter in self.adapters]
@@ -193,11 +187,7 @@ class LanguageSource:
 
 
 def language_source_of(message: Message) -> LanguageSource:
-    """Return the checked source that a ``MODEL`` message names.
-
-    Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``ConfigError`` (a property has an impossible
-    value).
-    """
+    """Return the checked source that a ``MODEL`` message names. Raises ``ProtocolError`` and ``ConfigError``."""
     directory = _path_of(text_of(message, "directory"))
     given, adapters, draft = (message.body.get(name) for name in ("candidates", "adapters", "draft"))
     if not isinstance(given, list) or not 1 <= len(given) <= 8:

@@ -151,10 +151,7 @@ class ModelTable:
             slot.compiled.set_result(model)
 
     def _make_room(self, source: Source) -> None:
-        """Drop idle models, the oldest first, until the weights fit. The caller holds the lock.
-
-        Raises ``BusyError`` (they do not fit even so).
-        """
+        """Drop idle models, the oldest first, until the weights fit. The caller holds the lock. Raises ``BusyError``."""
         limit = self._limits.model_bytes
         wanted = source.num_bytes
         idle = sorted(

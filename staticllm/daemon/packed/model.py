@@ -34,10 +34,12 @@ from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 from staticllm.properties import resolve
 
 log = logging.getLogger(__name__)
-MAX_LEN, MAX_RESPONSE = 4096, 128
-"""The most tokens of a sequence in our engine, and how many of these are not part of the longest prompt."""
+MAX_LEN = 4096
+"""The most tokens of a sequence in our engine."""
+MAX_RESPONSE = 128
+"""The tokens of ``MAX_LEN`` that are kept free of the prompt."""
 MAX_LOGIT_ROWS = 64
-"""The most rows of a call with logits after every row: each takes 4 bytes per word of the vocabulary."""
+"""The most rows of a call with logits after every row: each takes 4 bytes per token of the vocabulary."""
 TAKEN_INPUTS = frozenset((INPUT_IDS, ATTENTION_MASK, POSITION_IDS, BEAM_IDX))
 
 
@@ -186,7 +188,7 @@ def _reason_against(model: ov.Model) -> str | None:
 def _directory_of(xml: Path, data: Array | None) -> Path:
     """Return a model directory for an IR of any name: its own folder, or a name for the model in memory.
 
-    ``data [n]`` u8 are its weights; whoever compiles the model must keep them, because the graph refers to them.
+    ``data [n]`` u8 are its weights. They must outlive the graph, which refers to them.
     """
     if data is None:
         return xml.parent

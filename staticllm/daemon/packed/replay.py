@@ -74,10 +74,7 @@ class OriginalModel:
         self._is_closed = False
 
     def open(self) -> ov.InferRequest:
-        """Return a new infer request of the compiled model.
-
-        Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
-        """
+        """Return a new infer request of the compiled model. Raises ``RuntimeError`` and ``ClosedError``."""
         with self._lock:
             compiled = self._compiled
             model = self._model

@@ -146,10 +146,7 @@ class PackedRequest:
         return read_call(inputs, self._logs, self._model.limits, wanted)
 
     def _in_engine(self, call: PackedCall) -> Array:
-        """Run a checked call in the engine.
-
-        Raises ``UnusualCallError`` (the engine failed; the request is as it was before the call).
-        """
+        """Run a checked call in the engine. Raises ``UnusualCallError``."""
         engine = self._model.engine
         assert engine is not None, "there is no engine"
         sequences, unused = self._continued(call, engine)

@@ -33,10 +33,7 @@ class StateGuard:
         self.batch: int | None = None
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """Check the inputs of the next call.
-
-        Raises ``PromptError`` (a size or a beam does not fit the states, or there are no tokens).
-        """
+        """Check the inputs of the next call. Raises ``PromptError``."""
         if self.num_columns is None:
             self._look()
         ids, mask, beams = (inputs.get(name) for name in (INPUT_IDS, ATTENTION_MASK, BEAM_IDX))

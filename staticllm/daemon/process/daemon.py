@@ -1,4 +1,4 @@
-"""The daemon's process: it listens, joins connections to clients, and ends when nobody needs it."""
+"""The daemon's process: it listens, joins connections to clients, and ends when no program uses it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from staticllm.wire.messages import PROTOCOL, Message, text_of, whole_of
 
 log = logging.getLogger(__name__)
 HELLO_SECONDS = 5.0
-"""Seconds in which a new connection must say who it is."""
+"""Seconds in which a new connection must send ``HELLO``."""
 TICK_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
 """Python's default of 5 ms between two threads would be added to calls that take microseconds."""
@@ -71,7 +71,7 @@ class Daemon:
         self.owns_folder = True
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Accept connections until ``stop`` is called or nobody has been connected for ``Limits.idle_seconds``."""
+        """Accept connections until ``stop`` is called or no program has been connected for ``Limits.idle_seconds``."""
         old = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         keeper = start_thread(self._keep_house, "staticllm-housekeeper")
@@ -93,11 +93,7 @@ class Daemon:
                 endpoint.knock(self._folder)
 
     def join(self, hello: Message, channel: Channel) -> Joined:
-        """Add a connection to the client of a ``HELLO``, or to a new one.
-
-        Raises ``BusyError`` (too many clients) and ``ConfigError`` (the client has another protocol or another OpenVINO, or
-        names a client that has gone).
-        """
+        """Add a connection to the client of a ``HELLO``, or to a new one. Raises ``BusyError`` and ``ConfigError``."""
         theirs = text_of(hello, "openvino", 128)
         ours = ov.get_version()
         if whole_of(hello, "protocol", 1 << 16) != PROTOCOL:
@@ -165,7 +161,7 @@ class Daemon:
         }  # fmt: skip
 
     def _note_progress(self, event: ProgressEvent) -> None:
-        """Note which blob set is used: should this process crash, whoever started it reads that."""
+        """Note which blob set is used, for the process that started this one and counts its crashes."""
         if self._is_worker and event.stage == "import" and event.message:
             note_set(self._folder, event.message)
 
@@ -241,7 +237,7 @@ class Daemon:
                 self._connections.discard(connection)
 
     def _keep_house(self) -> None:
-        """Drop models that nobody holds and connections that say nothing, and stop the daemon when nobody needs it."""
+        """Drop unused models and connections without ``HELLO``, and stop an idle daemon."""
         while not self._is_stopping.wait(TICK_SECONDS):
             now = time.monotonic()
             try:

@@ -96,10 +96,7 @@ def stop(folder: Path) -> int | None:
 
 
 def status(folder: Path) -> dict[str, Any] | None:
-    """Return the statistics of the daemon of a folder; None if none listens.
-
-    Raises ``StaticLLMError`` (it refused to answer, or does not answer).
-    """
+    """Return the statistics of the daemon of a folder; None if none listens. Raises ``StaticLLMError``."""
     try:
         with control(folder) as channel:
             return ask(channel, Message(Kind.STATS)).body
@@ -111,10 +108,7 @@ def status(folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def control(folder: Path) -> Iterator[Channel]:
-    """Connect to the daemon of a folder as a client without models.
-
-    Raises ``EndpointError`` (none listens) and ``StaticLLMError`` (it refused this client).
-    """
+    """Connect to the daemon of a folder as a client without models. Raises ``EndpointError`` and ``StaticLLMError``."""
     channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True)
     try:
         check(answer)

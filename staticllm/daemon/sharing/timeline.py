@@ -1,4 +1,4 @@
-"""Records who used the devices when, and writes it as a Chrome trace with a track for each program and each engine."""
+"""Records the uses of devices, and writes them as a Chrome trace with a track per program and per engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Event:
 
 
 class Timeline:
-    """The events of one recording. Any thread may call the methods; nothing is kept while nobody records."""
+    """The events of one recording. Any thread may call; outside of a recording nothing is kept."""
 
     def __init__(self) -> None:
         self._events: deque[Event] | None = None
@@ -39,7 +39,7 @@ class Timeline:
 
     @property
     def is_recording(self) -> bool:
-        """Whether somebody records."""
+        """Whether a recording is in progress."""
         return self._events is not None
 
     def add(
@@ -51,7 +51,7 @@ class Timeline:
         queued: float = 0.0,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Add an event, if somebody records. The oldest of more than ``MAX_EVENTS`` are dropped."""
+        """Add an event to a recording in progress. The oldest of more than ``MAX_EVENTS`` are dropped."""
         events = self._events
         if events is not None:
             events.append(Event(track, name, start, seconds, queued, more or {}))
