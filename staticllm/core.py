@@ -13,7 +13,7 @@ from msgspec import Meta
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Name = Annotated[str, Meta(max_length=4096)]
-"""Numbers and texts within the bounds that are checked where they come from a file (``artifacts/stored.py``)."""
+"""Numbers and texts within the bounds that are checked where they come from a file (``artifacts/manifest.py``)."""
 Work: TypeAlias = tuple[float, ...]
 """The amount of each part of a call, or the seconds per amount."""
 Clock = Callable[[], float]

@@ -1,4 +1,4 @@
-"""Counts how often a process crashed while it used a blob set; a set with which two crashed is not used again.
+"""Notes the blob sets that a process uses, and how often one crashed with a set: after two crashes a set is not used again.
 
 Blobs are machine code of a compiler for one driver. A set that is whole and was verified when it was made can crash the process
 after an update of the driver, and again after every restart. Who starts the process again counts (``staticllm serve
@@ -7,6 +7,7 @@ after an update of the driver, and again after every restart. Who starts the pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -20,6 +21,8 @@ from staticllm.system.files import read_regular, whole_file
 LIMIT = 2
 """The crashes after which a set is in quarantine."""
 MAX_BYTES = 4096
+SETS = "sets"
+"""The file in a runtime folder that names the sets in use."""
 WINDOWS_CRASH = 0xC0000000
 """Exit codes of Windows from here on are those of exceptions that nothing handled."""
 _SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
@@ -78,3 +81,23 @@ def check_crashes(folder: Path) -> None:
     text = quarantine_text(folder)
     if text is not None:
         raise BlobError(text)
+
+
+def note_set(folder: Path, path: str) -> None:
+    """Note before a set is imported that the daemon of a runtime folder uses it. A full disk is ignored."""
+    if path not in read_sets(folder):
+        with contextlib.suppress(OSError), (folder / SETS).open("a", encoding="utf-8") as file:
+            file.write(path + "\n")
+
+
+def read_sets(folder: Path) -> list[str]:
+    """Return the folders of the sets that were noted."""
+    try:
+        return (folder / SETS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def forget_sets(folder: Path) -> None:
+    """Forget what was noted, before another daemon begins."""
+    (folder / SETS).unlink(missing_ok=True)

@@ -20,8 +20,7 @@ from filelock import Timeout
 from staticllm.pipelines.artifacts.blob_set import COSTS, LOCK, SCRATCH, json_properties
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest, machine_values
 from staticllm.pipelines.artifacts.manifest import MAX_ENTRIES, cost_from_json, cost_to_json
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.lowered import V
+from staticllm.pipelines.programs.compile import CompileOptions, V
 from staticllm.system.file_lock import locked
 from staticllm.system.files import read_regular, whole_file
 

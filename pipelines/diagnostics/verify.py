@@ -20,9 +20,10 @@ from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.pipelines.diagnostics.reports import Agreement, Verdict
 from staticllm.pipelines.loading.load import load
-from staticllm.pipelines.programs.build import compile_all, make_runner
+from staticllm.pipelines.programs.compile import compile_all
 from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.warm_up import make_runner
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
 KV_LENS = (48, 64)

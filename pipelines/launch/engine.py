@@ -20,10 +20,9 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.engine.request import EngineText
 from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.loading.background import BackgroundLoader
+from staticllm.pipelines.loading.background import BackgroundLoader, DeferredPrograms
 from staticllm.pipelines.loading.decoder_kind import LoadedDecoder
 from staticllm.pipelines.loading.load import load
-from staticllm.pipelines.loading.loaded import DeferredPrograms
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner

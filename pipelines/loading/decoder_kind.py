@@ -16,20 +16,15 @@ from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.artifacts.manifest import LAYOUT_FIELDS, Manifest
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind, probes_of
-from staticllm.pipelines.loading.loaded import Loaded
-from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, make_runner
-from staticllm.pipelines.programs.compile_plan import (
-    CompilePlan,
-    StartWith,
-    phase_properties,
-    prepare,
-    with_kv_slots,
-)
+from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, probes_of
+from staticllm.pipelines.programs.bind import Allocation
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
+from staticllm.pipelines.programs.compile_plan import phase_properties, prepare, with_kv_slots
 from staticllm.pipelines.programs.dry_run import random_feeds
 from staticllm.pipelines.programs.layout import program_layout, with_host_slots
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import first_to_serve
+from staticllm.pipelines.programs.warm_up import make_runner
 
 
 @dataclass(frozen=True)

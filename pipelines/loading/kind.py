@@ -10,9 +10,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
@@ -23,12 +23,12 @@ from staticllm.model_dir import weights_of
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, OtherFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.artifacts.measurements import probes_in
+from staticllm.pipelines.artifacts.measurements import KeptCosts, probes_in
+from staticllm.pipelines.loading.background import DeferredPrograms
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
-from staticllm.pipelines.programs.build import CompiledPrograms
-from staticllm.pipelines.programs.compile_plan import CompilePlan, StartWith, phase_properties
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, StartWith, V
+from staticllm.pipelines.programs.compile_plan import phase_properties
 from staticllm.pipelines.programs.layout import program_mode
-from staticllm.pipelines.programs.lowered import S, V
 
 
 class MeasuredRunner(Protocol[V]):
@@ -153,6 +153,35 @@ class LoadJob(Generic[K_co]):
 
 
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
+
+Origin = Literal["compiled", "blob", "cache"]
+"""Where the programs of a loaded model come from."""
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[V, S, R]):
+    """A model that can run.
+
+    ``config``: the config in force, because a blob set decides what the user left open. ``has_mapped_weights``: whether weights
+    are read from their file as long as the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
+    """
+
+    runner: R
+    programs: CompiledPrograms[V, S]
+    config: StaticLLMConfig
+    origin: Origin
+    deferred: DeferredPrograms[V, S] | None = None
+    has_mapped_weights: bool = True
+    kept_costs: KeptCosts[V] | None = None
+
+    def keep_costs(self) -> None:
+        """Write the costs that were measured at leisure, if there is a place for them and they are new."""
+        if self.kept_costs is not None:
+            self.kept_costs.write(self.runner.stable_costs)
+
+    def without_programs(self) -> Loaded[V, S, R]:
+        """Return what is known of a model that was closed, without its programs and graphs."""
+        return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
 
 
 def probes_of(job: LoadJob[Any]) -> ProbeTimes:

@@ -7,7 +7,9 @@ ran with the plugin's own buffer gets another one later.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
@@ -15,9 +17,57 @@ from numpy.typing import NDArray
 
 from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
+from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import StepBuffers
+from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.ports import ADAPTER_SCALES, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory that programs are bound to."""
+
+    cache: KVCache
+    pool: BufferPool
+
+
+class Allocation:
+    """Allocates the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
+
+    def __init__(self, shape: ModelShape, variants: Sequence[Variant]) -> None:
+        self._arguments = shape, tuple(variants)
+        self._thread = ThreadPoolExecutor(1, "staticllm-memory")
+        self._result: Future[HostMemory] | None = None
+
+    def __enter__(self) -> Allocation:
+        self._result = self._thread.submit(allocate, *self._arguments)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.shutdown()
+
+    def result(self) -> HostMemory:
+        """Wait for the memory.
+
+        Raises:
+            ConfigError: there is not enough.
+        """
+        assert self._result is not None, "outside of the block"
+        return self._result.result()
+
+
+def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
+    """Allocate the memory for ``variants``.
+
+    Raises:
+        ConfigError: there is not enough.
+    """
+    try:
+        return HostMemory(KVCache(shape, [variant.kv_len for variant in variants]), BufferPool(variants, shape))
+    except MemoryError as error:
+        raise ConfigError(
+            f"not enough memory for the KV slots or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
+        ) from None
 
 
 class BoundRequest:

@@ -1,15 +1,15 @@
-"""Makes the compile plan: the lowered model, the properties of its programs, and their variants."""
+"""Makes the compile plan of a decoder: the lowered model, the properties of its programs, and their variants."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any
 
 import openvino as ov
 
@@ -26,7 +26,6 @@ from staticllm.core import (
     KVType,
     ModelShape,
     OnProgress,
-    Part,
     Phase,
     ProgramLayout,
     ProgressEvent,
@@ -41,12 +40,10 @@ from staticllm.devices import (
     with_exact_f32,
 )
 from staticllm.model_dir import check_model_dir, read_model, weights_size
-from staticllm.pipelines.programs.autotune import ProbeTimes, calibrated
-from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
+from staticllm.pipelines.programs.compile import CompileOptions, CompilePlan, StartWith
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layer_probe import ProbedProgram, layers_speedup
 from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
-from staticllm.pipelines.programs.lowered import Lowered, S, V
 from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.mapped_weights import MappedWeights
@@ -54,34 +51,6 @@ from staticllm.system.mapped_weights import MappedWeights
 logger = logging.getLogger(__name__)
 
 MAX_KV_SLOTS = 1 << 24
-StartWith = Literal["all programs", "one program"]
-"""What is compiled before a model serves, if its variants have two programs."""
-
-
-@dataclass(frozen=True)
-class CompilePlan(Generic[V, S]):
-    """A model lowered for a device, and every choice that is made before compiling.
-
-    ``later`` chooses the options with which some variants get a
-    program of their own while the model serves; None if all programs are compiled with ``options``.
-    """
-
-    lowered: Lowered[V, S]
-    options: CompileOptions
-    variants: tuple[V, ...]
-    weights: MappedWeights
-    later: Callable[[], CompileOptions] | None = None
-
-    def restricted(self, variants: Iterable[V]) -> CompilePlan[V, S]:
-        """Return the plan for some of its variants only."""
-        return replace(self, variants=tuple(variants))
-
-    def without_weights(self) -> CompilePlan[V, S]:
-        """Return the plan for programs whose blobs hold no weights."""
-        properties: dict[Part, Mapping[str, Any]] = {
-            part: {**values, "CACHE_MODE": "OPTIMIZE_SIZE"} for part, values in self.options.properties.items()
-        }
-        return replace(self, options=replace(self.options, properties=properties))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
-"""Runs a pipeline's programs before the first request, to pack their weights and to measure the first costs."""
+"""Makes a warm runner: binds compiled programs, and runs them before the first request to pack weights and measure costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
+from staticllm.kvcache.step import StepBuffers
 from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.pipelines.programs.bind import Allocation, BoundPrograms, allocate, bind
+from staticllm.pipelines.programs.compile import DecoderPrograms
+from staticllm.pipelines.programs.model_runner import ModelRunner
 
 FIRST_ROWS = (16, 1)
 """Rows of the calls of a shared program that run in any case, in this order: a short prompt packs most of the weights."""
@@ -16,6 +20,33 @@ NEAR_ROWS, FAR_ROWS, FAR_KV_LEN = (1, 4, 16, 64, 256), (1, 4, 64), 1024
 """Sizes from which all costs are estimated until the engine rests."""
 QUICK_SECONDS = 0.05
 """Seconds; a variant whose first run is shorter is timed again, because most of a first run is one-time work."""
+
+
+def make_runner(
+    programs: DecoderPrograms,
+    on_progress: OnProgress = lambda event: None,
+    planned: Sequence[Variant] = (),
+    memory: Allocation | None = None,
+    adapters: AdapterSet | None = None,
+) -> ModelRunner:
+    """Bind programs to the arena and to buffers, and warm them up.
+
+    ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well. ``memory``: is being
+    allocated already. ``adapters``: what the inputs of ``shape.adapted`` hold.
+
+    Raises:
+        ConfigError: there is not enough memory for the arena or the masks.
+    """
+    shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
+    host = allocate(shape, variants) if memory is None else memory.result()
+    cache, pool = host.cache, host.pool
+    if adapters is not None:
+        for name, matrix in adapters.matrices(shape.adapted, shape.adapter_type).items():
+            pool.adapters[name][:] = matrix
+    bound = BoundPrograms(
+        programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
+    )
+    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress, programs.kept_costs), planned)
 
 
 def warm_up(

@@ -27,7 +27,7 @@ from staticllm.daemon.packed_service import compile_model_of
 from staticllm.daemon.session import Session
 from staticllm.daemon.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError
-from staticllm.pipelines.artifacts.used_sets import note_set
+from staticllm.pipelines.artifacts.crashes import note_set
 from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel

@@ -18,8 +18,14 @@ from typing import Any
 import psutil
 
 from staticllm.errors import ClosedError, ProcessLostError
-from staticllm.pipelines.artifacts.crashes import LIMIT, count_crash, crash_name, quarantine_text
-from staticllm.pipelines.artifacts.used_sets import forget_sets, read_sets
+from staticllm.pipelines.artifacts.crashes import (
+    LIMIT,
+    count_crash,
+    crash_name,
+    forget_sets,
+    quarantine_text,
+    read_sets,
+)
 from staticllm.pipelines.daemon_client.daemon_home import UserDaemon
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
 from staticllm.wire import endpoint

@@ -7,11 +7,10 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
-from staticllm.pipelines.programs import layer_probe
-from staticllm.pipelines.programs.autotune import ProbeMemory
+from staticllm.pipelines.programs import autotune
+from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeMemory, first_layers, layers_speedup
 from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
-from staticllm.pipelines.programs.layer_probe import ProbedProgram, first_layers, layers_speedup
 
 CONFIG = StaticLLMConfig(
     max_prompt_len=64, min_response_len=64, max_num_seqs=2, device_properties={"INFERENCE_PRECISION_HINT": "f32"}
@@ -44,8 +43,8 @@ def test_the_first_layers_compute_what_the_whole_model_does(name, plan_of):
 
 def test_both_programs_are_timed_and_the_times_are_kept(plan_of, monkeypatch):
     plan, kept, timed = plan_of("demo"), ProbeMemory(), []
-    monkeypatch.setattr(layer_probe, "LAYERS_SHARE", 0.7)
-    monkeypatch.setattr(layer_probe, "_seconds_in_turns", lambda requests: timed.append(len(requests)) or [3.0, 2.0])
+    monkeypatch.setattr(autotune, "LAYERS_SHARE", 0.7)
+    monkeypatch.setattr(autotune, "_seconds_in_turns", lambda requests: timed.append(len(requests)) or [3.0, 2.0])
     few = tuple(variant for variant in plan.variants if variant.rows == 1)
     programs = ProbedProgram(plan.variants, EXACT), ProbedProgram(few, EXACT)
     arguments = get_core(), "CPU", plan.lowered, step_of(plan)
@@ -58,14 +57,14 @@ def test_both_programs_are_timed_and_the_times_are_kept(plan_of, monkeypatch):
 
 def test_a_program_is_as_fast_as_itself(plan_of, monkeypatch):
     plan = plan_of("demo")
-    monkeypatch.setattr(layer_probe, "LAYERS_SHARE", 0.7)
+    monkeypatch.setattr(autotune, "LAYERS_SHARE", 0.7)
     program = ProbedProgram(plan.variants, EXACT)
     assert 0.5 < layers_speedup(get_core(), "CPU", plan.lowered, step_of(plan), (program, program)) < 2
 
 
 def test_a_model_without_layers_is_not_timed(plan_of, monkeypatch):
     plan = plan_of("demo")
-    monkeypatch.setattr(layer_probe, "LAYERS_SHARE", 1e-3)
-    monkeypatch.setattr(layer_probe, "_seconds_in_turns", lambda requests: pytest.fail("timed"))
+    monkeypatch.setattr(autotune, "LAYERS_SHARE", 1e-3)
+    monkeypatch.setattr(autotune, "_seconds_in_turns", lambda requests: pytest.fail("timed"))
     program = ProbedProgram(plan.variants, EXACT)
     assert layers_speedup(get_core(), "CPU", plan.lowered, step_of(plan), (program, program)) == 1.0

@@ -1,4 +1,4 @@
-"""Loads programs from a blob set, without reading a graph and without compiling."""
+"""Imports the programs of a blob set, without reading a graph and without compiling."""
 
 from __future__ import annotations
 
@@ -16,41 +16,19 @@ from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.artifacts.blob_set import (
     ImportTarget,
-    check_kind,
     check_properties,
     check_set,
     import_blob,
     read_blobs,
-    read_steadily,
 )
-from staticllm.pipelines.artifacts.crashes import check_crashes
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
-from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.artifacts.measurements import CostsPlace
-from staticllm.pipelines.artifacts.stored import stored
-from staticllm.pipelines.loading.kind import Job, LoadJob, R
-from staticllm.pipelines.loading.loaded import Loaded, Origin
-from staticllm.pipelines.programs.build import CompiledPrograms
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.lowered import S, V
+from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
 
 NUM_IMPORTS = 2
 """Blobs that are imported at the same time."""
-
-
-def load_blob_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
-    """Load the set at ``BLOB_PATH``. It decides whatever the user did not choose.
-
-    Raises:
-        BlobError: there is no set, it is damaged, or it was made for something else.
-    """
-
-    def import_it(manifest: Manifest) -> Loaded[V, S, R]:
-        check_kind(folder, manifest, job.kind.name)
-        check_crashes(folder)
-        return import_set(job.kind.decided_by(manifest, job), folder, manifest, "blob")
-
-    return read_steadily(folder, import_it, job.key)
 
 
 def import_set(
