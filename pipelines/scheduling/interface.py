@@ -251,7 +251,7 @@ class Plan:
         preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
         job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
         wait_until: The moment until which the device waits for away requests; such a plan has nothing else. The policy is asked
-            again then, or when a request or a job arrives. ``Linger`` decides about it for the shipped policies.
+            again then, or when a request or a job arrives. The planner decides about it for the shipped policies.
     """
 
     decode: tuple[int, ...] = ()

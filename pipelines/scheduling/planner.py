@@ -6,33 +6,30 @@ import queue
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
+from importlib import import_module
 from itertools import islice
 
+from staticllm.config import schedulers
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.scheduling import policies
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.job_turns import JobTurns, urgency
-from staticllm.pipelines.scheduling.linger import Linger
-from staticllm.pipelines.scheduling.policies.chunked import Chunked
-from staticllm.pipelines.scheduling.policies.common import alone
-from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
-from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
+from staticllm.pipelines.scheduling.plans import alone
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
-from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.request_table import RequestTable
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check, check_wait_so_far
 from staticllm.system.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "dynamic": Dynamic,
-    "fcfs": Fcfs,
-    "prefill_first": PrefillFirst,
-    "decode_first": DecodeFirst,
-    "chunked": Chunked,
+    name: import_module(f"{policies.__name__}.{name}").POLICY for name in schedulers()
 }
+"""What makes each shipped policy, by its name."""
 STALL_SECONDS = 2.0
-"""The longest time for one plan of a user's policy; after it the policy counts as stalled."""
+"""Time limit for one plan of a user's policy, which then counts as stalled."""
+MAX_WAIT_SHARE = 0.2
+"""Longest wait for away requests before a call, as a share of that call's time."""
 
 
 def make_policy(scheduler: object) -> Policy:
@@ -57,10 +54,10 @@ class Planner:
     so that neither a slow policy nor one that changes the view can harm the engine.
     """
 
-    def __init__(self, policy: Policy, lingers: bool = True) -> None:
+    def __init__(self, policy: Policy, waits_for_away: bool = True) -> None:
         self.policy = policy
         self._own = policy
-        self._linger = Linger() if lingers else None
+        self._batch_wait = BatchWait() if waits_for_away else None
         self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
         self._plans_jobs = _plans_jobs(policy)
@@ -90,7 +87,7 @@ class Planner:
                 return Plan(job=job.id)
             view = self._turns.view_for_policy(view)
         self._last = Plan()
-        if self._is_shipped and self._linger is not None and (moment := self._linger.until(view)) is not None:
+        if self._is_shipped and self._batch_wait is not None and (moment := self._batch_wait.until(view)) is not None:
             return Plan(wait_until=moment)
         try:
             plan = self._checked(self._asked(view), view)
@@ -159,6 +156,53 @@ class Planner:
         if self._retry_after is not None and view.device.index is not self._retry_after:
             self._retry_after, self.policy = None, self._own
             self._thread = _PolicyThread(self._own)
+
+
+class BatchWait:
+    """Lets the device wait for away requests that are due, if that saves more device time than the running requests lose.
+
+    A step of k + n requests takes less time than a step of k and one of n. The difference is what a wait of w seconds saves if n
+    requests come back within it; it costs k · w, because k running requests get their tokens later. FlexNPU (3.2) calls it
+    a brief delay for coordination. Without it, two clients that choose their tokens themselves never share a call.
+
+    The device does not wait while prompts, swapped requests or jobs could use it.
+    """
+
+    def __init__(self) -> None:
+        self._start: float | None = None  # of the wait before the next call, on the clock of the view
+
+    def until(self, view: View) -> float | None:
+        """Return the moment until which the device waits; None if the next call should run now."""
+        moment = self._best_moment(view)
+        if moment is None:
+            self._start = None
+        elif self._start is None:
+            self._start = view.now
+        return moment
+
+    def _best_moment(self, view: View) -> float | None:
+        num_running = len(view.running)
+        if not view.away or not num_running or view.waiting or view.prefilling or view.swapped or view.jobs:
+            return None
+        room = min(view.free_seqs, view.device.max_decoding - num_running)
+        step = _seconds(view, num_running)
+        end = (view.now if self._start is None else self._start) + MAX_WAIT_SHARE * step
+        due = sorted(
+            each.ready_at for each in view.away if each.ready_at is not None and view.now < each.ready_at <= end
+        )
+        best, most = None, 0.0
+        for count, moment in enumerate(due[: max(room, 0)], 1):
+            saved = step + _seconds(view, count) - _seconds(view, num_running + count)
+            gain = saved - (moment - view.now) * num_running
+            if gain > most:
+                best, most = moment, gain
+        return best
+
+
+def _seconds(view: View, num_requests: int) -> float:
+    """Return the duration of a decode step, in seconds; infinite if no call can hold it."""
+    variant = view.device.call(num_requests, num_requests)
+    return float("inf") if variant is None else view.device.seconds(variant)
 
 
 def _plans_jobs(policy: Policy) -> bool:

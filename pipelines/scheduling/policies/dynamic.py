@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
-from staticllm.pipelines.scheduling.policies.common import (
+from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,
     fits,
     in_order,
+    pack,
     prefill_with_preemption,
     to_swap_in,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.policies.packing import pack
-from staticllm.pipelines.scheduling.policies.time_slices import TimeSlices, by_wait
+from staticllm.pipelines.scheduling.time_slices import TimeSlices, by_wait
 
 CROWDED_GAP = 2
 """The factor on the bound between two tokens while at least two prompts wait, and at least as many as requests decode."""
@@ -288,3 +288,6 @@ class Dynamic:
         self._prefill_seconds = call.added_seconds
         self._prefill_end = view.now + call.delay_seconds
         return call.plan
+
+
+POLICY = Dynamic

@@ -34,6 +34,8 @@ LEVELS = (
     "pipelines.generation pipelines.profiling pipelines.conversation.templates",
     "pipelines.programs pipelines.conversation",
     "pipelines.scheduling.interface pipelines.artifacts",
+    "pipelines.scheduling.plans",
+    "pipelines.scheduling.time_slices",
     "pipelines.scheduling.policies",
     "pipelines.scheduling",
     "pipelines.engine",

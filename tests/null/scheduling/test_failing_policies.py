@@ -238,7 +238,7 @@ def test_a_policy_that_stalls_is_replaced(monkeypatch):
 
 @pytest.mark.parametrize("scheduler", ["fifo", None, 5, POLICIES["fcfs"], object()])
 def test_an_object_without_a_plan_method_is_refused(scheduler):
-    with pytest.raises(ConfigError, match="must be one of dynamic, fcfs"):
+    with pytest.raises(ConfigError, match="must be one of dynamic, chunked, decode_first, fcfs, prefill_first"):
         make_policy(scheduler)
 
 

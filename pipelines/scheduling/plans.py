@@ -1,10 +1,11 @@
-"""Provides what the shipped policies share: the order of requests, decode steps, and preemption if KV slots run short."""
+"""Parts of plans that the shipped policies share: decode steps, packed prompts, and preemption if KV slots run short."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from staticllm.core import Variant
 from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
@@ -193,3 +194,31 @@ def _ids(requests: Iterable[RequestView]) -> tuple[int, ...]:
 def with_prefill(plan: Plan, prefill: list[tuple[int, int]]) -> Plan:
     """Return the same plan with these ``(request, tokens)`` pairs of prompts in its call."""
     return replace(plan, prefill=tuple(prefill))
+
+
+def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Variant) -> list[tuple[int, int]]:
+    """Return ``(request, tokens)`` pairs of prompts that fit into a call of ``variant`` with ``plan``, in backlog order.
+
+    A prompt gets rows only if the arena has free KV slots for all of it and for the next token of every running request. A
+    variant with a ``kv_len`` of 0 takes only prompts without computed tokens.
+    """
+    rows, sequences = variant.rows - plan.num_rows, variant.sequences - plan.num_sequences
+    brought = {request.id: request.num_computed for request in view.swapped if not request.in_arena}
+    free = (
+        view.free_slots - plan.num_rows - len(view.running) - sum(brought.get(request, 0) for request in plan.swap_in)
+    )
+    chosen: list[tuple[int, int]] = []
+    for request in backlog:
+        if rows <= 0 or len(chosen) >= sequences:
+            break
+        if request.num_computed and not variant.kv_len:
+            continue
+        if request.num_left > free:
+            break
+        count = min(rows, request.num_left)
+        chosen.append((request.id, count))
+        rows -= count
+        free -= request.num_left
+    if rows and view.device.index.needs_real_rows:
+        return []  # idle rows would change a recurrent state
+    return chosen

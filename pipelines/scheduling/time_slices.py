@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from staticllm.pipelines.scheduling.interface import RequestStatus, RequestView, View
-from staticllm.pipelines.scheduling.policies.common import in_order, to_swap_in
+from staticllm.pipelines.scheduling.plans import in_order, to_swap_in
 
 WAIT_SHARE = 0.6
 """The share of ``gap_ms`` for which a swapped request waits for a place. The rest is for prompts that run meanwhile."""
