@@ -23,7 +23,10 @@ STABLE_CALLS = 5
 LEAST_OF_NEAREST = 0.25
 """The smallest estimate, as a share of the nearest measurement."""
 MIN_SECONDS = 1e-6
-
+SMOOTHING = 0.2
+"""Weight of the newest call in the expected duration of the next one of the same shapes."""
+MAX_SHAPES = 256
+"""Size limit of a model's table of durations by shapes."""
 
 V = TypeVar("V", bound=ProgramVariant)
 
@@ -144,3 +147,23 @@ def nonnegative_least_squares(columns: NDArray[np.float64], values: NDArray[np.f
     found = np.zeros(columns.shape[1])
     found[kept] = np.maximum(weights, 0)
     return found
+
+
+class CallCosts:
+    """The expected duration of the calls of one model, by the shapes of their inputs. Any thread may call the methods."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[object, float] = {}
+        self._last = 0.0
+
+    def expected(self, shapes: object) -> float:
+        """Return the expected seconds of a call; that of the last call for new shapes."""
+        return self._seconds.get(shapes, self._last)
+
+    def add(self, shapes: object, seconds: float) -> None:
+        """Learn from a call that took ``seconds``."""
+        known = self._seconds.get(shapes)
+        if known is None and len(self._seconds) >= MAX_SHAPES:
+            self._seconds.clear()
+        self._last = seconds if known is None else known + SMOOTHING * (seconds - known)
+        self._seconds[shapes] = self._last

@@ -18,7 +18,7 @@ from staticllm.daemon.devices import Devices
 from staticllm.daemon.model_source import ModelSource
 from staticllm.daemon.packed.state_guard import StateGuard
 from staticllm.devices import check_device, get_core, read_first_tensor
-from staticllm.pipelines.costs.calls import CallCosts
+from staticllm.pipelines.costs.model import CallCosts
 from staticllm.pipelines.scheduling.device_turns import Ask, Call
 
 read_first_tensor()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.packed.state_guard import StateGuard
 from staticllm.errors import ClosedError
-from staticllm.pipelines.costs.calls import CallCosts
+from staticllm.pipelines.costs.model import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
 from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
