@@ -22,7 +22,7 @@ _OF_COMPILERS = frozenset(
 DISTRIBUTING = ("AUTO", "MULTI", "HETERO", "BATCH")
 """OpenVINO's devices that choose among others."""
 PREFERRED = ("NPU", "GPU", "CPU")
-"""The devices that ``AUTO`` tries, in order of preference."""
+"""Devices that ``AUTO`` tries, in order."""
 _NUMBER_AFTER = re.compile(r"\(\d+\)$")
 _DYNAMIC_SHAPES = ("CPU", "GPU")
 """Devices that run bounded dynamic shapes well, and repack the weights for each compiled model."""
@@ -98,9 +98,7 @@ def is_present(core: ov.Core, device: str) -> bool:
 def check_device(core: ov.Core, device: object) -> str:
     """Return the device's name in capitals if it is on this machine.
 
-    Raises:
-        DeviceError: the device is not on this machine; the message lists the devices that are.
-    """
+    Raises ``DeviceError``: the device is not on this machine; the message lists the devices that are."""
     available = core.available_devices
     name = device.upper() if isinstance(device, str) else ""
     if name and is_present(core, name):

@@ -24,7 +24,7 @@ MAX_NUMBER = 1 << 40
 _JOINING = frozenset(
     ("Parameter", "Convert", "Const", "VocabDecoder", "FuzeRagged", "UTF8Validate", "StringTensorPack", "Result")
 )
-"""The operations of a detokenizer that joins the bytes of tokens."""
+"""Operations of a detokenizer that joins the bytes of tokens."""
 
 
 def demo_model_path() -> Path:
@@ -106,9 +106,7 @@ class ModelInMemory:
 def keep_in_memory(xml: object, weights: ov.Tensor) -> Path:
     """Return a name that stands for a model directory until ``forget_in_memory``; nothing is written to disk.
 
-    Raises:
-        ModelError: the text is not an IR, or has fewer bytes of weights than the IR needs.
-    """
+    Raises ``ModelError``: the text is not an IR, or has fewer bytes of weights than the IR needs."""
     if not isinstance(xml, str) or not xml.rstrip().endswith("</net>"):
         raise ModelError(f"the model is a {type(xml).__name__}: with weights it must be the complete XML of an IR")
     needed = _needed(xml.encode())
@@ -159,9 +157,7 @@ def _from_config(directory: Path, *names: str) -> list[int] | None:
 def kv_shapes(directory: Path) -> list[tuple[int, int]]:
     """Return heads and head size of each state of keys or values; empty if the IR does not have them.
 
-    Raises:
-        ModelError: the directory is missing or damaged.
-    """
+    Raises ``ModelError``: the directory is missing or damaged."""
     held = model_in_memory(directory)
     if held is not None:
         return _read_ir(held.xml.encode(), MODEL_XML).kv_shapes
@@ -171,11 +167,7 @@ def kv_shapes(directory: Path) -> list[tuple[int, int]]:
 
 
 def _needed(xml: bytes, name: str = MODEL_XML) -> int:
-    """Return the number of bytes of weights that an IR refers to.
-
-    Raises:
-        ModelError: the IR is damaged.
-    """
+    """Return the number of bytes of weights that an IR refers to. Raises ``ModelError``: the IR is damaged."""
     return _read_ir(xml, name).num_weight_bytes
 
 
@@ -189,9 +181,7 @@ def _read_ir(xml: bytes, name: str) -> IrFile:
 def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> IrFile:
     """Return the structure of an IR file whose weights file is complete; ``weights`` defaults to the ``.bin`` beside it.
 
-    Raises:
-        ModelError: a file is missing, damaged or too short.
-    """
+    Raises ``ModelError``: a file is missing, damaged or too short."""
     if not xml.is_file():
         raise ModelError(
             f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"
@@ -246,9 +236,7 @@ def read_model(
 ) -> ov.Model:
     """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
 
-    Raises:
-        ModelError: OpenVINO cannot read the IR, or it cannot be decrypted.
-    """
+    Raises ``ModelError``: OpenVINO cannot read the IR, or it cannot be decrypted."""
     try:
         if (held := model_in_memory(directory)) is not None:
             model = core.read_model(held.xml, held.weights)
@@ -264,9 +252,7 @@ def read_model(
 def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
     """Read a model whose weights are encrypted on disk and decrypted only in memory.
 
-    Raises:
-        ModelError: the callback failed, or returned too few bytes.
-    """
+    Raises ``ModelError``: the callback failed, or returned too few bytes."""
     import numpy as np
     import openvino as ov
 

@@ -20,7 +20,7 @@ from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.system.file_lock import Lease, acquire
 
 PREFIX = "staticllm-"
-"""Prefix of the folders that we create. OpenVINO and others may keep their files in the same folder."""
+"""Prefix of our folders. OpenVINO and others may use the same cache folder."""
 _NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{24}")
 NOT_NOW = 0.0
 
@@ -95,10 +95,7 @@ class BlobCache:
     def lease(self, key: str, timeout: float = -1) -> Lease:
         """Lock the set ``key`` until the returned lease is released.
 
-        Raises:
-            Timeout: as ``locked``.
-            OSError: the folder cannot be written.
-        """
+        Raises ``Timeout``: as ``locked``; ``OSError``: the folder cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 

@@ -19,12 +19,12 @@ from staticllm.pipelines.artifacts.blob_set import CRASHES
 from staticllm.system.files import read_regular, whole_file
 
 LIMIT = 2
-"""The crashes after which a set is in quarantine."""
+"""Crashes after which a set is quarantined."""
 MAX_BYTES = 4096
 SETS = "sets"
 """The file in a runtime folder that names the sets in use."""
 WINDOWS_CRASH = 0xC0000000
-"""Exit codes of Windows from here on are those of exceptions that nothing handled."""
+"""Lowest Windows exit code of an unhandled exception."""
 _SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
 
 
@@ -73,11 +73,7 @@ def quarantine_text(folder: Path) -> str | None:
 
 
 def check_crashes(folder: Path) -> None:
-    """Check that a set may be used.
-
-    Raises:
-        BlobError: it is in quarantine.
-    """
+    """Check that a set may be used. Raises ``BlobError``: it is in quarantine."""
     text = quarantine_text(folder)
     if text is not None:
         raise BlobError(text)

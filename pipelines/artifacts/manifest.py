@@ -40,14 +40,14 @@ MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
 MAX_STATE_BYTES = 1 << 34
 MAX_ADAPTER_VALUES = 1 << 32
-"""Values of the matrices of all adapters: 16 GiB."""
+"""Upper bound on the values of all adapters' matrices: 16 GiB."""
 MAX_SECONDS = 1 << 24
-"""The most seconds of a call."""
+"""Upper bound on the cost of a call, in seconds."""
 LAYOUT_FIELDS = (
     "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
     "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
 )  # fmt: skip
-"""Fields of the config that a blob set decides if the user does not give them."""
+"""Config fields that a blob set decides unless the user gives them."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
@@ -130,11 +130,8 @@ def encode(manifest: Manifest, key: bytes = b"") -> bytes:
 
 
 def decode(data: bytes, key: bytes = b"") -> Manifest:
-    """Read a manifest from its bytes and check every field.
-
-    Raises:
-        ManifestError: the manifest is damaged, has another schema, is not signed with ``key``, or has an impossible value.
-    """
+    """Read a manifest from its bytes and check every field. Raises ``ManifestError``: the manifest is damaged, has another
+    schema, is not signed with ``key``, or has an impossible value."""
     try:
         frame = json.loads(data)
         digest, content, is_signed = frame["digest"], frame["content"], frame["is_signed"]
@@ -205,9 +202,7 @@ _Entries = Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)]
 def stored(kind: type[T], content: object) -> T:
     """Return the value of a dataclass, or of another annotated type, that JSON holds.
 
-    Raises:
-        ValueError: a field is unknown, missing, of another type, or out of its bounds; the text says where.
-    """
+    Raises ``ValueError``: a field is unknown, missing, of another type, or out of its bounds; the text says where."""
     names = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
     if names and isinstance(content, dict) and (different := sorted(names ^ set(content))):
         raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
@@ -224,9 +219,7 @@ def stored(kind: type[T], content: object) -> T:
 def converted(kind: type[T], content: object) -> T:
     """Return the value of an annotated type that JSON holds; fields that are unknown are left out.
 
-    Raises:
-        ValueError: a field is missing, of another type, or out of its bounds; the text says where.
-    """
+    Raises ``ValueError``: a field is missing, of another type, or out of its bounds; the text says where."""
     try:
         return msgspec.convert(content, kind)
     except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
@@ -347,7 +340,7 @@ KINDS: dict[str, StoredKind] = {
     "decoder": StoredKind(StepFingerprint, Variant, ModelShape, _check_decoder),
     "encoder": StoredKind(EncoderFingerprint, EncoderVariant, EncoderShape, _check_encoder),
 }
-"""The kinds of models whose sets can be read, by their names."""
+"""The kinds of models whose sets can be read, by name."""
 
 
 def _checked(content: Mapping[str, Any]) -> Manifest:
@@ -388,9 +381,7 @@ def _variants(content: _Content, kind: type[V]) -> tuple[VariantFile, ...]:
 def cost_from_json(cost: object, kind: type[V]) -> tuple[V, float]:
     """Return the variant, of this type, and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
-    Raises:
-        ValueError: it has another form, or an impossible value.
-    """
+    Raises ``ValueError``: it has another form, or an impossible value."""
     values = dict(stored(dict[str, int | float], cost))
     seconds = values.pop("seconds", -1.0)
     if not 0 <= seconds < MAX_SECONDS:

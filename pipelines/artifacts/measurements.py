@@ -25,14 +25,14 @@ from staticllm.system.file_lock import locked
 from staticllm.system.files import read_regular, whole_file
 
 PROBES = "staticllm-probes-"
-"""Prefix of the name of a file with the times of probes, in a cache folder."""
+"""Prefix of the probe files in a cache folder."""
 SCHEMA = 1
 MAX_BYTES = 4 << 20
 MAX_PROBES = 256
 SECONDS = (1e-6, 600.0)
-"""The shortest and the longest call that is believed, in seconds."""
+"""Plausible range of a call's duration, in seconds."""
 CHANGE = 0.1
-"""A file is written again for a relative change of a cost that is larger than this."""
+"""Relative change of a cost above which the file is rewritten."""
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,22 @@ from numpy.typing import NDArray
 from staticllm.core import ProgramVariant
 
 NEW_SHARE = 0.1
-"""Weight of a new measurement: one noisy call changes little, and the costs follow a throttled machine within 20 calls. A faster
-call counts at once until the cost is stable."""
+"""Weight of a new measurement: low, to ignore noise, but enough to follow a throttled machine within 20 calls. Until a cost is
+stable, a faster call replaces it."""
 SLOWEST = 3.0
-"""The most that a measurement counts, as a multiple of the known cost: a call may have been delayed by another program."""
+"""Cap on a measurement, as a multiple of the known cost: another program may have delayed the call."""
 FIRST_SHARE = 0.5
-"""Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
+"""Weight of the first measurement against the estimate: it may be the first inference at a new shape."""
 
 STABLE_CALLS = 5
-"""Calls after which a cost no longer depends on the first measurement, which the warm-up took beside other work."""
+"""Calls after which the first measurement, taken beside other work, no longer matters."""
 LEAST_OF_NEAREST = 0.25
-"""The smallest estimate, as a share of the nearest measurement."""
+"""Lower bound of an estimate, as a share of the nearest measurement."""
 MIN_SECONDS = 1e-6
 SMOOTHING = 0.2
-"""Weight of the newest call in the expected duration of the next one of the same shapes."""
+"""Weight of the newest call in the expected duration of the next call of the same shapes."""
 MAX_SHAPES = 256
-"""Size limit of a model's table of durations by shapes."""
+"""Size limit of a model's table of durations by shape."""
 
 V = TypeVar("V", bound=ProgramVariant)
 

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 FAR_KV_LEN, MANY_ROWS = 1024, 256
 MAX_SECONDS = 0.15
-"""Seconds; longer calls are not measured, because a request that arrives meanwhile waits for them. A call cannot be cancelled:
-the CPU plugin then fails in later calls of the same program with other sizes (docs/decisions.md)."""
+"""Longest call that is measured, in seconds: arriving requests wait for it. Calls cannot be cancelled, because the CPU plugin
+then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 NUM_CHECKED, DRIFT = 3, 1.25
-"""Costs of an earlier process that are measured again at the first rest, and the factor by which most of them may differ."""
+"""Adopted costs that are measured again at the first rest, and the factor by which most of them may differ."""
 
 
 class Measurable(Protocol):
@@ -104,11 +104,7 @@ class CostProbe:
                 logger.warning("the measured costs could not be kept", exc_info=True)
 
     def seconds_of(self, variant: Variant) -> float:
-        """Time a variant as ``measure_next`` does, without adding its cost.
-
-        Raises:
-            Exception: the device failed.
-        """
+        """Time a variant as ``measure_next`` does, without adding its cost. Raises ``Exception``: the device failed."""
         seconds = self._timed(variant, lambda: False)
         assert seconds is not None
         return seconds

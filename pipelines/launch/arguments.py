@@ -77,9 +77,7 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
 def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
     """Move ``weights`` and ``generation_config`` of a model in memory from the properties to the arguments.
 
-    Raises:
-        ConfigError: one of them has another type, or a model in memory has no tokenizer.
-    """
+    Raises ``ConfigError``: one of them has another type, or a model in memory has no tokenizer."""
     weights = given.weights if given.weights is not None else properties.pop("weights", None)
     if weights is None:
         return given
@@ -170,11 +168,7 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 
 
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
-    """Read the tokenizer in a model directory.
-
-    Raises:
-        ModelError: the tokenizer cannot be read.
-    """
+    """Read the tokenizer in a model directory. Raises ``ModelError``: the tokenizer cannot be read."""
     try:
         with enough_memory(ModelError, f"the tokenizer in {str(directory)!r}"):
             return genai.Tokenizer(directory)

@@ -23,7 +23,7 @@ from staticllm.pipelines.launch.engine import Launched, load_first
 TOKENIZER_XML = "openvino_tokenizer.xml"
 NAME = "draft_model"
 MEASURE_SECONDS = 0.5
-"""Seconds for measuring what drafted tokens cost, while the model is loaded."""
+"""Time for measuring the cost of drafted tokens during loading, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _noting_draft_model(models_path: str | os.PathLike[str], device: str = "", *
 
 _native_draft_model = getattr(genai.draft_model, "__wrapped__", genai.draft_model)
 _KNOWN: deque[tuple[object, DraftSource]] = deque(maxlen=8)
-"""What ``openvino_genai.draft_model`` has returned lately, and its arguments."""
+"""Recent results of ``openvino_genai.draft_model`` with their arguments."""
 update_wrapper(_noting_draft_model, _native_draft_model)
 genai.draft_model = _noting_draft_model
 
@@ -86,12 +86,8 @@ genai.draft_model = _noting_draft_model
 def load_draft(
     source: DraftSource, launched: Launched, tokenizer: genai.Tokenizer, on_progress: OnProgress
 ) -> DraftModel:
-    """Load a draft model for a model that was launched.
-
-    Raises:
-        ConfigError: one of the two models has recurrent states, or their tokenizers differ.
-        ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``launch``.
-    """
+    """Load a draft model for a model that was launched. Raises ``ConfigError``: one of the two models has recurrent states, or
+    their tokenizers differ; ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError``: as for ``launch``."""
     main, name = launched.config, str(source.models_path)
     if launched.loaded.programs.shape.recurrent_states:
         raise ConfigError("draft_model: this model has recurrent states, so that rejected tokens cannot be cut off")
@@ -125,9 +121,7 @@ def load_draft(
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
     """Check that the tokenizer of a draft model, if it has one, gives the same tokens the same numbers.
 
-    Raises:
-        ConfigError: it does not.
-    """
+    Raises ``ConfigError``: it does not."""
     if not (directory / TOKENIZER_XML).is_file():
         return
     mine, other = tokenizer.get_vocab(), read_tokenizer(directory).get_vocab()
@@ -143,9 +137,7 @@ def use_draft(
 ) -> None:
     """Load a draft model, if there is one, and let the engine of a launched model use it. If that fails, the engine is closed.
 
-    Raises:
-        ConfigError, ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``load_draft``.
-    """
+    Raises ``ConfigError``, ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError``: as for ``load_draft``."""
     if source is None:
         return
     assert isinstance(launched, Launched), "the daemon loads no draft models"

@@ -31,7 +31,7 @@ from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBou
 
 DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
 ReadText: TypeAlias = Callable[[], EngineText | None]
-"""Returns what an engine needs of the tokenizer, when its programs are loaded; None without a tokenizer."""
+"""Returns what an engine needs of the tokenizer once its programs are loaded; None without a tokenizer."""
 PRECISION = "INFERENCE_PRECISION_HINT"
 
 

@@ -18,7 +18,7 @@ from staticllm.system.file_lock import Lease
 from staticllm.system.threads import start_thread
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that closing waits for the running part, because a compiler cannot be interrupted."""
+"""How long closing waits for the running part, in seconds: a compiler cannot be interrupted."""
 
 
 class BackgroundWork(Protocol):
@@ -45,11 +45,7 @@ class BackgroundLoader:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            StaticLLMError: the thread cannot be started.
-        """
+        """Start the thread. Raises ``StaticLLMError``: the thread cannot be started."""
         self._thread = start_thread(self._run, "staticllm-background")
 
     @property
@@ -60,9 +56,7 @@ class BackgroundLoader:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything is loaded; return False if that takes longer than ``timeout`` seconds.
 
-        Raises:
-            Exception: a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it.
-        """
+        Raises ``Exception``: a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it."""
         if self._thread is not None:
             self._thread.join(timeout)
         if not self.is_done:
@@ -142,9 +136,7 @@ class DeferredPrograms(Generic[V, S]):
     def compile(self, variant: V) -> ov.CompiledModel:
         """Compile one of ``variants``, or return its program. Variants that share a program are compiled with the first of them.
 
-        Raises:
-            DeviceError: the device refused the program.
-        """
+        Raises ``DeviceError``: the device refused the program."""
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
             plan = self._plan.restricted(together)

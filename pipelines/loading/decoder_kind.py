@@ -58,9 +58,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     ) -> ModelRunner:
         """Bind the programs to one KV arena, and warm them up.
 
-        Raises:
-            ConfigError: there is not enough memory for the arena or the masks.
-        """
+        Raises ``ConfigError``: there is not enough memory for the arena or the masks."""
         return make_runner(programs, job.on_progress, planned, memory, job.config.adapters)
 
     def fingerprint(self, job: DecoderJob) -> StepFingerprint:

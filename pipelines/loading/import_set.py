@@ -28,7 +28,7 @@ from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
 
 NUM_IMPORTS = 2
-"""Blobs that are imported at the same time."""
+"""Blobs imported in parallel."""
 
 
 def import_set(
@@ -70,9 +70,7 @@ def _read_checked(
 ) -> dict[str, bytes]:
     """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
 
-    Raises:
-        BlobError: the set is damaged, or was made for something else.
-    """
+    Raises ``BlobError``: the set is damaged, or was made for something else."""
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPoolExecutor(1) as pool:
         here = pool.submit(fingerprint)
@@ -110,9 +108,7 @@ def _import_each(
 ) -> dict[V, ov.CompiledModel]:
     """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
 
-    Raises:
-        BlobError: the device refused a blob.
-    """
+    Raises ``BlobError``: the device refused a blob."""
     weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
     for variant, file in files.items():

@@ -46,7 +46,7 @@ class MeasuredRunner(Protocol[V]):
 
 
 R = TypeVar("R", bound=MeasuredRunner[Any])
-"""What runs the programs of a kind of model."""
+"""The runner of a kind of model."""
 K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
 
 
@@ -86,9 +86,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
-        Raises:
-            ModelError: a file of the model cannot be read.
-        """
+        Raises ``ModelError``: a file of the model cannot be read."""
         properties = sorted(json_properties(self.properties(job)["encode"]).items())
         return OtherFingerprint(
             kind=self.name,
@@ -125,9 +123,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def check(self, programs: CompiledPrograms[V, S]) -> None:
         """Check the ports of imported programs, before any memory is allocated for them.
 
-        Raises:
-            ValueError, KeyError: a program cannot run its variant.
-        """
+        Raises ``ValueError``, ``KeyError``: a program cannot run its variant."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,7 @@ class LoadJob(Generic[K_co]):
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
 
 Origin = Literal["compiled", "blob", "cache"]
-"""Where the programs of a loaded model come from."""
+"""Where a loaded model's programs come from."""
 
 
 @dataclass(frozen=True)

@@ -26,30 +26,30 @@ from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
-"""Activations that share a scale when the CPU multiplies them in 8 bits with 8-bit or 4-bit weights. The plugin uses 32."""
+"""Activations per scale in the CPU's 8-bit multiplication by 8-bit or 4-bit weights. The plugin's default is 32."""
 WORTH_IT = 1.1
-"""How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
+"""Least speedup for which a larger group is used: it moves logits a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
-"""How many times faster an unusual setting must be for a single row: a probe of one row varies by 5 % or more."""
+"""Least speedup of an unusual setting for single rows, whose probes vary by 5 % or more."""
 NOT_SLOWER = 1.05
-"""How much slower a setting may look that is as fast."""
+"""Measured slowdown up to which a setting counts as equally fast."""
 PACKED_ROWS, SHORT_ROWS = 8, 16
-"""Rows of a packed step and of a short prompt in a probe; a prompt of twice as many is tried as well."""
+"""Probed rows of a packed step and of a short prompt; a prompt of twice as many is probed as well."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
-"""Rows of a prompt in a probe; each candidate runs at least ``LEAST_RUNS`` times and at least ``SECONDS`` seconds."""
+"""Probed rows of a long prompt; minimum runs and minimum seconds per candidate."""
 LEAST_WEIGHTS = 1_000_000
-"""Weights in the probed matrices. Below, nothing is timed and activations are not quantized: the gain lies within measurement
-noise, so the chosen setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
+"""Weights in the probed matrices below which nothing is timed and activations are not quantized: gains would be noise, so the
+setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
 CACHE_BYTES = 64 << 20
-"""Bytes that are read before a single row is timed, so that the weights come from memory, not from a cache."""
+"""Bytes read before each timing of a single row, to evict the weights from the caches."""
 
 LAYERS_SHARE, LEAST_LAYERS_SHARE = 1 / 6, 1 / 50
-"""The largest and the smallest share of a model's nodes whose layers are timed."""
+"""Largest and smallest share of a model's nodes in the timed layers."""
 LAYER_RUNS = 25
 
 Properties = Mapping[str, Any]
 ProbeRequest = tuple[ov.InferRequest, dict[str, NDArray[Any]]]
-"""A request, and the memory that it reads."""
+"""A request, and the memory it reads."""
 
 
 class ProbeTimes(Protocol):

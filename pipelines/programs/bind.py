@@ -47,21 +47,13 @@ class Allocation:
         self._thread.shutdown()
 
     def result(self) -> HostMemory:
-        """Wait for the memory.
-
-        Raises:
-            ConfigError: there is not enough.
-        """
+        """Wait for the memory. Raises ``ConfigError``: there is not enough."""
         assert self._result is not None, "outside of the block"
         return self._result.result()
 
 
 def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
-    """Allocate the memory for ``variants``.
-
-    Raises:
-        ConfigError: there is not enough.
-    """
+    """Allocate the memory for ``variants``. Raises ``ConfigError``: there is not enough."""
     try:
         return HostMemory(KVCache(shape, [variant.kv_len for variant in variants]), BufferPool(variants, shape))
     except MemoryError as error:

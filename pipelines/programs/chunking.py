@@ -11,9 +11,9 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Chunk = tuple[Variant, int]
-"""A call of a prompt: its variant, and the number of tokens in it."""
+"""A call of a prompt: its variant and number of tokens."""
 SHORT_REST = 32
-"""In tokens. If more are left, only full chunks of at least ``LEAST_SHARE`` of them are tried, which shortens the search."""
+"""Above this many remaining tokens, only full chunks of at least ``LEAST_SHARE`` of them are tried, to shorten the search."""
 LEAST_SHARE = 1 / 16
 
 

@@ -32,7 +32,7 @@ S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 V_contra = TypeVar("V_contra", bound=ProgramVariant, contravariant=True)
 StartWith = Literal["all programs", "one program"]
-"""What is compiled before a model serves, if its variants have two programs."""
+"""Programs compiled before a model serves, if its variants use two."""
 
 
 class Lowered(Protocol[V_contra, S_co]):
@@ -135,11 +135,7 @@ DecoderPrograms: TypeAlias = CompiledPrograms[Variant, ModelShape]
 
 
 def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event: None) -> CompiledPrograms[V, S]:
-    """Compile every variant of a plan.
-
-    Raises:
-        DeviceError: the device refused a program.
-    """
+    """Compile every variant of a plan. Raises ``DeviceError``: the device refused a program."""
     compiled = dict(compile_each(plan, on_progress))
     return CompiledPrograms(plan.lowered.shape, plan.options, compiled)
 
@@ -147,9 +143,7 @@ def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event:
 def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, ov.CompiledModel]]:
     """Compile the variants in order, with an event before and after each program. A shared one is compiled for its first variant.
 
-    Raises:
-        DeviceError: the device refused a program.
-    """
+    Raises ``DeviceError``: the device refused a program."""
     programs = compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
     compiled_for = first_variants(plan.variants, plan.options)
     for variant in plan.variants:

@@ -142,10 +142,7 @@ def _lowered(
 ) -> LoweredModel:
     """Lower a model. Adapters are folded into its weights, or their matrices become inputs.
 
-    Raises:
-        UnsupportedModelError: a pass cannot lower the graph.
-        AdapterError: an adapter does not fit the model.
-    """
+    Raises ``UnsupportedModelError``: a pass cannot lower the graph; ``AdapterError``: an adapter does not fit the model."""
     if adapters is None:
         return lower(model, options, passes)
     if adapters.is_fused:
@@ -201,11 +198,7 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
 
 
 def device_properties(device: str) -> frozenset[str]:
-    """Return the names of the properties that ``device`` accepts.
-
-    Raises:
-        DeviceError: the device is not on this machine.
-    """
+    """Return the names of the properties that ``device`` accepts. Raises ``DeviceError``: the device is not on this machine."""
     core = get_core()
     return supported_properties(core, check_device(core, device))
 

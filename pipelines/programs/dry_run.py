@@ -14,9 +14,9 @@ from staticllm.kvcache.step import HIDDEN
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
 
 VALUE_SCALE = 0.5
-"""Standard deviation of random KV slots and states, about that of real keys and values."""
+"""Standard deviation of random KV slots and states, close to real ones."""
 ADAPTER_SCALE = 0.02
-"""Standard deviation of the random matrices of adapters: larger ones would make the values of deep layers explode."""
+"""Standard deviation of random adapter matrices; with larger ones, values explode in deep layers."""
 
 
 def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -35,9 +35,7 @@ def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> 
 def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> ov.InferRequest:
     """Return a request that reads ``feeds``, keyed by port name; the caller keeps them as long as it runs.
 
-    Raises:
-        RuntimeError: the shape of a feed differs from that of its port.
-    """
+    Raises ``RuntimeError``: the shape of a feed differs from that of its port."""
     request = compiled.create_infer_request()
     for port in compiled.inputs:
         (name,) = port.get_names() & feeds.keys()  # plugins add names of their own

@@ -26,7 +26,7 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]
-"""A function that takes a segment and its logits ``[num_logits, vocab]``, and returns how many of its tokens are kept."""
+"""Takes a segment and its logits ``[num_logits, vocab]``; returns how many of its tokens are kept."""
 
 
 class Runnable(Protocol):
@@ -116,9 +116,7 @@ class ModelRunner:
     def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
-        Raises:
-            NumericalError: the logits are not finite.
-        """
+        Raises ``NumericalError``: the logits are not finite."""
         ids = np.asarray(tokens, np.int64)
         chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
         start, logits = 0, None
@@ -131,9 +129,7 @@ class ModelRunner:
     def decode(self, sequence: KVSequence, token: int) -> Logits:
         """Run one token in the smallest variant that sees all slots, and return the logits ``[vocab]`` after it.
 
-        Raises:
-            NumericalError: the logits are not finite.
-        """
+        Raises ``NumericalError``: the logits are not finite."""
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
     def step(self, segments: Sequence[Segment]) -> list[Logits]:
@@ -224,9 +220,7 @@ class ModelRunner:
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.
 
-        Raises:
-            NumericalError: logits that are not finite.
-        """
+        Raises ``NumericalError``: logits that are not finite."""
         result = self.run(variant, segments)
         if any(segment.argmax is None for segment in result.segments):
             raise not_finite(variant)

@@ -9,20 +9,20 @@ from staticllm.core import ModelShape, ProgramMode, Variant
 from staticllm.errors import ConfigError
 
 LEAST_ROWS, SIZES_PER_OCTAVE = 16, 8
-"""Sizes of prompts in shared programs: multiples of ``LEAST_ROWS``, with ``SIZES_PER_OCTAVE`` sizes between two powers of two.
+"""Prompt sizes in shared programs: multiples of ``LEAST_ROWS``, ``SIZES_PER_OCTAVE`` between powers of two.
 
-At most an eighth of the rows is padding, and half of that on average. ``plan_chunks`` skips sizes that do not pay."""
+At most an eighth of the rows is padding, half of that on average. ``plan_chunks`` skips sizes that do not pay."""
 SEPARATE_PREFILL = (64,)
 EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
     "shared": (2, 4, 8, 16, 32, 64, 128, 256, 512),
     "separate": (8, 64),
 }
-"""Sizes for models in which no row may be idle: every prompt needs few calls, and the last ones have single rows."""
+"""Sizes for models that allow no idle rows: any prompt takes few calls, the last ones of single rows."""
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DRAFT_ROWS = (2, 4, 8)
-"""Rows of one sequence with logits after each, where no program for as many sequences can check drafts (only ``shared``)."""
+"""Rows of one sequence with logits after each, for checking drafts where decode steps have fewer rows (``shared`` only)."""
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
-"""Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
+"""Numbers of sequences of mixed calls, beside ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
 

@@ -13,13 +13,13 @@ from staticllm.pipelines.programs.compile import DecoderPrograms
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
 FIRST_ROWS = (16, 1)
-"""Rows of the calls of a shared program that run in any case, in this order: a short prompt packs most of the weights."""
+"""Rows of the calls that a shared program always runs, in order: a short prompt packs most of the weights."""
 TOTAL_SECONDS = 0.1
-"""Seconds; a shared program runs at further sizes until its runs have taken so long together."""
+"""Time budget for running a shared program at further sizes, in seconds."""
 NEAR_ROWS, FAR_ROWS, FAR_KV_LEN = (1, 4, 16, 64, 256), (1, 4, 64), 1024
 """Sizes from which all costs are estimated until the engine rests."""
 QUICK_SECONDS = 0.05
-"""Seconds; a variant whose first run is shorter is timed again, because most of a first run is one-time work."""
+"""Variants whose first run is shorter are timed again: most of a first run is one-time work."""
 
 
 def make_runner(

@@ -178,9 +178,9 @@ class TokenBound:
 
 
 OWN_BOUND = TokenBound(4.0, 0.1)
-"""The bound in a model that one program uses."""
+"""The bound for a model that a single program uses."""
 SHARED_BOUND = TokenBound(2.5, 0.04)
-"""The bound in the daemon. It is shorter, because the prompt or the call that delays a token is another program's."""
+"""The bound in the daemon: shorter, because the delaying prompt or call is another program's."""
 
 
 @dataclass(frozen=True)

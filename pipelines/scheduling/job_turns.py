@@ -11,32 +11,31 @@ from statistics import median
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 
 MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
-"""The longest job on a device that serves requests, as far as it can be chosen: a prompt that comes during it waits for its end.
-Where tokens take long, it is the time that one of so many jobs has between two tokens. Fewer and longer jobs fill the time worse,
-and calls of 64 tokens take hardly longer per token than calls of 1024."""
+"""Longest job beside requests, where its length can be chosen: a prompt that arrives meanwhile waits for it. On slow models,
+allow up to a quarter of the token interval: short jobs fill the gaps better, and cost hardly more per token."""
 JOB_FILL = 0.95
-"""The share of the time between two tokens that jobs of the longest duration fill, because calls do not take equally long."""
+"""Share of the token interval filled by jobs of the longest duration; calls do not take equally long."""
 MIN_JOB_SHARE = 0.15
-"""The least share of device time that jobs get while requests that go first want all of it."""
+"""Least share of device time for jobs while requests that go first want all of it."""
 LATE = 3.0
-"""A job that has waited this many times as long as for its share runs even if a token is late: the policy does not decode."""
+"""A job runs even if it delays a token once it has waited this many times as long as its share demands."""
 BOUND_USED = 0.9
-"""The share of the bound of two tokens that jobs and the next decode step may fill, because costs are estimates."""
+"""Share of the token bound that jobs and the next decode step may fill; costs are estimates."""
 BEHIND_SHARE = 0.1
-"""The least share of device time that jobs get while others of a higher priority, or with a deadline, always wait."""
+"""Least share of device time for jobs while others of higher priority, or with a deadline, always wait."""
 AHEAD_SECONDS = 0.1
-"""Jobs of a higher priority go before prompts until they have taken this much more time than the requests."""
+"""Lead in device time that jobs of higher priority may take over waiting prompts."""
 TTFT_SHARE = 0.25
-"""The longest job beside conversations, as a share of the time to first token: a prompt that comes during it waits for its end.
-With less than 0.3, even a prompt that comes at its begin has its first token within 1.3 times the time alone."""
+"""Longest job beside conversations, as a share of the time to first token. Below 0.3, even a prompt that arrives as a job begins
+has its first token within 1.3 times its time alone."""
 LEAST_JOB_SECONDS = 0.002
-"""Jobs are never asked to be shorter: the host takes some tenths of a millisecond per call."""
+"""Shortest job ever asked for; the host takes some tenths of a millisecond per call."""
 ACTIVE_SECONDS = 30.0
-"""A conversation is active for so long after its last call: its user reads, and writes the next prompt."""
+"""Time after its last call for which a conversation counts as active: the user reads and writes."""
 NUM_KEPT = 4
-"""The number of the last prompts, and of the last pauses, that count."""
+"""Recent prompts, and recent pauses, that count."""
 HOLD_SECONDS = 0.01
-"""If the next prompt has come within this time after the last requests ended, the device waits for it before it begins a job."""
+"""If prompts usually arrive this soon after the last request ended, the device waits for the next one before it begins a job."""
 
 
 class Arrears:

@@ -25,7 +25,7 @@ from staticllm.system.threads import start_thread
 POLICIES: dict[str, Callable[[], Policy]] = {
     name: import_module(f"{policies.__name__}.{name}").POLICY for name in schedulers()
 }
-"""What makes each shipped policy, by its name."""
+"""What makes each shipped policy, by name."""
 STALL_SECONDS = 2.0
 """Time limit for one plan of a user's policy, which then counts as stalled."""
 MAX_WAIT_SHARE = 0.2
@@ -35,9 +35,7 @@ MAX_WAIT_SHARE = 0.2
 def make_policy(scheduler: object) -> Policy:
     """Return the shipped policy of this name, or the user's own object.
 
-    Raises:
-        ConfigError: the name is unknown, or the object has no method ``plan``.
-    """
+    Raises ``ConfigError``: the name is unknown, or the object has no method ``plan``."""
     if isinstance(scheduler, str) and scheduler in POLICIES:
         return POLICIES[scheduler]()
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "plan", None)):
@@ -123,11 +121,7 @@ class Planner:
             self._thread = None
 
     def _checked(self, plan: object, view: View) -> Plan:
-        """Return ``plan`` if it breaks no rule.
-
-        Raises:
-            IllegalPlanError: it breaks one.
-        """
+        """Return ``plan`` if it breaks no rule. Raises ``IllegalPlanError``: it breaks one."""
         found = check(plan, view)
         start = view.now if self._wait_start is None else self._wait_start
         check_wait_so_far(found, start)
@@ -208,9 +202,7 @@ def _seconds(view: View, num_requests: int) -> float:
 def _plans_jobs(policy: Policy) -> bool:
     """Return the policy's ``plans_jobs``. It is read once, so that a property of a user cannot end requests later.
 
-    Raises:
-        ConfigError: it is not a bool, or reading it raises.
-    """
+    Raises ``ConfigError``: it is not a bool, or reading it raises."""
     try:
         found = getattr(policy, "plans_jobs", False)
     except Exception as error:
@@ -353,9 +345,7 @@ def _plain(plan: object, num_requests: int) -> object:
 def _whole(value: object) -> int:
     """Return an exact ``int``, because methods of a user's own number class must not run on the engine's thread.
 
-    Raises:
-        IllegalPlanError: ``value`` is not a whole number.
-    """
+    Raises ``IllegalPlanError``: ``value`` is not a whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds a {type(value).__name__} instead of a request id or a count"

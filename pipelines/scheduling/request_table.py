@@ -12,7 +12,7 @@ WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
 
 _Counts = Counter[tuple[RequestStatus, bool]]
-"""The numbers of requests by status and ``is_fed``."""
+"""Requests by status and ``is_fed``."""
 
 TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     WAITING: (WAITING, PREFILLING),
@@ -20,8 +20,7 @@ TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     RUNNING: (WAITING, PREFILLING, SWAPPED),
     SWAPPED: (WAITING, PREFILLING, RUNNING),
 }
-"""The statuses that may follow each status. Any request may be preempted and waits again; a shortened conversation prefills
-again."""
+"""Legal successors of each status. Any request may be preempted and waits again; a shortened conversation prefills again."""
 
 
 class RequestInfo:

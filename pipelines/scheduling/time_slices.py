@@ -8,18 +8,18 @@ from staticllm.pipelines.scheduling.interface import RequestStatus, RequestView,
 from staticllm.pipelines.scheduling.plans import in_order, to_swap_in
 
 WAIT_SHARE = 0.6
-"""The share of ``gap_ms`` for which a swapped request waits for a place. The rest is for prompts that run meanwhile."""
+"""Share of ``gap_ms`` that a swapped request waits for a place; the rest is for prompts that run meanwhile."""
 SWAP_SHARE = 0.01
-"""The share of the time that swapping in time slices should take; further prompts are held back if it would take more."""
+"""Target share of time for swaps; prompts that would exceed it are held back."""
 MAX_SWAP_SHARE = 3 * SWAP_SHARE
-"""The share that it may take: the requests that have begun become longer, so that their swaps cost more later."""
+"""Tolerated share: requests that have begun grow, and their swaps with them."""
 
 SLICE_PROMPTS = 2
-"""The least length of a slice, in calls with the prompt that waits."""
+"""Least length of a slice, in calls with the waiting prompt."""
 SAMPLE = 16
-"""The number of swapped requests, the first ones, whose mean length counts; there may be hundreds."""
+"""Swapped requests whose mean length counts; there may be hundreds."""
 MIN_SECONDS = 1e-9
-"""A lower bound of divisors."""
+"""Lower bound of divisors."""
 
 
 def by_wait(requests: Iterable[RequestView]) -> list[RequestView]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 POLL_SECONDS = 0.5
-"""Seconds of a single wait, which Ctrl-C cannot interrupt."""
+"""Length of a single wait, which Ctrl-C cannot interrupt."""
 
 
 class _Holder:
@@ -82,12 +82,7 @@ def acquire(path: Path, timeout: float = -1) -> Lease:
 
 @contextmanager
 def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold the lock of ``path`` for a block.
-
-    Raises:
-        Timeout: as ``acquire``.
-        OSError: the lock file cannot be created.
-    """
+    """Hold the lock of ``path`` for a block. Raises ``Timeout``: as ``acquire``; ``OSError``: the lock file cannot be created."""
     lease = acquire(path, timeout)
     try:
         yield

@@ -18,9 +18,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 def open_regular(path: Path, follow: bool = True) -> BinaryIO:
     """Open a file for reading. Pipes and devices, which could block for ever, are refused; without ``follow`` links as well.
 
-    Raises:
-        OSError: it cannot be opened, or is not an ordinary file.
-    """
+    Raises ``OSError``: it cannot be opened, or is not an ordinary file."""
     if not follow and path.is_symlink():
         raise OSError(f"{path.name} is a link, not a file")
     descriptor = os.open(path, _FLAGS | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
@@ -36,9 +34,7 @@ def open_regular(path: Path, follow: bool = True) -> BinaryIO:
 def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     """Return all bytes of an ordinary file.
 
-    Raises:
-        OSError: it cannot be read, is not an ordinary file, has more than ``limit`` bytes, or memory for it is missing.
-    """
+    Raises ``OSError``: it cannot be read, is not an ordinary file, has more than ``limit`` bytes, or memory for it is missing."""
     with open_regular(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -89,9 +85,7 @@ def refusal_of(folder: Path) -> str:
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` through ``whole_file``. A link is followed; a device or a pipe is written to directly.
 
-    Raises:
-        OSError: the file cannot be written; the previous file is unchanged.
-    """
+    Raises ``OSError``: the file cannot be written; the previous file is unchanged."""
     target = Path(path)
     if target.exists() and not target.is_file():
         target.write_bytes(data)

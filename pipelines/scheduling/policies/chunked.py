@@ -12,7 +12,7 @@ from staticllm.pipelines.scheduling.plans import (
 )
 
 TOKEN_BUDGET = 64
-"""The default number of rows per call."""
+"""Default number of rows per call."""
 
 
 class Chunked:

@@ -20,23 +20,22 @@ from staticllm.pipelines.scheduling.plans import (
 from staticllm.pipelines.scheduling.time_slices import TimeSlices, by_wait
 
 CROWDED_GAP = 2
-"""The factor on the bound between two tokens while at least two prompts wait, and at least as many as requests decode."""
+"""Factor on the token bound while at least two prompts wait, and at least as many as requests decode."""
 URGENT_GAP = 4
-"""The factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
+"""Factor on the token bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
 SLACK_USED = 0.8
-"""The share of the time until the bound that a call may take, because costs are estimates."""
+"""Share of the time left until the bound that a call may take; costs are estimates."""
 MIN_PREFILL_SHARE = 0.2
-"""The least share of device time that prompts get, even if no call with prompts keeps the bound."""
+"""Least share of device time for prompts, even if no call with prompts keeps the bound."""
 FULL_ENOUGH = 0.8
-"""While ``max_num_seqs`` requests run, prompts are batched until a call reaches this share of the best possible ``rate``."""
+"""With ``max_num_seqs`` requests running, prompts are batched until a call reaches this share of the best possible ``rate``."""
 BATCHING_DELAY_STEPS, BATCHING_DELAY_TTFT_SHARE = 16, 0.25
-"""Prompts are delayed for batching (Triton's ``max_queue_delay``) by at most this many decode steps, or with a TTFT target by at
-most this share of it."""
+"""Longest batching delay of prompts (Triton's ``max_queue_delay``) in decode steps, or as a share of the TTFT target."""
 ABOUT_AS_FAST = 1.25
-"""Among candidates that finish the prompts within this factor of the shortest time, the one with the best ``rate`` is taken."""
+"""Candidates within this factor of the shortest time to finish the prompts compete by ``rate``."""
 MIN_SECONDS = 1e-9
-"""A lower bound of divisors."""
+"""Lower bound of divisors."""
 
 
 @dataclass(frozen=True)
