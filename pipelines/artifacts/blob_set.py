@@ -65,7 +65,8 @@ def write_set(
     Raises ``OSError``: the disk is full, or the folder cannot be written. The previous set is kept."""
 
     def put_blobs() -> Manifest:
-        entries, names = {}, {}
+        entries = {}
+        names = {}
         for name, data in blobs.items():
             stored = encrypt(data) if encrypt else data
             digest = bytes_digest(stored)

@@ -133,7 +133,8 @@ class BlobCache:
             return []
         if sum(_used(folder)[0] for folder in self._folders()) <= limit and all(map(_has_manifest, self._folders())):
             return []  # the usual case, in which no manifest need be read
-        removed, total = [], 0
+        removed = []
+        total = 0
         for entry in self.entries():
             total += entry.num_bytes
             if entry.is_unfinished and entry.key != keep:
@@ -153,7 +154,8 @@ class BlobCache:
         return True
 
     def _entry(self, folder: Path) -> Entry:
-        manifest, problem = None, ""
+        manifest = None
+        problem = ""
         try:
             manifest = read_manifest(folder, self._key)
         except BlobError as error:
@@ -164,7 +166,8 @@ class BlobCache:
 
 def _used(folder: Path) -> tuple[int, float]:
     """Return the bytes of a folder's files, and the time of the last change (seconds since the epoch; 0 if it is empty)."""
-    num_bytes, used = 0, 0.0
+    num_bytes = 0
+    used = 0.0
     try:
         paths = list(folder.iterdir())
     except OSError:  # it was removed, or is another user's

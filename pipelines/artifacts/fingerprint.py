@@ -85,10 +85,12 @@ class Fingerprint(ModelFingerprint):
         if self.kind != there.kind:
             return f"this model is {with_article(self.kind)}, the blob is of {with_article(there.kind)}"
         for item in fields(self):
-            mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
+            mine = getattr(self, item.name) or "nothing"
+            theirs = getattr(there, item.name) or "nothing"
             if mine == theirs:
                 continue
-            label, kind = item.metadata["label"], item.metadata["kind"]
+            label = item.metadata["label"]
+            kind = item.metadata["kind"]
             if kind in ("graph", "weights"):
                 return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
             return (

@@ -134,7 +134,9 @@ def decode(data: bytes, key: bytes = b"") -> Manifest:
     schema, is not signed with ``key``, or has an impossible value."""
     try:
         frame = json.loads(data)
-        digest, content, is_signed = frame["digest"], frame["content"], frame["is_signed"]
+        digest = frame["digest"]
+        content = frame["content"]
+        is_signed = frame["is_signed"]
         is_whole = data == _framed(content, digest, is_signed)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ManifestError("is damaged: its contents do not match its digest") from None
@@ -291,7 +293,8 @@ class EncoderSetChoices:
 
 
 def _check_decoder(shape: ModelShape, content: Mapping[str, Any]) -> None:
-    config, parts = content["config"], content["properties"]
+    config = content["config"]
+    parts = content["properties"]
     if different := set(config) ^ set(LAYOUT_FIELDS):
         raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
     StaticLLMConfig(**config)

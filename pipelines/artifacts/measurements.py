@@ -47,7 +47,8 @@ class MeasurementFile:
         """Return the measurements; none if the file is not there, is damaged, has another subject or another signature."""
         try:
             data = json.loads(read_regular(self.path, MAX_BYTES, follow=False))
-            content, digest = data["content"], data["digest"]
+            content = data["content"]
+            digest = data["digest"]
             is_ours = content["schema"] == SCHEMA and content["subject"] == self.subject
             if is_ours and hmac.compare_digest(str(digest).encode(), self._digest(content).encode()):
                 return dict(content["measured"])
@@ -99,7 +100,8 @@ class KeptCosts(Generic[V]):
 
     def __init__(self, kind: type[V], file: MeasurementFile, lock: Path) -> None:
         self._kind: type[V] = kind
-        self._file, self._lock = file, lock
+        self._file = file
+        self._lock = lock
         self._stored: dict[V, float] = {}
 
     def read(self) -> dict[V, float]:

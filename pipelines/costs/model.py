@@ -91,17 +91,21 @@ class CostModel(Generic[V]):
             mixed = known + NEW_SHARE * (min(seconds, SLOWEST * known) - known)
             self._seconds[variant] = seconds if is_faster else mixed
             if is_faster:
-                self._estimates, self._parts = {}, None
+                self._estimates = {}
+                self._parts = None
             return
         guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
         self._seconds[variant] = guess + FIRST_SHARE * (seconds - guess)
-        self._estimates, self._parts = {}, None
+        self._estimates = {}
+        self._parts = None
 
     def set(self, variant: V, seconds: float) -> None:
         """Replace a variant's cost by a measurement, in seconds."""
-        self._seconds[variant], self._num_updates[variant] = seconds, STABLE_CALLS
+        self._seconds[variant] = seconds
+        self._num_updates[variant] = STABLE_CALLS
         self._adopted.discard(variant)
-        self._estimates, self._parts = {}, None
+        self._estimates = {}
+        self._parts = None
 
     def _estimate(self, variant: V) -> float:
         if not self._seconds:

@@ -39,7 +39,8 @@ class CostProbe:
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel[Variant]) -> None:
-        self._programs, self._costs = programs, costs
+        self._programs = programs
+        self._costs = costs
         self._is_paused = False
         self._on_done: Callable[[], None] = lambda: None
         self._num_measured = 0

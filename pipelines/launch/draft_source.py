@@ -57,7 +57,8 @@ def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, 
     source = properties.pop(NAME, None)
     if isinstance(given.config, Mapping) and NAME in given.config:
         others = {name: value for name, value in given.config.items() if name != NAME}
-        source, given = source or given.config[NAME], replace(given, config=others)
+        source = source or given.config[NAME]
+        given = replace(given, config=others)
     if source is None or isinstance(source, DraftSource):
         return given, source
     known = next((noted for value, noted in tuple(_KNOWN) if value is source), None)
@@ -88,7 +89,8 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft model for a model that was launched. Raises ``ConfigError``: one of the two models has recurrent states, or
     their tokenizers differ; ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError``: as for ``launch``."""
-    main, name = launched.config, str(source.models_path)
+    main = launched.config
+    name = str(source.models_path)
     if launched.loaded.programs.shape.recurrent_states:
         raise ConfigError("draft_model: this model has recurrent states, so that rejected tokens cannot be cut off")
     properties = dict(source.properties)
@@ -124,7 +126,8 @@ def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
     Raises ``ConfigError``: it does not."""
     if not (directory / TOKENIZER_XML).is_file():
         return
-    mine, other = tokenizer.get_vocab(), read_tokenizer(directory).get_vocab()
+    mine = tokenizer.get_vocab()
+    other = read_tokenizer(directory).get_vocab()
     if mine != other:
         raise ConfigError(
             f"the draft model {str(directory)!r} has another tokenizer ({len(other)} tokens, the model has {len(mine)}): "

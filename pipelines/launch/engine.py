@@ -148,7 +148,8 @@ def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOpt
 
 def _keep_costs_when_measured(loaded: LoadedDecoder) -> None:
     """Let the runner's probe write the costs when it has measured some."""
-    kept, costs = loaded.kept_costs, loaded.runner.costs  # not the loaded model: a cycle
+    kept = loaded.kept_costs  # not the loaded model: a cycle
+    costs = loaded.runner.costs
 
     def keep() -> None:
         if kept is not None:
@@ -277,8 +278,11 @@ class DeviceSwitch:
         on_progress: OnProgress,
         token_bound: TokenBound,
     ) -> None:
-        self._launched, self._directory, self._candidates = launched, directory, candidates
-        self._on_progress, self._token_bound = on_progress, token_bound
+        self._launched = launched
+        self._directory = directory
+        self._candidates = candidates
+        self._on_progress = on_progress
+        self._token_bound = token_bound
         self._deferred: DeferredDecoder | None = None
 
     def parts(self) -> list[Callable[[], None]]:

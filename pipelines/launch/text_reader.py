@@ -110,4 +110,6 @@ class TextReader:
     ) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._files = self._given = self._error = None
+        self._files = None
+        self._given = None
+        self._error = None

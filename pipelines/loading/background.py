@@ -72,7 +72,8 @@ class BackgroundLoader:
             self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
-        work, self._work = self._work, None  # the work holds graphs and weights, which are freed when this ends
+        work = self._work  # the work holds graphs and weights, which are freed when this ends
+        self._work = None
         assert work is not None, "started twice"
         try:
             for part in work.parts():
@@ -117,8 +118,10 @@ class DeferredPrograms(Generic[V, S]):
         on_progress: OnProgress,
         store: ProgramStore[V, S] | None = None,
     ) -> None:
-        self.variants, self.weights = tuple(variants), plan.weights
-        self._plan, self._on_progress = plan, on_progress
+        self.variants = tuple(variants)
+        self.weights = plan.weights
+        self._plan = plan
+        self._on_progress = on_progress
         self._store = store
         self._lease: Lease | None = None
         self._compiled: dict[V, ov.CompiledModel] = {}

@@ -63,7 +63,9 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
 
     def fingerprint(self, job: DecoderJob) -> StepFingerprint:
         """Return the digests of the model, the machine, and the resolved layout."""
-        core, device, config = get_core(), job.device, job.config
+        core = get_core()
+        device = job.device
+        config = job.config
         properties = phase_properties(device, config)
         kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
         layout = program_layout(device, job.directory, config, kv_type)
@@ -124,7 +126,8 @@ def job_of(
     """
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
-    core, name = get_core(), check(get_core(), device)
+    core = get_core()
+    name = check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
     resolved = with_host_slots(name, directory, with_kv_slots(config, directory, kv_type), kv_type)
     given = frozenset(config.non_default if explicit is None else explicit)

@@ -238,7 +238,9 @@ def plan_for_export(job: Job[V, S, R], is_weightless: bool) -> CompilePlan[V, S]
 
 def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weightless: bool) -> Exported[V, S]:
     """Export the program of each variant as a blob, and compare each blob with its program on random inputs."""
-    files, blobs, names = dict[V, str](), dict[str, bytes](), dict[int, str]()
+    files = dict[V, str]()
+    blobs = dict[str, bytes]()
+    names = dict[int, str]()
     weights = job.weights if is_weightless else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
         start = time.perf_counter()
@@ -258,7 +260,8 @@ def matches(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]], blob:
     """Return whether ``blob``, imported for ``target``, computes what ``compiled`` computes from ``feeds``, by port name."""
     try:
         imported = import_blob(get_core(), blob, target)
-        expected, found = run_apart(compiled, feeds), run_apart(imported, feeds)
+        expected = run_apart(compiled, feeds)
+        found = run_apart(imported, feeds)
     except (BlobError, RuntimeError, ValueError):
         return False
     return expected.keys() == found.keys() and all(_is_close(expected[name], found[name]) for name in expected)

@@ -42,11 +42,13 @@ def import_set(
         BlobError: the set is damaged, or was made for something else.
     """
     job = replace(job, on_progress=_naming(folder, job.on_progress))
-    kind, options = job.kind, _options(job, manifest)
+    kind = job.kind
+    options = _options(job, manifest)
     blobs = _read_checked(job, folder, manifest, lambda: fingerprint or kind.fingerprint(job))
     check_properties(folder, manifest, kind.properties(job))
     kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(kind.variant, options)
-    shape, files = stored(kind.shape, manifest.shape), manifest.files_of(kind.variant)
+    shape = stored(kind.shape, manifest.shape)
+    files = manifest.files_of(kind.variant)
     with kind.memory(shape, list(files)) as memory:
         compiled = _import_each(job, manifest, files, blobs, options)
         costs = manifest.costs_of(kind.variant)

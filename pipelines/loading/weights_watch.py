@@ -22,7 +22,8 @@ class WeightsWatch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen, self._sample = self._stat(), self._sampled()
+        self._seen = self._stat()
+        self._sample = self._sampled()
 
     def check(self) -> None:
         """Check that the file is still the one that was loaded.

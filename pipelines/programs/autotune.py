@@ -149,7 +149,8 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Propert
     own = asked["generate"]
     if GROUP_SIZE in own:
         return FewRows(usual)
-    plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
+    plain = {**usual, GROUP_SIZE: 0}
+    exact = {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
     quantized = {**usual, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
     is_f32_open = PRECISION not in own and not probe.is_f32
     can_share = is_f32_open and probe.takes_large_groups and asked["prefill"] == own
@@ -191,7 +192,9 @@ class Probe:
     """Some matrices of a model in one program, which is compiled once per set of properties."""
 
     def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node], kept: ProbeTimes | None = None) -> None:
-        self._core, self._device, self._kept = core, device, kept
+        self._core = core
+        self._device = device
+        self._kept = kept
         self._described = [_description(node) for node in matrices]
         self._sizes = [_input_size(node) for node in matrices]
         self._model = _side_by_side(matrices, self._sizes)
@@ -231,7 +234,8 @@ class Probe:
 
         Where the processor has no instructions for them, quantized activations are such a rest. If all are alike, each time is 1.
         """
-        random, scratch = np.random.default_rng(0), np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
+        random = np.random.default_rng(0)
+        scratch = np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]
         products = [[np.array(found) for found in request.infer(feeds).values()] for request in requests]
@@ -269,12 +273,14 @@ def _description(node: ov.Node) -> tuple[Any, ...]:
 
 
 def _input_size(node: ov.Node) -> int:
-    shape, is_transposed = node.input_value(1).get_shape(), node.get_attributes()["transpose_b"]
+    shape = node.input_value(1).get_shape()
+    is_transposed = node.get_attributes()["transpose_b"]
     return int(shape[1] if is_transposed else shape[0])
 
 
 def _side_by_side(matrices: list[ov.Node], sizes: list[int]) -> ov.Model:
-    inputs, results = [], []
+    inputs = []
+    results = []
     for node, size in zip(matrices, sizes, strict=True):
         rows = ops.parameter([1, -1, size], node.input_value(0).get_element_type())
         product = ops.matmul(rows, node.input_value(1), False, bool(node.get_attributes()["transpose_b"]))
@@ -358,7 +364,8 @@ def first_layers(model: ov.Model, most: float) -> ov.Model | None:
             bits |= needed[source]
         needed.append(bits)
     total = max(bits.bit_count() for bits in needed)
-    chosen, bits = list[ov.Node](), 0
+    chosen = list[ov.Node]()
+    bits = 0
     for result in sorted(model.get_results(), key=lambda each: needed[places[each.get_name()]].bit_count()):
         more = bits | needed[places[result.get_name()]]
         if more.bit_count() > most * total:

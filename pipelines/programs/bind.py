@@ -63,7 +63,22 @@ def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
 
 
 class BoundRequest:
-    """An inference request whose ports are host memory: ``run`` reads the bound inputs and overwrites the bound outputs."""
+    """A program that is bound to host memory. This is the one place where a program runs.
+
+    A program of any kind of model is known to its runner by this contract alone, so that a chain of compiled blocks over shared
+    weights can take its place:
+
+    - Ports: every input and output of ``compiled`` is bound once, by its name in ``staticllm/ports.py``, before the first run.
+      ``tensors`` may hold more names than the program has ports. A chain binds each port to the block that has it, and what one
+      block hands to the next to memory of its own, which is no port.
+    - Buffers: the caller owns the memory behind ``tensors``, writes inputs and reads outputs only between two runs, and never
+      replaces an array.
+    - ``run`` reads the bound inputs and overwrites the bound outputs, all of them, and calls ``meanwhile`` once, after the device
+      has begun. If it raises, the outputs are undefined and nothing runs any more.
+
+    What compiles, exports, imports and counts programs (``compile_programs``, ``export_programs``, ``import_set``) deals with one
+    ``ov.CompiledModel`` per program: a chain needs a value of several there, with one blob each.
+    """
 
     def __init__(self, compiled: ov.CompiledModel, tensors: Mapping[str, ov.Tensor]) -> None:
         self.compiled = compiled
@@ -102,7 +117,8 @@ class BoundPrograms(Mapping[Variant, Program]):
         compiled: Mapping[Variant, ov.CompiledModel],
         bind_one: Callable[[Variant, ov.CompiledModel], Program],
     ) -> None:
-        self._compiled, self._bind = dict(compiled), bind_one
+        self._compiled = dict(compiled)
+        self._bind = bind_one
         self._bound: dict[Variant, Program] = {}
 
     def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:

@@ -150,7 +150,8 @@ def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[t
         if variant not in compiled_for:
             yield variant, next(programs)
             continue
-        index, total = compiled_for.index(variant) + 1, len(compiled_for)
+        index = compiled_for.index(variant) + 1
+        total = len(compiled_for)
         on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
         start = time.perf_counter()
         compiled = next(programs)

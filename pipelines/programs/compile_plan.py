@@ -96,7 +96,8 @@ def prepare(
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
     path = check_model_dir(models_path, False, config.weights_path, config.weights_decryption_callback is not None)
-    config, mode = with_kv_slots(config, path, kv_type), program_mode(device, config)
+    config = with_kv_slots(config, path, kv_type)
+    mode = program_mode(device, config)
     model = _read_decoder(core, path, config, for_blobs)
     weights = MappedWeights(model)
     read = time.perf_counter()
@@ -104,7 +105,8 @@ def prepare(
     adapter_type: AdapterType = "bf16" if default_kv_type(core, device, *properties.values()) == "bf16" else "f32"
     lowering = LoweringOptions(config.num_kv_slots(mode), kv_type, adapter_type=adapter_type)
     lowered = _lowered(model, lowering, DECODER if merges_projections(device) else DECODER_UNMERGED, config.adapters)
-    layout, variants = program_layout(device, path, config, kv_type), choose_variants(config, mode, lowered.shape)
+    layout = program_layout(device, path, config, kv_type)
+    variants = choose_variants(config, mode, lowered.shape)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
         calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)

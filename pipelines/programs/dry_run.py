@@ -56,8 +56,10 @@ def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDAr
     The arrays have the shapes as in docs/contract.md; static sizes of the program's ports are kept. The values are the same in
     every process.
     """
-    random, feeds = np.random.default_rng(0), dict[str, NDArray[Any]]()
-    rows, kv_len = variant.rows, variant.kv_len
+    random = np.random.default_rng(0)
+    feeds = dict[str, NDArray[Any]]()
+    rows = variant.rows
+    kv_len = variant.kv_len
     for port in compiled.inputs:
         name, contract = port_of(port.get_names())
         own = [dim.get_length() if dim.is_static else None for dim in port.partial_shape]

@@ -99,7 +99,8 @@ def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: K
     Raises ``ConfigError``: even one program would exceed ``MEMORY_LIMIT_MB``."""
     if config.memory_limit_mb is None or config.host_kv_slots is not None or kind(device) != "CPU":
         return config
-    layout, num_bytes = program_layout(device, path, config, kv_type), slot_bytes(path, kv_type)
+    layout = program_layout(device, path, config, kv_type)
+    num_bytes = slot_bytes(path, kv_type)
     if layout == "separate" or not num_bytes:
         return config
     left = config.memory_limit_mb * 10**6 - memory_needs(path, config, kv_type).of(layout)

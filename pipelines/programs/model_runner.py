@@ -119,7 +119,8 @@ class ModelRunner:
         Raises ``NumericalError``: the logits are not finite."""
         ids = np.asarray(tokens, np.int64)
         chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
-        start, logits = 0, None
+        start = 0
+        logits = None
         for variant, count in chunks:
             (logits,) = self._checked(variant, [Segment(sequence, ids[start : start + count])])
             start += count
@@ -150,7 +151,10 @@ class ModelRunner:
         Return None if there is no such variant. A model with recurrent states needs exactly as many rows as tokens, because
         idle rows would change its states. Segments with logits after several tokens need a variant that returns as many.
         """
-        num_rows, num_logits, is_fresh, num_past = 0, 0, True, self.cache.slots.high_slot
+        num_rows = 0
+        num_logits = 0
+        is_fresh = True
+        num_past = self.cache.slots.high_slot
         for segment in segments:
             num_rows += len(segment.tokens)
             num_logits += segment.num_logits
@@ -172,7 +176,8 @@ class ModelRunner:
         the model may accept only a part of a draft. Without it, all tokens are kept.
         """
         begin = self.clock()
-        program, step = self.programs[variant], Step(variant, tuple(segments))
+        program = self.programs[variant]
+        step = Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
         start = self.clock()
@@ -208,7 +213,8 @@ class ModelRunner:
         segment = Segment(self.cache.open(), np.array([token], np.int64))
         variant = self.variant_for([segment])
         assert variant is not None, "no variant holds one token"
-        program, step = self.programs[variant], Step(variant, (segment,))
+        program = self.programs[variant]
+        step = Step(variant, (segment,))
         self.cache.fill(step, program.buffers)
         program.buffers.position_ids[..., 0] = position
         if program.buffers.key_positions is not None and program.buffers.query_positions is not None:

@@ -47,7 +47,8 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     Raises:
         ConfigError: ``GENERATE_KV_LENS`` or ``PREFILL_KV_LENS`` ends too low for the lengths.
     """
-    total, num_seqs = config.num_kv_slots(mode), config.num_seqs(mode) if shape is None or shape.is_packable else 1
+    total = config.num_kv_slots(mode)
+    num_seqs = config.num_seqs(mode) if shape is None or shape.is_packable else 1
     needs_real_rows = shape is not None and shape.needs_real_rows
     if shape is not None and not shape.kv_states:
         return _of_one_kv_len(config, mode, shape.max_rows)
@@ -78,7 +79,8 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
 
 def _kv_lens(config: StaticLLMConfig, mode: ProgramMode, total: int) -> tuple[int, ...]:
     """Return the KV lengths of the variants for decoding, up to all ``total`` slots of the arena."""
-    given, longest = config.generate_kv_lens, config.max_seq_len
+    given = config.generate_kv_lens
+    longest = config.max_seq_len
     if given and given[-1] != longest:
         raise ConfigError(
             f"GENERATE_KV_LENS ends at {given[-1]}: its last size must be MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}"
@@ -155,7 +157,8 @@ def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:
 
 def _steps(total: int) -> tuple[int, ...]:
     """Return KV lengths that need no program of their own: steps of 256 slots, from 4096 on of an eighth, then ``total``."""
-    buckets, step = [], SMALLEST_KV_LEN
+    buckets = []
+    step = SMALLEST_KV_LEN
     while step < total:
         buckets.append(step)
         step += max(SMALLEST_KV_LEN, step // 8 // SMALLEST_KV_LEN * SMALLEST_KV_LEN)

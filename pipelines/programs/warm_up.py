@@ -37,9 +37,11 @@ def make_runner(
     Raises:
         ConfigError: there is not enough memory for the arena or the masks.
     """
-    shape, variants = programs.shape, tuple(planned) or tuple(programs.compiled)
+    shape = programs.shape
+    variants = tuple(planned) or tuple(programs.compiled)
     host = allocate(shape, variants) if memory is None else memory.result()
-    cache, pool = host.cache, host.pool
+    cache = host.cache
+    pool = host.pool
     if adapters is not None:
         for name, matrix in adapters.matrices(shape.adapted, shape.adapter_type).items():
             pool.adapters[name][:] = matrix
@@ -71,7 +73,8 @@ def warm_up(
     packed: set[int] = set()
     total = 0.0
     for index, variant in enumerate(chosen, 1):
-        first, key = 0.0, id(bound.compiled(variant))
+        first = 0.0
+        key = id(bound.compiled(variant))
         is_needed = key not in packed or bound.is_static(variant) or _turn(variant) < len(FIRST_ROWS)
         if is_needed or total + costs(variant) < TOTAL_SECONDS:
             program = bound[variant]

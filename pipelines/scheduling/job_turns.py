@@ -111,7 +111,8 @@ class ChatActivity:
             return
         if self._end is not None:
             self._pauses.append(max(0.0, min(request.arrival for request in requests) - self._end))
-        self._last_busy, self._end = view.now, None
+        self._last_busy = view.now
+        self._end = None
         since: dict[int, float] = {}
         for request in requests:
             if not request.num_generated:
@@ -149,10 +150,12 @@ class JobTurns:
     """
 
     def __init__(self) -> None:
-        self._start, self._seconds = float("-inf"), 0.0  # of the last job, on the clock of the view
+        self._start = float("-inf")  # of the last job, on the clock of the view
+        self._seconds = 0.0
         self._ahead = 0.0  # seconds that jobs took before requests that wait, less those since
         self._num_hidden = 0  # calls for which prompts are hidden
-        self._urgent, self._activity = UrgentFirst(), ChatActivity()
+        self._urgent = UrgentFirst()
+        self._activity = ChatActivity()
 
     def longest_job(self, view: View) -> float:
         """Return the longest time that a job should take now, s: ``longest_job``, and less for prompts that may come."""
@@ -180,7 +183,8 @@ class JobTurns:
         if not runs_now and not self._has_waited_its_share(view, job):
             return None
         self._ahead = self._ahead_at(view) + job.seconds
-        self._start, self._seconds = view.now, job.seconds
+        self._start = view.now
+        self._seconds = job.seconds
         self._num_hidden = ceil(len(view.running) / max(1, view.device.max_decoding))
         self._urgent.begin(job, view.jobs)
         self._activity.delay(job.seconds)
@@ -240,7 +244,8 @@ def longest_job(view: View, most: float = float("inf")) -> float:
     """
     if not view.running:
         return min(most, MAX_JOB_SECONDS)
-    slack, num_prompts = slack_of(view), len(view.waiting) + len(view.prefilling)
+    slack = slack_of(view)
+    num_prompts = len(view.waiting) + len(view.prefilling)
     longest = min(most, MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN))
     return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
 

@@ -107,7 +107,8 @@ class Planner:
         ``free_slots`` free KV slots, and a call that decodes ``max_decoding`` requests. In all other cases, and if jobs wait,
         the caller asks ``plan``; None says so.
         """
-        plan, ids = self._last, self._last.decode
+        plan = self._last
+        ids = self._last.decode
         if not ids or len(ids) != len(table) or plan.prefill or len(ids) > min(free_slots, max_decoding):
             return None
         if plan.swap_in or plan.swap_out or plan.preempt:
@@ -132,7 +133,8 @@ class Planner:
         return self._thread.plan(view) if self._thread else self.policy.plan(view)
 
     def _fail(self, view: View, reason: str, has_stalled: bool) -> None:
-        name, period = type(self.policy).__name__, ""
+        name = type(self.policy).__name__
+        period = ""
         if self._is_shipped:
             period = " for one step"
         elif self.policy is self._own and not has_stalled and not view.device.is_complete:
@@ -148,7 +150,8 @@ class Planner:
 
     def _restore_policy(self, view: View) -> None:
         if self._retry_after is not None and view.device.index is not self._retry_after:
-            self._retry_after, self.policy = None, self._own
+            self._retry_after = None
+            self.policy = self._own
             self._thread = _PolicyThread(self._own)
 
 
@@ -184,12 +187,14 @@ class BatchWait:
         due = sorted(
             each.ready_at for each in view.away if each.ready_at is not None and view.now < each.ready_at <= end
         )
-        best, most = None, 0.0
+        best = None
+        most = 0.0
         for count, moment in enumerate(due[: max(room, 0)], 1):
             saved = step + _seconds(view, count) - _seconds(view, num_running + count)
             gain = saved - (moment - view.now) * num_running
             if gain > most:
-                best, most = moment, gain
+                best = moment
+                most = gain
         return best
 
 
@@ -296,14 +301,16 @@ class _PolicyThread:
 
     def _copy(self, view: View) -> View:
         """Return an equal view whose objects the engine does not use."""
-        index, costs = view.device.index, view.device.seconds
+        index = view.device.index
+        costs = view.device.seconds
         if self._index is None or self._index[0] is not index:
             self._index = index, VariantIndex(index.variants, index.needs_real_rows)
         device = replace(view.device, index=self._index[1], seconds=_Costs(costs))
         waiting, prefilling, running, swapped = (
             tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.swapped)
         )
-        jobs, away = tuple(map(replace, view.jobs)), tuple(map(replace, view.away))
+        jobs = tuple(map(replace, view.jobs))
+        away = tuple(map(replace, view.away))
         return replace(
             view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped, jobs=jobs,
             away=away,

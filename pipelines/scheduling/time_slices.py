@@ -62,10 +62,12 @@ class TimeSlices:
         """
         if view.gap_ms is None or not view.waiting:
             return float("inf")
-        free, swap_seconds = _free_places(view), _swap_seconds(view) / SWAP_SHARE
+        free = _free_places(view)
+        swap_seconds = _swap_seconds(view) / SWAP_SHARE
         begun = [request for request in (*view.swapped, *view.prefilling) if not request.is_fed]
         room = free + _swappable(view) - len(begun)
-        count, longest = 0, 0.0
+        count = 0
+        longest = 0.0
         for prompt in in_order(view.waiting):
             longest = max(longest, _prompt_seconds(view, prompt))
             seconds = max(swap_seconds, SLICE_PROMPTS * longest / view.max_num_seqs, MIN_SECONDS)
@@ -92,9 +94,11 @@ class TimeSlices:
 
         A request never gives its place to one of lower priority, and both pools have room for what is moved.
         """
-        gone, come = list[RequestView](), list[RequestView]()
+        gone = list[RequestView]()
+        come = list[RequestView]()
         running = sorted(view.running, key=lambda request: (request.priority, self._began[request.id], request.id))
-        room, host_room = view.free_slots - len(view.running), view.free_host_slots
+        room = view.free_slots - len(view.running)
+        host_room = view.free_host_slots
         for old, new in zip(running[:count], by_wait(view.swapped), strict=False):
             host_room -= old.num_computed
             room += old.own_slots - (0 if new.in_arena else new.num_computed)

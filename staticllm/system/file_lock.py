@@ -41,7 +41,9 @@ class Lease:
     """A held lock, which any thread may release."""
 
     def __init__(self, holder: _Holder, lock: FileLock) -> None:
-        self._holder, self._lock, self._is_held = holder, lock, True
+        self._holder = holder
+        self._lock = lock
+        self._is_held = True
 
     def hand_over(self) -> None:
         """Let another thread release the lock. From now on this thread may wait for it."""

@@ -83,7 +83,8 @@ def read_ir(xml: bytes) -> IrFile:
     reader = _Reader()
     parser = expat.ParserCreate()
     parser.StartDoctypeDeclHandler = _no_doctype
-    parser.StartElementHandler, parser.EndElementHandler = reader.start, reader.end
+    parser.StartElementHandler = reader.start
+    parser.EndElementHandler = reader.end
     try:
         parser.Parse(xml, True)
     except expat.ExpatError as error:

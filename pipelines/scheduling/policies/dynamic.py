@@ -82,7 +82,9 @@ class Candidates:
     """
 
     def __init__(self, view: View, backlog: list[RequestView], decode: Plan) -> None:
-        self._view, self._backlog, self._decode = view, backlog, decode
+        self._view = view
+        self._backlog = backlog
+        self._decode = decode
         variant = view.device.call(decode.num_rows, decode.num_sequences) if decode.num_rows else None
         self.step_seconds = view.device.seconds(variant) if variant else 0.0
 
@@ -138,7 +140,8 @@ class Candidates:
 
     def _call(self, rows: int, beside: Plan, *, is_fresh: bool, saved_seconds: float) -> CandidateCall | None:
         """Return a call of exactly ``rows`` with prompts and the decode rows of ``beside``; None if nothing fits."""
-        view, device = self._view, self._view.device
+        view = self._view
+        device = self._view.device
         widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
         prompts = pack(view, self._backlog, beside, widest) if widest else []
         num_sequences = beside.num_sequences + len(prompts)
@@ -171,7 +174,8 @@ class Candidates:
     @property
     def _num_startable(self) -> int:
         """The number of prompts that a single call could finish and whose requests could be running afterwards."""
-        rows, count = max(self._view.device.index.widest), 0
+        rows = max(self._view.device.index.widest)
+        count = 0
         for request in self._backlog[: self._view.free_seqs]:
             rows -= request.num_left
             count += rows >= 0
