@@ -62,7 +62,8 @@ def write_set(
 ) -> Manifest:
     """Write blobs and manifest to the folder ``target``, and return the manifest as written. An existing set is replaced.
 
-    Raises ``OSError``: the disk is full, or the folder cannot be written. The previous set is kept."""
+    Raises ``OSError`` (the disk is full, or the folder cannot be written. The previous set is kept).
+    """
 
     def put_blobs() -> Manifest:
         entries = {}
@@ -88,7 +89,8 @@ def write_set(
 def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
     """Copy a whole set, or nothing; every byte is compared with its digest.
 
-    Raises ``BlobError``: there is no set at ``source``, or it is damaged; ``OSError``: ``target`` cannot be written."""
+    Raises ``BlobError`` (there is no set at ``source``, or it is damaged) and ``OSError`` (``target`` cannot be written).
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def copy(manifest: Manifest) -> None:
@@ -103,7 +105,7 @@ def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
 
 
 def rewrite_manifest(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
-    """Replace the manifest of a set, to add the result of a verification. Raises ``OSError``: the folder cannot be written."""
+    """Replace the manifest of a set, to add the result of a verification. Raises ``OSError`` (the folder cannot be written)."""
     _written(folder, lambda: manifest, key)
 
 
@@ -130,7 +132,8 @@ def is_ours(folder: Path) -> bool:
 def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
     """Read and check the manifest of a set.
 
-    Raises ``BlobError``: there is no set, or its manifest is damaged, has another schema, or has another signature."""
+    Raises ``BlobError`` (there is no set, or its manifest is damaged, has another schema, or has another signature).
+    """
     path = folder / MANIFEST
     try:
         return decode(read_regular(path, MAX_MANIFEST, follow=False), key)
@@ -145,10 +148,8 @@ def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
 def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = b"") -> Result:
     """Read the manifest of a set, call ``use``, which reads its blobs, and return its result.
 
-    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times.
-
-    Raises:
-        BlobError: ``read_manifest`` or ``use`` raised it, or the set was replaced every time.
+    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times. Raises ``BlobError`` (``read_manifest`` or
+    ``use`` raised it, or the set was replaced every time).
     """
     for _ in range(READ_TRIES):
         manifest = read_manifest(folder, key)
@@ -165,7 +166,8 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
 def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
     """Check that a set has the programs of this ``kind`` of model, before its other fields are used.
 
-    Raises ``BlobError``: it has those of another kind."""
+    Raises ``BlobError`` (it has those of another kind).
+    """
     if manifest.kind != kind:
         doors = {"decoder": "StaticLLMPipeline", "encoder": "StaticEmbeddingPipeline"}
         remedy = doors.get(manifest.kind, "a pipeline of that kind")
@@ -178,7 +180,8 @@ def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
 def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
     """Check that a set was made for the model, machine and layout of the fingerprint ``here``.
 
-    Raises ``BlobError``: the set is for another model, machine or layout, or it failed verification."""
+    Raises ``BlobError`` (the set is for another model, machine or layout, or it failed verification).
+    """
     other = here.difference(manifest.fingerprint)
     if other is not None:
         raise BlobError(f"the blobs in {str(folder)!r} were made for something else: {other}; export them again")
@@ -189,7 +192,8 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Part, Mapping[str, Any]]) -> None:
     """Check that the properties in a manifest, except those in ``PROBED``, equal the user's (``own``).
 
-    Raises ``BlobError``: a property differs."""
+    Raises ``BlobError`` (a property differs).
+    """
     for part, values in manifest.properties.items():
         mine = json_properties(own["generate" if part == "few_rows" else cast(Part, part)])
         for name in {*values, *mine} - PROBED:
@@ -225,7 +229,8 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
 def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     """Yield the file name and the stored bytes of every blob; the bytes are compared with their digests.
 
-    Raises ``BlobError``: a blob is missing, truncated or changed, is not an ordinary file, or does not fit into memory."""
+    Raises ``BlobError`` (a blob is missing, truncated or changed, is not an ordinary file, or does not fit into memory).
+    """
     for name, entry in manifest.blobs.items():
         path = folder / name
         try:
@@ -260,7 +265,7 @@ class ImportTarget:
 
 
 def import_blob(core: ov.Core, blob: bytes, target: ImportTarget) -> ov.CompiledModel:
-    """Import one program from the bytes of its blob. Raises ``BlobError``: the device refused the blob."""
+    """Import one program from the bytes of its blob. Raises ``BlobError`` (the device refused the blob)."""
     extra = {"WEIGHTS_PATH": str(target.weights)} if target.weights is not None else {}
     try:
         return core.import_model(io.BytesIO(blob), target.device, {**target.properties, **extra})

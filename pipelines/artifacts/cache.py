@@ -82,9 +82,8 @@ class BlobCache:
     def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
         """Lock the set ``key`` for a block, against all other threads of all processes.
 
-        Raises:
-            Timeout: another thread or process holds the lock for more than ``timeout`` seconds, or this thread holds it already.
-            OSError: the folder cannot be written.
+        Raises ``Timeout`` (another thread or process holds the lock for more than ``timeout`` seconds, or this thread holds it
+        already) and ``OSError`` (the folder cannot be written).
         """
         lease = self.lease(key, timeout)
         try:
@@ -95,7 +94,8 @@ class BlobCache:
     def lease(self, key: str, timeout: float = -1) -> Lease:
         """Lock the set ``key`` until the returned lease is released.
 
-        Raises ``Timeout``: as ``locked``; ``OSError``: the folder cannot be written."""
+        Raises ``Timeout`` (as ``locked``) and ``OSError`` (the folder cannot be written).
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 

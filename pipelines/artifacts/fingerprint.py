@@ -71,7 +71,8 @@ class Fingerprint(ModelFingerprint):
     def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint that ``to_json`` made ``content`` of.
 
-        Raises ``ValueError``: a label is unknown, or a field is missing."""
+        Raises ``ValueError`` (a label is unknown, or a field is missing).
+        """
         names = {item.metadata["label"]: item.name for item in fields(cls)}
         if unknown := sorted(set(content) - set(names)):
             raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
@@ -149,7 +150,8 @@ def with_article(kind: str) -> str:
 def file_digest(path: Path) -> str:
     """Return the hex digest (BLAKE2b over pieces) of a file's bytes and its length.
 
-    Raises ``ModelError``: the file cannot be read."""
+    Raises ``ModelError`` (the file cannot be read).
+    """
     try:
         size = path.stat().st_size
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -173,7 +175,8 @@ def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
 def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:
     """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
 
-    Raises ``ModelError``: a file cannot be read."""
+    Raises ``ModelError`` (a file cannot be read).
+    """
     if (held := model_in_memory(directory)) is not None:
         return ModelFingerprint(
             ir_digest=bytes_digest(held.xml.encode()), weights_digest=bytes_digest(held.weights.data.tobytes())

@@ -130,8 +130,11 @@ def encode(manifest: Manifest, key: bytes = b"") -> bytes:
 
 
 def decode(data: bytes, key: bytes = b"") -> Manifest:
-    """Read a manifest from its bytes and check every field. Raises ``ManifestError``: the manifest is damaged, has another
-    schema, is not signed with ``key``, or has an impossible value."""
+    """Read a manifest from its bytes and check every field.
+
+    Raises ``ManifestError`` (the manifest is damaged, has another schema, is not signed with ``key``, or has an impossible
+    value).
+    """
     try:
         frame = json.loads(data)
         digest = frame["digest"]
@@ -204,7 +207,8 @@ _Entries = Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)]
 def stored(kind: type[T], content: object) -> T:
     """Return the value of a dataclass, or of another annotated type, that JSON holds.
 
-    Raises ``ValueError``: a field is unknown, missing, of another type, or out of its bounds; the text says where."""
+    Raises ``ValueError`` (a field is unknown, missing, of another type, or out of its bounds; the text says where).
+    """
     names = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
     if names and isinstance(content, dict) and (different := sorted(names ^ set(content))):
         raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
@@ -221,7 +225,8 @@ def stored(kind: type[T], content: object) -> T:
 def converted(kind: type[T], content: object) -> T:
     """Return the value of an annotated type that JSON holds; fields that are unknown are left out.
 
-    Raises ``ValueError``: a field is missing, of another type, or out of its bounds; the text says where."""
+    Raises ``ValueError`` (a field is missing, of another type, or out of its bounds; the text says where).
+    """
     try:
         return msgspec.convert(content, kind)
     except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
@@ -384,7 +389,8 @@ def _variants(content: _Content, kind: type[V]) -> tuple[VariantFile, ...]:
 def cost_from_json(cost: object, kind: type[V]) -> tuple[V, float]:
     """Return the variant, of this type, and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
-    Raises ``ValueError``: it has another form, or an impossible value."""
+    Raises ``ValueError`` (it has another form, or an impossible value).
+    """
     values = dict(stored(dict[str, int | float], cost))
     seconds = values.pop("seconds", -1.0)
     if not 0 <= seconds < MAX_SECONDS:

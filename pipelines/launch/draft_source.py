@@ -49,10 +49,7 @@ def draft_model(models_path: str | os.PathLike[str], device: str = "", **propert
 def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, DraftSource | None]:
     """Remove ``draft_model`` from the arguments and properties of a constructor.
 
-    Return the other arguments, and the draft model; None without one.
-
-    Raises:
-        ConfigError: it is an object of another type.
+    Return the other arguments, and the draft model; None without one. Raises ``ConfigError`` (it is an object of another type).
     """
     source = properties.pop(NAME, None)
     if isinstance(given.config, Mapping) and NAME in given.config:
@@ -87,8 +84,11 @@ genai.draft_model = _noting_draft_model
 def load_draft(
     source: DraftSource, launched: Launched, tokenizer: genai.Tokenizer, on_progress: OnProgress
 ) -> DraftModel:
-    """Load a draft model for a model that was launched. Raises ``ConfigError``: one of the two models has recurrent states, or
-    their tokenizers differ; ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError``: as for ``launch``."""
+    """Load a draft model for a model that was launched.
+
+    Raises ``ConfigError`` (one of the two models has recurrent states, or their tokenizers differ) and ``ModelError``,
+    ``UnsupportedModelError``, ``DeviceError``, ``BlobError`` (as for ``launch``).
+    """
     main = launched.config
     name = str(source.models_path)
     if launched.loaded.programs.shape.recurrent_states:
@@ -123,7 +123,8 @@ def load_draft(
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
     """Check that the tokenizer of a draft model, if it has one, gives the same tokens the same numbers.
 
-    Raises ``ConfigError``: it does not."""
+    Raises ``ConfigError`` (it does not).
+    """
     if not (directory / TOKENIZER_XML).is_file():
         return
     mine = tokenizer.get_vocab()
@@ -140,7 +141,8 @@ def use_draft(
 ) -> None:
     """Load a draft model, if there is one, and let the engine of a launched model use it. If that fails, the engine is closed.
 
-    Raises ``ConfigError``, ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError``: as for ``load_draft``."""
+    Raises ``ConfigError``, ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError`` (as for ``load_draft``).
+    """
     if source is None:
         return
     assert isinstance(launched, Launched), "the daemon loads no draft models"

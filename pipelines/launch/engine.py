@@ -106,12 +106,7 @@ def launch(
 ) -> Launched:
     """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
 
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
-        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
-        DeviceError: no device can run the model; the message is that of the last device.
+    Raises as ``load`` does; a ``DeviceError`` (no device can run the model) has the message of the last device.
     """
     begin = time.perf_counter()
     first = candidates[0]
@@ -178,12 +173,7 @@ def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
 def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
     """Load a model for the first device that can run it. A device that is missing or refuses is reported to ``on_progress``.
 
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
-        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
-        DeviceError: no device can run the model; the message is that of the last device.
+    Raises as ``launch`` does.
     """
     for index, candidate in enumerate(candidates, 1):
         try:

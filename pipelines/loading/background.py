@@ -45,7 +45,7 @@ class BackgroundLoader:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread. Raises ``StaticLLMError``: the thread cannot be started."""
+        """Start the thread. Raises ``StaticLLMError`` (the thread cannot be started)."""
         self._thread = start_thread(self._run, "staticllm-background")
 
     @property
@@ -56,7 +56,8 @@ class BackgroundLoader:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything is loaded; return False if that takes longer than ``timeout`` seconds.
 
-        Raises ``Exception``: a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it."""
+        Raises ``Exception`` (a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it).
+        """
         if self._thread is not None:
             self._thread.join(timeout)
         if not self.is_done:
@@ -139,7 +140,8 @@ class DeferredPrograms(Generic[V, S]):
     def compile(self, variant: V) -> ov.CompiledModel:
         """Compile one of ``variants``, or return its program. Variants that share a program are compiled with the first of them.
 
-        Raises ``DeviceError``: the device refused the program."""
+        Raises ``DeviceError`` (the device refused the program).
+        """
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
             plan = self._plan.restricted(together)

@@ -34,7 +34,7 @@ class CacheEntry(SetPlace[V, S, R]):
 
     @classmethod
     def of(cls, job: Job[V, S, R], cache_dir: str) -> CacheEntry[V, S, R]:
-        """Return the entry of a job in the cache at ``cache_dir``. Raises ``ModelError``: a file of the model cannot be read."""
+        """Return the entry of a job in the cache at ``cache_dir``. Raises ``ModelError`` (a file of the model cannot be read)."""
         cache = BlobCache(cache_dir, int(job.config.cache_limit_gb * GB), job.key)
         fingerprint = job.kind.fingerprint(job)
         key = key_of(fingerprint)
@@ -43,7 +43,8 @@ class CacheEntry(SetPlace[V, S, R]):
     def lease(self) -> Lease:
         """Lock the set until the lease is released.
 
-        Raises ``CacheUnusableError``: the folder cannot be written, or this thread holds the lock already."""
+        Raises ``CacheUnusableError`` (the folder cannot be written, or this thread holds the lock already).
+        """
         try:
             return self.cache.lease(self.key)
         except (OSError, Timeout) as error:
@@ -53,7 +54,8 @@ class CacheEntry(SetPlace[V, S, R]):
     def read(self) -> Manifest:
         """Return the manifest, and record that the set is used.
 
-        Raises ``BlobError``: there is no set, or its manifest is damaged."""
+        Raises ``BlobError`` (there is no set, or its manifest is damaged).
+        """
         manifest = read_manifest(self.folder, self.job.key)
         self.cache.touch(self.key)
         return manifest

@@ -87,12 +87,15 @@ class SetPlace(Generic[V, S, R]):
         return CostsPlace(self.folder, self.fingerprint, self.job.key)
 
     def write(self, programs: CompiledPrograms[V, S]) -> None:
-        """Export and write all programs of the model. Raises ``BlobError``, ``ConfigError``: as ``put``."""
+        """Export and write all programs of the model. Raises ``BlobError``, ``ConfigError`` (as ``put``)."""
         self.put(export_programs(self.job, programs, self.is_weightless), {})
 
     def put(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
-        """Write a set. ``costs``: measured seconds per call of a variant. Raises ``BlobError``: a blob does not compute what its
-        program computes; ``ConfigError``: the disk is full, or the folder cannot be written."""
+        """Write a set. ``costs``: measured seconds per call of a variant.
+
+        Raises ``BlobError`` (a blob does not compute what its program computes) and ``ConfigError`` (the disk is full, or the
+        folder cannot be written).
+        """
         if exported.blobs is None:
             raise BlobError(
                 f"nothing was exported: the blobs of this model on {self.job.device} failed verification, {_REASON}; "
@@ -103,7 +106,8 @@ class SetPlace(Generic[V, S, R]):
     def put_quarantined(self, exported: Exported[V, S]) -> None:
         """Write a set without blobs that records the failed verification, so that the next start does not export again.
 
-        Raises ``ConfigError``: the folder cannot be written."""
+        Raises ``ConfigError`` (the folder cannot be written).
+        """
         verification = {"is_ok": False, "reason": _REASON, "when": "export"}
         self._write(replace(self._manifest(exported, {}), verification=verification), {})
 
@@ -138,12 +142,9 @@ class SetPlace(Generic[V, S, R]):
 def export_set(job: Job[V, S, R], target: Path) -> Manifest:
     """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
 
-    Raises:
-        ConfigError: ``target`` exists or cannot be written, or an option is impossible for this model.
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        BlobError: the device's blobs of this model failed verification.
+    Raises ``ConfigError`` (``target`` exists or cannot be written, or an option is impossible for this model), ``ModelError`` (a
+    file of the model is missing or damaged), ``UnsupportedModelError`` (a pass cannot lower the model), ``DeviceError`` (the
+    device is missing, or refused a program) and ``BlobError`` (the device's blobs of this model failed verification).
     """
     check_new(target)
     SetPlace(job, target).put(compile_for_export(job), {})
@@ -153,7 +154,8 @@ def export_set(job: Job[V, S, R], target: Path) -> Manifest:
 def check_new(target: Path) -> None:
     """Check that a set can be written to ``target``: nothing is there, or only what a writer that died has left.
 
-    Raises ``ConfigError``: ``target`` exists, or the folder around it does not."""
+    Raises ``ConfigError`` (``target`` exists, or the folder around it does not).
+    """
     if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
@@ -164,7 +166,8 @@ def check_new(target: Path) -> None:
 def check_writable(target: Path) -> None:
     """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
 
-    Raises ``ConfigError``: the folder around it is read-only, or takes no files."""
+    Raises ``ConfigError`` (the folder around it is read-only, or takes no files).
+    """
     parent = target.resolve().parent
     reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:
@@ -177,7 +180,8 @@ def check_writable(target: Path) -> None:
 def export_target(job: LoadJob[Any]) -> Path:
     """Return the folder that ``EXPORT_BLOB`` writes to; the folder around it is created.
 
-    Raises ``ConfigError``: the path exists and is not a blob set, or cannot be written."""
+    Raises ``ConfigError`` (the path exists and is not a blob set, or cannot be written).
+    """
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
     if _exists(target) and not is_ours(target):
         raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
@@ -190,7 +194,7 @@ def export_target(job: LoadJob[Any]) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether ``path`` exists. Raises ``ConfigError``: the path is impossible."""
+    """Return whether ``path`` exists. Raises ``ConfigError`` (the path is impossible)."""
     try:
         return path.exists()
     except (OSError, ValueError) as error:
@@ -200,11 +204,8 @@ def _exists(path: Path) -> bool:
 def compile_for_export(job: Job[V, S, R]) -> Exported[V, S]:
     """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs.
 
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        ConfigError: an option is impossible for this model.
+    Raises ``ModelError`` (a file of the model is missing or damaged), ``UnsupportedModelError`` (a pass cannot lower the model),
+    ``DeviceError`` (the device is missing, or refused a program) and ``ConfigError`` (an option is impossible for this model).
     """
     if is_weightless_wanted(job):
         exported = _export(job, is_weightless=True)

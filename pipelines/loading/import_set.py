@@ -36,10 +36,8 @@ def import_set(
 ) -> Loaded[V, S, R]:
     """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
 
-    The model's files are compared while the blobs are read; nothing is imported before both are done.
-
-    Raises:
-        BlobError: the set is damaged, or was made for something else.
+    The model's files are compared while the blobs are read; nothing is imported before both are done. Raises ``BlobError`` (the
+    set is damaged, or was made for something else).
     """
     job = replace(job, on_progress=_naming(folder, job.on_progress))
     kind = job.kind
@@ -72,7 +70,8 @@ def _read_checked(
 ) -> dict[str, bytes]:
     """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
 
-    Raises ``BlobError``: the set is damaged, or was made for something else."""
+    Raises ``BlobError`` (the set is damaged, or was made for something else).
+    """
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPoolExecutor(1) as pool:
         here = pool.submit(fingerprint)
@@ -110,7 +109,8 @@ def _import_each(
 ) -> dict[V, ov.CompiledModel]:
     """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
 
-    Raises ``BlobError``: the device refused a blob."""
+    Raises ``BlobError`` (the device refused a blob).
+    """
     weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
     for variant, file in files.items():

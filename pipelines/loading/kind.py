@@ -67,9 +67,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
         """Read and lower the model, and choose the variants of its programs. ``for_blobs``: whether they will be exported.
 
-        Raises:
-            ModelError, UnsupportedModelError: a file is missing or damaged, or a pass cannot lower the model.
-            ConfigError: an option is impossible for this model.
+        Raises ``ModelError``, ``UnsupportedModelError`` (a file is missing or damaged, or a pass cannot lower the model) and
+        ``ConfigError`` (an option is impossible for this model).
         """
 
     @abstractmethod
@@ -86,7 +85,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
-        Raises ``ModelError``: a file of the model cannot be read."""
+        Raises ``ModelError`` (a file of the model cannot be read).
+        """
         properties = sorted(json_properties(self.properties(job)["encode"]).items())
         return OtherFingerprint(
             kind=self.name,
@@ -123,7 +123,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def check(self, programs: CompiledPrograms[V, S]) -> None:
         """Check the ports of imported programs, before any memory is allocated for them.
 
-        Raises ``ValueError``, ``KeyError``: a program cannot run its variant."""
+        Raises ``ValueError``, ``KeyError`` (a program cannot run its variant).
+        """
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def load_job(job: Job[V, S, R]) -> Loaded[V, S, R]:
 def _from_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
     """Import the set in ``folder``. It decides whatever the user did not choose.
 
-    Raises ``BlobError``: there is no set, it is damaged, or it was made for something else."""
+    Raises ``BlobError`` (there is no set, it is damaged, or it was made for something else).
+    """
 
     def import_it(manifest: Manifest) -> Loaded[V, S, R]:
         check_kind(folder, manifest, job.kind.name)

@@ -47,13 +47,13 @@ class Allocation:
         self._thread.shutdown()
 
     def result(self) -> HostMemory:
-        """Wait for the memory. Raises ``ConfigError``: there is not enough."""
+        """Wait for the memory. Raises ``ConfigError`` (there is not enough)."""
         assert self._result is not None, "outside of the block"
         return self._result.result()
 
 
 def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
-    """Allocate the memory for ``variants``. Raises ``ConfigError``: there is not enough."""
+    """Allocate the memory for ``variants``. Raises ``ConfigError`` (there is not enough)."""
     try:
         return HostMemory(KVCache(shape, [variant.kv_len for variant in variants]), BufferPool(variants, shape))
     except MemoryError as error:
@@ -73,8 +73,8 @@ class BoundRequest:
       block hands to the next to memory of its own, which is no port.
     - Buffers: the caller owns the memory behind ``tensors``, writes inputs and reads outputs only between two runs, and never
       replaces an array.
-    - ``run`` reads the bound inputs and overwrites the bound outputs, all of them, and calls ``meanwhile`` once, after the device
-      has begun. If it raises, the outputs are undefined and nothing runs any more.
+    - ``run`` reads the bound inputs, overwrites all bound outputs, and calls ``meanwhile`` once, while the device runs. If it
+      raises, the device has ended, and the outputs are undefined.
 
     What compiles, exports, imports and counts programs (``compile_programs``, ``export_programs``, ``import_set``) deals with one
     ``ov.CompiledModel`` per program: a chain needs a value of several there, with one blob each.

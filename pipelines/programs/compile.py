@@ -135,7 +135,7 @@ DecoderPrograms: TypeAlias = CompiledPrograms[Variant, ModelShape]
 
 
 def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event: None) -> CompiledPrograms[V, S]:
-    """Compile every variant of a plan. Raises ``DeviceError``: the device refused a program."""
+    """Compile every variant of a plan. Raises ``DeviceError`` (the device refused a program)."""
     compiled = dict(compile_each(plan, on_progress))
     return CompiledPrograms(plan.lowered.shape, plan.options, compiled)
 
@@ -143,7 +143,8 @@ def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event:
 def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, ov.CompiledModel]]:
     """Compile the variants in order, with an event before and after each program. A shared one is compiled for its first variant.
 
-    Raises ``DeviceError``: the device refused a program."""
+    Raises ``DeviceError`` (the device refused a program).
+    """
     programs = compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
     compiled_for = first_variants(plan.variants, plan.options)
     for variant in plan.variants:
@@ -164,10 +165,8 @@ def compile_programs(
 ) -> Iterator[ov.CompiledModel]:
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
-    Shared programs are compiled in parallel, because each compilation uses one core.
-
-    Raises:
-        DeviceError: the device refused a program.
+    Shared programs are compiled in parallel, because each compilation uses one core. Raises ``DeviceError`` (the device refused a
+    program).
     """
     if options.mode == "separate":
         for variant in variants:

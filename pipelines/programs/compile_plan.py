@@ -80,13 +80,9 @@ def prepare(
 
     ``for_blobs``: whether the programs will be exported. ``start``: which programs are compiled before the model serves, where
     some of its variants can wait for a second program. ``probes``: the times of probes that need not run again. ``check`` raises
-    a ``DeviceError`` for a device that cannot be used.
-
-    Raises:
-        ModelError, UnsupportedModelError: a file is missing or damaged, or a pass cannot lower the model.
-        DeviceError: ``check`` refuses the device.
-        ConfigError: an option is impossible for this model.
-        AdapterError: an adapter does not fit the model.
+    a ``DeviceError`` for a device that cannot be used. Raises ``ModelError``, ``UnsupportedModelError`` (a file is missing or
+    damaged, or a pass cannot lower the model), ``DeviceError`` (``check`` refuses the device), ``ConfigError`` (an option is
+    impossible for this model) and ``AdapterError`` (an adapter does not fit the model).
     """
     begin = time.perf_counter()
     core = get_core()
@@ -144,7 +140,8 @@ def _lowered(
 ) -> LoweredModel:
     """Lower a model. Adapters are folded into its weights, or their matrices become inputs.
 
-    Raises ``UnsupportedModelError``: a pass cannot lower the graph; ``AdapterError``: an adapter does not fit the model."""
+    Raises ``UnsupportedModelError`` (a pass cannot lower the graph) and ``AdapterError`` (an adapter does not fit the model).
+    """
     if adapters is None:
         return lower(model, options, passes)
     if adapters.is_fused:
@@ -200,7 +197,7 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
 
 
 def device_properties(device: str) -> frozenset[str]:
-    """Return the names of the properties that ``device`` accepts. Raises ``DeviceError``: the device is not on this machine."""
+    """Return the names of the properties that ``device`` accepts. Raises ``DeviceError`` (the device is not on this machine)."""
     core = get_core()
     return supported_properties(core, check_device(core, device))
 

@@ -22,10 +22,8 @@ ADAPTER_SCALE = 0.02
 def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a program of any kind of model once in memory of its own, and return copies of its outputs, keyed by port name.
 
-    ``feeds`` are keyed by port name; the arrays have the shapes as in docs/contract.md.
-
-    Raises:
-        RuntimeError: the device failed, or the shape of a feed differs from that of its port.
+    ``feeds`` are keyed by port name; the arrays have the shapes as in docs/contract.md. Raises ``RuntimeError`` (the device
+    failed, or the shape of a feed differs from that of its port).
     """
     request = bound_request(compiled, feeds)
     request.infer()
@@ -35,7 +33,8 @@ def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> 
 def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> ov.InferRequest:
     """Return a request that reads ``feeds``, keyed by port name; the caller keeps them as long as it runs.
 
-    Raises ``RuntimeError``: the shape of a feed differs from that of its port."""
+    Raises ``RuntimeError`` (the shape of a feed differs from that of its port).
+    """
     request = compiled.create_infer_request()
     for port in compiled.inputs:
         (name,) = port.get_names() & feeds.keys()  # plugins add names of their own

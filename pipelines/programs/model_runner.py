@@ -116,7 +116,8 @@ class ModelRunner:
     def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
-        Raises ``NumericalError``: the logits are not finite."""
+        Raises ``NumericalError`` (the logits are not finite).
+        """
         ids = np.asarray(tokens, np.int64)
         chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
         start = 0
@@ -130,16 +131,15 @@ class ModelRunner:
     def decode(self, sequence: KVSequence, token: int) -> Logits:
         """Run one token in the smallest variant that sees all slots, and return the logits ``[vocab]`` after it.
 
-        Raises ``NumericalError``: the logits are not finite."""
+        Raises ``NumericalError`` (the logits are not finite).
+        """
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
     def step(self, segments: Sequence[Segment]) -> list[Logits]:
         """Run the next tokens of several sequences in one call of the smallest variant that holds them.
 
-        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call.
-
-        Raises:
-            NumericalError: logits that are not finite.
+        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call. Raises
+        ``NumericalError`` (logits that are not finite).
         """
         variant = self.variant_for(segments)
         assert variant is not None, f"no variant holds {len(segments)} segments"
@@ -226,7 +226,8 @@ class ModelRunner:
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.
 
-        Raises ``NumericalError``: logits that are not finite."""
+        Raises ``NumericalError`` (logits that are not finite).
+        """
         result = self.run(variant, segments)
         if any(segment.argmax is None for segment in result.segments):
             raise not_finite(variant)

@@ -35,7 +35,8 @@ MAX_WAIT_SHARE = 0.2
 def make_policy(scheduler: object) -> Policy:
     """Return the shipped policy of this name, or the user's own object.
 
-    Raises ``ConfigError``: the name is unknown, or the object has no method ``plan``."""
+    Raises ``ConfigError`` (the name is unknown, or the object has no method ``plan``).
+    """
     if isinstance(scheduler, str) and scheduler in POLICIES:
         return POLICIES[scheduler]()
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "plan", None)):
@@ -71,11 +72,9 @@ class Planner:
         Unless the policy plans jobs itself, ``JobTurns`` decides whether one runs, and the policy gets a view without them.
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
-        compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one
-        is ready. A shipped policy that fails is replaced for one step.
-
-        Raises:
-            NoPlanError: no request can run at all; the error has the id of the first one.
+        compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one is
+        ready. A shipped policy that fails is replaced for one step. Raises ``NoPlanError`` (no request can run at all; the error
+        has the id of the first one).
         """
         self._restore_policy(view)
         if not (self._plans_jobs and self.policy is self._own):
@@ -122,7 +121,7 @@ class Planner:
             self._thread = None
 
     def _checked(self, plan: object, view: View) -> Plan:
-        """Return ``plan`` if it breaks no rule. Raises ``IllegalPlanError``: it breaks one."""
+        """Return ``plan`` if it breaks no rule. Raises ``IllegalPlanError`` (it breaks one)."""
         found = check(plan, view)
         start = view.now if self._wait_start is None else self._wait_start
         check_wait_so_far(found, start)
@@ -207,7 +206,8 @@ def _seconds(view: View, num_requests: int) -> float:
 def _plans_jobs(policy: Policy) -> bool:
     """Return the policy's ``plans_jobs``. It is read once, so that a property of a user cannot end requests later.
 
-    Raises ``ConfigError``: it is not a bool, or reading it raises."""
+    Raises ``ConfigError`` (it is not a bool, or reading it raises).
+    """
     try:
         found = getattr(policy, "plans_jobs", False)
     except Exception as error:
@@ -232,10 +232,8 @@ def _fallback(view: View) -> Plan:
     """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
     Without requests, the most urgent job runs. Slots that the others share among them are free without all of them, although each
-    alone frees none: a plan that breaks only the rule of free slots is left to the batch builder, which counts them.
-
-    Raises:
-        NoPlanError: no request can run.
+    alone frees none: a plan that breaks only the rule of free slots is left to the batch builder, which counts them. Raises
+    ``NoPlanError`` (no request can run).
     """
     if not view.requests:
         return Plan(job=min(view.jobs, key=urgency).id)
@@ -330,10 +328,8 @@ class _Costs:
 def _plain(plan: object, num_requests: int) -> object:
     """Return the plan with tuples in place of the iterables that a policy returned, which may be endless.
 
-    Runs on the policy's thread.
-
-    Raises:
-        IllegalPlanError: a field has more entries than there are requests, or an entry that is not a whole number.
+    Runs on the policy's thread. Raises ``IllegalPlanError`` (a field has more entries than there are requests, or an entry that
+    is not a whole number).
     """
     if not isinstance(plan, Plan):
         return plan
@@ -352,7 +348,8 @@ def _plain(plan: object, num_requests: int) -> object:
 def _whole(value: object) -> int:
     """Return an exact ``int``, because methods of a user's own number class must not run on the engine's thread.
 
-    Raises ``IllegalPlanError``: ``value`` is not a whole number."""
+    Raises ``IllegalPlanError`` (``value`` is not a whole number).
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds a {type(value).__name__} instead of a request id or a count"

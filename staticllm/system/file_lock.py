@@ -61,11 +61,9 @@ class Lease:
 def acquire(path: Path, timeout: float = -1) -> Lease:
     """Wait until no other thread or process holds the lock of ``path``, and acquire it.
 
-    File locks distinguish processes, not threads, so a lock within this process is acquired first.
-
-    Raises:
-        Timeout: another holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever.
-        OSError: the lock file cannot be created.
+    File locks distinguish processes, not threads, so a lock within this process is acquired first. Raises ``Timeout`` (another
+    holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever) and ``OSError`` (the lock
+    file cannot be created).
     """
     with _holders_lock:
         holder = _holders.setdefault(path.resolve(), _Holder())
@@ -84,7 +82,10 @@ def acquire(path: Path, timeout: float = -1) -> Lease:
 
 @contextmanager
 def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold the lock of ``path`` for a block. Raises ``Timeout``: as ``acquire``; ``OSError``: the lock file cannot be created."""
+    """Hold the lock of ``path`` for a block.
+
+    Raises ``Timeout`` (as ``acquire``) and ``OSError`` (the lock file cannot be created).
+    """
     lease = acquire(path, timeout)
     try:
         yield

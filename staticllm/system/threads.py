@@ -23,7 +23,8 @@ _is_exiting = threading.Event()
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     """Start a daemon thread that runs ``run``, and return it.
 
-    Raises ``StaticLLMError``: the system cannot start another thread."""
+    Raises ``StaticLLMError`` (the system cannot start another thread).
+    """
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
@@ -48,7 +49,8 @@ def owned_device() -> Iterator[None]:
 def check_may_wait() -> None:
     """Check that the calling thread may wait for a device.
 
-    Raises ``StaticLLMError``: it is the thread of a device, which would wait for itself."""
+    Raises ``StaticLLMError`` (it is the thread of a device, which would wait for itself).
+    """
     if getattr(_here, "owns_device", False):
         raise StaticLLMError(
             f"the thread {threading.current_thread().name!r} runs the calls of a device and would wait for itself, or let all "
@@ -96,7 +98,8 @@ def _wait_for_closing() -> None:
 def check_process(pid: int) -> None:
     """Check that this is the process ``pid``, in which our threads run.
 
-    Raises ``ClosedError``: this is another process, a forked child."""
+    Raises ``ClosedError`` (this is another process, a forked child).
+    """
     if os.getpid() != pid:
         raise ClosedError(
             f"the pipeline was loaded in process {pid} and this is a forked child, {os.getpid()}: load it in the child, or use "

@@ -49,7 +49,8 @@ def test_every_shipped_policy_would_plan_it_again(name, priorities, gap_ms):
     served.run(planner.plan(served.view()))
     for _ in range(5):
         repeated = served.repeated(planner)
-        assert repeated is not None and len(repeated.decode) == len(priorities)
+        assert repeated is not None
+        assert len(repeated.decode) == len(priorities)
         assert repeated == planner.plan(served.view())
         served.run(repeated)
 
