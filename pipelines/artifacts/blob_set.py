@@ -36,7 +36,7 @@ from staticllm.pipelines.artifacts.manifest import (
     is_blob_name,
     is_manifest,
 )
-from staticllm.system.file_lock import acquire, locked
+from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
@@ -345,7 +345,7 @@ def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
 
 def _remove_if_empty(folder: Path) -> None:
     """Remove the folder if only our lock file is left in it."""
-    with contextlib.suppress(OSError, Timeout), locked(folder / LOCK, 0):
+    with contextlib.suppress(OSError, Timeout), acquire(folder / LOCK, 0):
         if [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
             folder.rmdir()

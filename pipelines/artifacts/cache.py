@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,19 +78,6 @@ class BlobCache:
         """Return the folder of the set ``key``."""
         return self.folder / f"{PREFIX}{key}"
 
-    @contextmanager
-    def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
-        """Lock the set ``key`` for a block, against all other threads of all processes.
-
-        Raises ``Timeout`` (another thread or process holds the lock for more than ``timeout`` seconds, or this thread holds it
-        already) and ``OSError`` (the folder cannot be written).
-        """
-        lease = self.lease(key, timeout)
-        try:
-            yield
-        finally:
-            lease.release()
-
     def lease(self, key: str, timeout: float = -1) -> Lease:
         """Lock the set ``key`` until the returned lease is released.
 
@@ -147,7 +134,7 @@ class BlobCache:
     def remove(self, key: str) -> bool:
         """Remove one set, unless it is being loaded or written, and return whether it was removed."""
         try:
-            with self.locked(key, NOT_NOW):
+            with self.lease(key, NOT_NOW):
                 remove_set(self.path(key))
         except (Timeout, OSError):
             return False

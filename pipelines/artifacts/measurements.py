@@ -21,7 +21,7 @@ from staticllm.pipelines.artifacts.blob_set import COSTS, LOCK, SCRATCH, json_pr
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest, machine_values
 from staticllm.pipelines.artifacts.manifest import MAX_ENTRIES, cost_from_json, cost_to_json
 from staticllm.pipelines.programs.compile import CompileOptions, V
-from staticllm.system.file_lock import locked
+from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 
 PROBES = "staticllm-probes-"
@@ -116,7 +116,7 @@ class KeptCosts(Generic[V]):
         if not self._file.path.parent.is_dir():
             return
         try:
-            with locked(self._lock, 0):
+            with acquire(self._lock, 0):
                 if self._file.write({"costs": [cost_to_json(variant, seconds) for variant, seconds in costs.items()]}):
                     self._stored = dict(costs)
         except (OSError, RuntimeError, Timeout):  # RuntimeError: the lock is a link to itself, or the disk has no locks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -18,7 +20,7 @@ from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.artifacts.manifest import LAYOUT_FIELDS, Manifest
 from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, probes_of
-from staticllm.pipelines.programs.bind import Allocation
+from staticllm.pipelines.programs.bind import HostMemory, allocating
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.compile_plan import phase_properties, prepare, with_kv_slots
 from staticllm.pipelines.programs.dry_run import random_feeds
@@ -53,7 +55,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         self,
         job: DecoderJob,
         programs: CompiledPrograms[Variant, ModelShape],
-        memory: Allocation | None,
+        memory: Future[HostMemory] | None,
         planned: Sequence[Variant] = (),
     ) -> ModelRunner:
         """Bind the programs to one KV arena, and warm them up.
@@ -94,9 +96,9 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
         return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
 
-    def memory(self, shape: ModelShape, variants: Sequence[Variant]) -> Allocation:
+    def memory(self, shape: ModelShape, variants: Sequence[Variant]) -> AbstractContextManager[Future[HostMemory]]:
         """Return a block that allocates the arena and the buffers."""
-        return Allocation(shape, variants)
+        return allocating(shape, variants)
 
     def first_to_serve(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Return the fewest variants that can run any prompt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,25 +32,11 @@ class HostMemory:
     pool: BufferPool
 
 
-class Allocation:
-    """Allocates the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
-
-    def __init__(self, shape: ModelShape, variants: Sequence[Variant]) -> None:
-        self._arguments = shape, tuple(variants)
-        self._thread = ThreadPoolExecutor(1, "staticllm-memory")
-        self._result: Future[HostMemory] | None = None
-
-    def __enter__(self) -> Allocation:
-        self._result = self._thread.submit(allocate, *self._arguments)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._thread.shutdown()
-
-    def result(self) -> HostMemory:
-        """Wait for the memory. Raises ``ConfigError`` (there is not enough)."""
-        assert self._result is not None, "outside of the block"
-        return self._result.result()
+@contextmanager
+def allocating(shape: ModelShape, variants: Sequence[Variant]) -> Iterator[Future[HostMemory]]:
+    """Allocate the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
+    with ThreadPoolExecutor(1, "staticllm-memory") as thread:
+        yield thread.submit(allocate, shape, tuple(variants))
 
 
 def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
 from staticllm.kvcache.step import StepBuffers
 from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.bind import Allocation, BoundPrograms, allocate, bind
+from staticllm.pipelines.programs.bind import BoundPrograms, HostMemory, allocate, bind
 from staticllm.pipelines.programs.compile import DecoderPrograms
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
@@ -26,7 +27,7 @@ def make_runner(
     programs: DecoderPrograms,
     on_progress: OnProgress = lambda event: None,
     planned: Sequence[Variant] = (),
-    memory: Allocation | None = None,
+    memory: Future[HostMemory] | None = None,
     adapters: AdapterSet | None = None,
 ) -> ModelRunner:
     """Bind programs to the arena and to buffers, and warm them up.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -38,12 +37,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lease:
-    """A held lock, which any thread may release."""
+    """A held lock, which any thread may release; as a block, it is released at the end."""
 
     def __init__(self, holder: _Holder, lock: FileLock) -> None:
         self._holder = holder
         self._lock = lock
         self._is_held = True
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
 
     def hand_over(self) -> None:
         """Let another thread release the lock. From now on this thread may wait for it."""
@@ -78,19 +83,6 @@ def acquire(path: Path, timeout: float = -1) -> Lease:
         raise
     holder.thread = threading.get_ident()
     return Lease(holder, lock)
-
-
-@contextmanager
-def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold the lock of ``path`` for a block.
-
-    Raises ``Timeout`` (as ``acquire``) and ``OSError`` (the lock file cannot be created).
-    """
-    lease = acquire(path, timeout)
-    try:
-        yield
-    finally:
-        lease.release()
 
 
 def _try(lock: FileLock, seconds: float) -> bool:

@@ -107,7 +107,7 @@ def test_closing_ends_the_background(zoo, tmp_path):
     while threading.active_count() > before and time.perf_counter() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before
-    with BlobCache(tmp_path).locked("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
+    with BlobCache(tmp_path).lease("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
         again.wait_until_complete()  # the lock was released
     assert len(BlobCache(tmp_path).entries()) == 1
 
