@@ -265,7 +265,7 @@ class EncoderVariant:
     """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.
 
     A sequence holds one text, or several texts after each other if the model is packable. With ``past`` (P) above 0, a call
-    continues one text: its rows see the keys and values of up to so many tokens before them.
+    continues one text: its rows see the keys and values of up to P tokens before them.
     """
 
     batch: Size

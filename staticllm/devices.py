@@ -32,8 +32,7 @@ _DYNAMIC_SHAPES = ("CPU", "GPU")
 def get_core() -> ov.Core:
     """Return the only ``openvino.Core`` of this process, which is never released.
 
-    The CPU plugin registers a stack for signal handlers with each Core. If Cores are destroyed in another order than they were
-    created, a freed stack remains registered, and the next Ctrl-C kills the process (OpenVINO 2026.4).
+    With several, the CPU plugin may leave a freed stack registered for signal handlers: Ctrl-C kills the process (2026.4).
     """
     import openvino
 
@@ -41,11 +40,10 @@ def get_core() -> ov.Core:
 
 
 def read_first_tensor() -> None:
-    """Read a tensor. To be called while a module is imported whose functions read tensors on several threads.
+    """Read a tensor, while a module is imported whose functions read tensors on several threads.
 
-    The first ``Tensor.data`` of a process fills a table of the bindings, and lets other threads run meanwhile. One that then
-    reads a tensor waits for the table, but keeps the interpreter's lock, which the first one needs: the process hangs for ever
-    (OpenVINO 2026.4).
+    The first ``Tensor.data`` of a process fills a table of the bindings and lets other threads run meanwhile. A thread that then
+    reads a tensor waits for the table with the interpreter's lock, which the first one needs: a deadlock (OpenVINO 2026.4).
     """
     import numpy as np
     import openvino

@@ -79,10 +79,7 @@ class BlobCache:
         return self.folder / f"{PREFIX}{key}"
 
     def lease(self, key: str, timeout: float = -1) -> Lease:
-        """Lock the set ``key`` until the returned lease is released.
-
-        Raises ``Timeout`` (as ``locked``) and ``OSError`` (the folder cannot be written).
-        """
+        """Lock the set ``key`` for a block, or until it is released. Raises ``Timeout`` and ``OSError`` as ``acquire``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 

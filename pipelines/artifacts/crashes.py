@@ -1,8 +1,7 @@
 """Notes the blob sets that a process uses, and how often one crashed with a set: after two crashes a set is not used again.
 
-Blobs are machine code of a compiler for one driver. A set that is whole and was verified when it was made can crash the process
-after an update of the driver, and again after every restart. Who starts the process again counts (``staticllm serve
---supervise``): the process itself cannot.
+Blobs are machine code for one driver. After an update of the driver, a set that was verified when it was made can crash the
+process, and again after every restart. The supervisor counts (``staticllm serve --supervise``); the process itself cannot.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ _SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGS
 
 
 def crash_name(exit_code: int) -> str | None:
-    """Return the name of the crash that ended a process; None if it ended by itself, or somebody ended it.
+    """Return the name of the crash that ended a process; None if it exited or was killed from outside (SIGKILL, SIGTERM).
 
-    ``exit_code`` is that of ``subprocess``: on POSIX systems a negative one is a signal. SIGKILL and SIGTERM come from
-    outside, from a person or from a system without memory, and say nothing about the blobs.
+    ``exit_code`` is that of ``subprocess``: on POSIX systems a negative one is a signal.
     """
     if sys.platform == "win32":
         code = exit_code & 0xFFFFFFFF

@@ -130,11 +130,7 @@ def encode(manifest: Manifest, key: bytes = b"") -> bytes:
 
 
 def decode(data: bytes, key: bytes = b"") -> Manifest:
-    """Read a manifest from its bytes and check every field.
-
-    Raises ``ManifestError`` (the manifest is damaged, has another schema, is not signed with ``key``, or has an impossible
-    value).
-    """
+    """Read a manifest and check every field. Raises ``ManifestError`` (damaged, other schema or key, or an impossible value)."""
     try:
         frame = json.loads(data)
         digest = frame["digest"]

@@ -96,7 +96,7 @@ def _without_cache_mode(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class KeptCosts(Generic[V]):
-    """The seconds per call of each variant, as they were measured at leisure by this process or an earlier one."""
+    """The seconds per call of each variant, as measured by this process or an earlier one while its engine rested."""
 
     def __init__(self, kind: type[V], file: MeasurementFile, lock: Path) -> None:
         self._kind: type[V] = kind

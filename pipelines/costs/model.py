@@ -34,9 +34,9 @@ V = TypeVar("V", bound=ProgramVariant)
 class CostModel(Generic[V]):
     """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
-    The fit is the sum of the parts of a call, as its ``work`` names them. It is fitted to the measurements by least squares of
-    relative errors; no part is negative. The estimate of a variant is the measured cost of the nearest variant with as many
-    rows, plus the difference between the fitted costs of the two; without such a variant it is the fitted cost.
+    The fitted cost is a sum over the parts of ``work``, fitted by least squares of relative errors; no part is negative. The
+    estimate of a variant is the measured cost of the nearest variant with as many rows, plus the difference of the two fitted
+    costs; without such a variant it is the fitted cost.
     """
 
     def __init__(self, seconds: Mapping[V, float] | None = None) -> None:
@@ -64,17 +64,17 @@ class CostModel(Generic[V]):
 
     @property
     def adopted(self) -> frozenset[V]:
-        """The variants whose costs were measured by an earlier process, and not at leisure by this one."""
+        """The variants whose costs an earlier process measured, and this one has not measured while the engine rested."""
         return frozenset(self._adopted)
 
     def adopt(self, seconds: Mapping[V, float]) -> None:
-        """Take over costs, in seconds, that an earlier process measured at leisure. They are stable."""
+        """Take over stable costs, in seconds, that an earlier process measured."""
         for variant, known in seconds.items():
             self.set(variant, known)
         self._adopted |= set(seconds)
 
     def is_stable(self, variant: V) -> bool:
-        """Whether the cost was measured at leisure, or by at least ``STABLE_CALLS`` calls."""
+        """Whether the cost was measured while the engine rested, or by at least ``STABLE_CALLS`` calls."""
         return self._num_updates.get(variant, 0) >= STABLE_CALLS
 
     def doubt(self, variant: V) -> None:
@@ -139,8 +139,8 @@ def _fit(seconds: Mapping[V, float]) -> NDArray[np.float64]:
 def nonnegative_least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return weights ``[n]`` of ``columns [m, n]``, none negative, whose weighted sum is close to ``values [m]``.
 
-    The column with the most negative contribution (weight times the column's mean size) is left out and the fit is repeated until
-    no weight is negative. Unlike Lawson and Hanson's method this may miss the optimum; it needs at most n fits.
+    Drop the column with the most negative contribution (weight times mean size) and fit again, until no weight is negative.
+    Unlike Lawson and Hanson's method this may miss the optimum; it needs at most n fits.
     """
     kept = list(range(columns.shape[1]))
     while True:

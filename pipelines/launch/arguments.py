@@ -74,10 +74,7 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
 
 
 def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
-    """Move ``weights`` and ``generation_config`` of a model in memory from the properties to the arguments.
-
-    Raises ``ConfigError`` (one of them has another type, or a model in memory has no tokenizer).
-    """
+    """Move ``weights`` and ``generation_config`` of a model in memory to the arguments. Raises ``ConfigError``."""
     weights = given.weights if given.weights is not None else properties.pop("weights", None)
     if weights is None:
         return given

@@ -121,10 +121,7 @@ def load_draft(
 
 
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
-    """Check that the tokenizer of a draft model, if it has one, gives the same tokens the same numbers.
-
-    Raises ``ConfigError`` (it does not).
-    """
+    """Check that a draft model's tokenizer, if any, gives the same tokens the same numbers. Raises ``ConfigError``."""
     if not (directory / TOKENIZER_XML).is_file():
         return
     mine = tokenizer.get_vocab()

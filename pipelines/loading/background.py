@@ -54,10 +54,7 @@ class BackgroundLoader:
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is loaded; return False if that takes longer than ``timeout`` seconds.
-
-        Raises ``Exception`` (a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it).
-        """
+        """Wait until everything is loaded; return False after ``timeout`` seconds. Raises what stopped the work."""
         if self._thread is not None:
             self._thread.join(timeout)
         if not self.is_done:
@@ -138,10 +135,7 @@ class DeferredPrograms(Generic[V, S]):
         return [self.variants] if self.variants else []
 
     def compile(self, variant: V) -> ov.CompiledModel:
-        """Compile one of ``variants``, or return its program. Variants that share a program are compiled with the first of them.
-
-        Raises ``DeviceError`` (the device refused the program).
-        """
+        """Return the program of one of ``variants``, compiled together with those that share it. Raises ``DeviceError``."""
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
             plan = self._plan.restricted(together)

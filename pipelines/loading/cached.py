@@ -41,10 +41,7 @@ class CacheEntry(SetPlace[V, S, R]):
         return cls(job, cache.path(key), fingerprint, cache=cache, key=key)
 
     def lease(self) -> Lease:
-        """Lock the set until the lease is released.
-
-        Raises ``CacheUnusableError`` (the folder cannot be written, or this thread holds the lock already).
-        """
+        """Lock the set. Raises ``CacheUnusableError`` (the folder cannot be written, or this thread holds the lock already)."""
         try:
             return self.cache.lease(self.key)
         except (OSError, Timeout) as error:
@@ -52,10 +49,7 @@ class CacheEntry(SetPlace[V, S, R]):
             raise CacheUnusableError(reason) from None
 
     def read(self) -> Manifest:
-        """Return the manifest, and record that the set is used.
-
-        Raises ``BlobError`` (there is no set, or its manifest is damaged).
-        """
+        """Return the manifest, and record that the set is used. Raises ``BlobError`` (none, or a damaged one)."""
         manifest = read_manifest(self.folder, self.job.key)
         self.cache.touch(self.key)
         return manifest

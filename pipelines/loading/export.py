@@ -91,11 +91,7 @@ class SetPlace(Generic[V, S, R]):
         self.put(export_programs(self.job, programs, self.is_weightless), {})
 
     def put(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
-        """Write a set. ``costs``: measured seconds per call of a variant.
-
-        Raises ``BlobError`` (a blob does not compute what its program computes) and ``ConfigError`` (the disk is full, or the
-        folder cannot be written).
-        """
+        """Write a set; ``costs`` in seconds. Raises ``BlobError`` (a blob differs from its program) and ``ConfigError``."""
         if exported.blobs is None:
             raise BlobError(
                 f"nothing was exported: the blobs of this model on {self.job.device} failed verification, {_REASON}; "
@@ -104,10 +100,7 @@ class SetPlace(Generic[V, S, R]):
         self._write(self._manifest(exported, costs), exported.blobs)
 
     def put_quarantined(self, exported: Exported[V, S]) -> None:
-        """Write a set without blobs that records the failed verification, so that the next start does not export again.
-
-        Raises ``ConfigError`` (the folder cannot be written).
-        """
+        """Write a set without blobs, so that the next start does not export again. Raises ``ConfigError`` (cannot write)."""
         verification = {"is_ok": False, "reason": _REASON, "when": "export"}
         self._write(replace(self._manifest(exported, {}), verification=verification), {})
 
@@ -140,22 +133,14 @@ class SetPlace(Generic[V, S, R]):
 
 
 def export_set(job: Job[V, S, R], target: Path) -> Manifest:
-    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
-
-    Raises ``ConfigError`` (``target`` exists or cannot be written, or an option is impossible for this model), ``ModelError`` (a
-    file of the model is missing or damaged), ``UnsupportedModelError`` (a pass cannot lower the model), ``DeviceError`` (the
-    device is missing, or refused a program) and ``BlobError`` (the device's blobs of this model failed verification).
-    """
+    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest. Raises as ``load``."""
     check_new(target)
     SetPlace(job, target).put(compile_for_export(job), {})
     return read_manifest(target, job.key)
 
 
 def check_new(target: Path) -> None:
-    """Check that a set can be written to ``target``: nothing is there, or only what a writer that died has left.
-
-    Raises ``ConfigError`` (``target`` exists, or the folder around it does not).
-    """
+    """Check that ``target`` is new, or holds only a dead writer's leftovers. Raises ``ConfigError``."""
     if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
@@ -164,10 +149,7 @@ def check_new(target: Path) -> None:
 
 
 def check_writable(target: Path) -> None:
-    """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
-
-    Raises ``ConfigError`` (the folder around it is read-only, or takes no files).
-    """
+    """Check that a set can be written to ``target``, before minutes of compiling. Raises ``ConfigError``."""
     parent = target.resolve().parent
     reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:
@@ -178,10 +160,7 @@ def check_writable(target: Path) -> None:
 
 
 def export_target(job: LoadJob[Any]) -> Path:
-    """Return the folder that ``EXPORT_BLOB`` writes to; the folder around it is created.
-
-    Raises ``ConfigError`` (the path exists and is not a blob set, or cannot be written).
-    """
+    """Return the folder that ``EXPORT_BLOB`` writes to; its parent is created. Raises ``ConfigError`` (no set, not writable)."""
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
     if _exists(target) and not is_ours(target):
         raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
@@ -202,11 +181,7 @@ def _exists(path: Path) -> bool:
 
 
 def compile_for_export(job: Job[V, S, R]) -> Exported[V, S]:
-    """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs.
-
-    Raises ``ModelError`` (a file of the model is missing or damaged), ``UnsupportedModelError`` (a pass cannot lower the model),
-    ``DeviceError`` (the device is missing, or refused a program) and ``ConfigError`` (an option is impossible for this model).
-    """
+    """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs. Raises as ``load``."""
     if is_weightless_wanted(job):
         exported = _export(job, is_weightless=True)
         if exported.blobs is not None:
@@ -228,11 +203,7 @@ def is_weightless_wanted(job: LoadJob[Any]) -> bool:
 
 
 def plan_for_export(job: Job[V, S, R], is_weightless: bool) -> CompilePlan[V, S]:
-    """Lower a model so that its programs can be exported, with or without their weights.
-
-    Raises:
-        As ``ProgramKind.plan``.
-    """
+    """Lower a model for export, with or without its weights. Raises as ``ProgramKind.plan``."""
     plan = job.kind.plan(job, for_blobs=True)
     return plan.without_weights() if is_weightless else plan
 

@@ -68,10 +68,7 @@ def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
 def _read_checked(
     job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
 ) -> dict[str, bytes]:
-    """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
-
-    Raises ``BlobError`` (the set is damaged, or was made for something else).
-    """
+    """Read the blobs by name while ``fingerprint`` reads the model's files. Raises ``BlobError`` (damaged, or another model)."""
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPoolExecutor(1) as pool:
         here = pool.submit(fingerprint)
@@ -107,10 +104,7 @@ def _import_each(
     blobs: Mapping[str, bytes],
     options: CompileOptions,
 ) -> dict[V, ov.CompiledModel]:
-    """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
-
-    Raises ``BlobError`` (the device refused a blob).
-    """
+    """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it. Raises ``BlobError`` (refused)."""
     weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
     for variant, file in files.items():

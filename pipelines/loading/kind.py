@@ -1,4 +1,4 @@
-"""A kind of model is what loading, compiling, storing and measuring programs must know of it; all else is written once.
+"""What loading, compiling, storing and measuring programs must know of a kind of model; all else is written once.
 
 A new kind says how a model is lowered and which sizes its programs have (``plan``), what a call of random values is
 (``random_call``), and what runs its programs (``runner``).
@@ -51,11 +51,11 @@ K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
 
 
 class ProgramKind(ABC, Generic[V, S, R]):
-    """What loading must know of one kind of model; a value of it also has the choices of one load.
+    """One kind of model, with the choices of one load.
 
-    ``name`` stands in manifests and messages, ``variant`` is the class of the sizes of its programs, and ``shape`` that of
-    the contract with them; both are dataclasses whose annotations say what a stored one may hold.
-    ``compiles_in_background``: whether it can serve before all of its programs are there.
+    ``name`` stands in manifests and messages. ``variant`` is the class of the sizes of its programs, ``shape`` that of their
+    contract; both are dataclasses whose annotations bound what a stored one may hold. ``compiles_in_background``: whether it can
+    serve before all of its programs are there.
     """
 
     name: ClassVar[str]
@@ -159,8 +159,8 @@ Origin = Literal["compiled", "blob", "cache"]
 class Loaded(Generic[V, S, R]):
     """A model that can run.
 
-    ``config``: the config in force, because a blob set decides what the user left open. ``has_mapped_weights``: whether weights
-    are read from their file as long as the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
+    ``config``: the config in force, where a blob set has decided what the user left open. ``has_mapped_weights``: whether weights
+    are read from their file while the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
     """
 
     runner: R
@@ -172,7 +172,7 @@ class Loaded(Generic[V, S, R]):
     kept_costs: KeptCosts[V] | None = None
 
     def keep_costs(self) -> None:
-        """Write the costs that were measured at leisure, if there is a place for them and they are new."""
+        """Write the stable costs, if there is a place for them and they are new."""
         if self.kept_costs is not None:
             self.kept_costs.write(self.runner.stable_costs)
 

@@ -75,10 +75,7 @@ def load_job(job: Job[V, S, R]) -> Loaded[V, S, R]:
 
 
 def _from_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
-    """Import the set in ``folder``. It decides whatever the user did not choose.
-
-    Raises ``BlobError`` (there is no set, it is damaged, or it was made for something else).
-    """
+    """Import the set in ``folder``, which decides whatever the user did not choose. Raises ``BlobError``."""
 
     def import_it(manifest: Manifest) -> Loaded[V, S, R]:
         check_kind(folder, manifest, job.kind.name)
@@ -89,10 +86,7 @@ def _from_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
 
 
 def _through_cache(job: Job[V, S, R], cache_dir: str) -> Loaded[V, S, R]:
-    """Import the job's set from a cache, or compile the model and write it there.
-
-    A folder that cannot be written, such as that of an image, is only read.
-    """
+    """Import the job's set from a cache, or compile and cache it. A cache that cannot be written is only read."""
     entry = CacheEntry.of(job, cache_dir)
     try:
         lease = entry.lease()

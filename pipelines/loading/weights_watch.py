@@ -26,10 +26,7 @@ class WeightsWatch:
         self._sample = self._sampled()
 
     def check(self) -> None:
-        """Check that the file is still the one that was loaded.
-
-        Raises ``ModelError`` (the contents of the weights file have changed since it was loaded).
-        """
+        """Check that the file is still the one that was loaded. Raises ``ModelError``."""
         seen = self._stat()
         if seen == self._seen or seen is None or self._seen is None or seen[0] != self._seen[0]:
             return

@@ -138,13 +138,12 @@ class FewRows:
 
 
 def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> FewRows:
-    """Return the fastest properties for calls of few rows.
+    """Return the fastest properties for calls of few rows. ``asked``: the user's own of each phase, which are not changed.
 
-    For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. The first is nearest to the
-    model, so ``usual``, which all other calls have, must be faster, and the same in f32 clearly faster. Where the device
-    computes in bf16, quantized activations in f32 are tried as well, since they reach the integer units with less work around
-    them: they are used for packed steps and short prompts too, if they are clearly faster there and single rows do not suffer.
-    ``asked``: the user's own properties of each phase, which are not changed.
+    For single rows the candidates are activations without quantization, the same in f32, and ``usual``. The first is nearest to
+    the model, so ``usual``, which all other calls have, must be faster, and f32 clearly faster. Where the device computes in
+    bf16, quantized activations in f32 are tried as well, because they reach the integer units with less work around them. They
+    also serve packed steps and short prompts if they are clearly faster there and single rows do not suffer.
     """
     own = asked["generate"]
     if GROUP_SIZE in own:
@@ -230,9 +229,9 @@ class Probe:
         return found
 
     def _timed(self, num_rows: int, candidates: list[Properties], is_cold: bool) -> list[float]:
-        """Time each candidate that computes other numbers than those before it; the rest run the same kernels and share a time.
+        """Time each candidate that computes other numbers than those before it; equal ones run the same kernels and share a time.
 
-        Where the processor has no instructions for them, quantized activations are such a rest. If all are alike, each time is 1.
+        Quantized activations are equal to others where the processor lacks instructions. If all are equal, each time is 1.
         """
         random = np.random.default_rng(0)
         scratch = np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
@@ -349,7 +348,7 @@ def _seconds_in_turns(requests: Sequence[ProbeRequest]) -> list[float]:
 def first_layers(model: ov.Model, most: float) -> ov.Model | None:
     """Return the part of a model that computes its first outputs, usually keys and values of the first layers.
 
-    It has at most the share ``most`` of the model's nodes; None if no outputs need so few, or only hardly any.
+    It has at most the share ``most`` of the model's nodes; None if no outputs need that few, or those need too few.
     """
     nodes = model.get_ordered_ops()
     places = {node.get_name(): place for place, node in enumerate(nodes)}

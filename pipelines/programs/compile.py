@@ -141,10 +141,7 @@ def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event:
 
 
 def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, ov.CompiledModel]]:
-    """Compile the variants in order, with an event before and after each program. A shared one is compiled for its first variant.
-
-    Raises ``DeviceError`` (the device refused a program).
-    """
+    """Compile the variants in order, a shared program for its first one, with events around each. Raises ``DeviceError``."""
     programs = compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
     compiled_for = first_variants(plan.variants, plan.options)
     for variant in plan.variants:

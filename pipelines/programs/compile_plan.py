@@ -138,10 +138,7 @@ def _lowered(
     passes: PassPipeline[StepGraph, LoweringOptions],
     adapters: AdapterSet | None,
 ) -> LoweredModel:
-    """Lower a model. Adapters are folded into its weights, or their matrices become inputs.
-
-    Raises ``UnsupportedModelError`` (a pass cannot lower the graph) and ``AdapterError`` (an adapter does not fit the model).
-    """
+    """Lower a model with adapters folded into its weights or as inputs. Raises ``UnsupportedModelError``, ``AdapterError``."""
     if adapters is None:
         return lower(model, options, passes)
     if adapters.is_fused:

@@ -44,7 +44,7 @@ def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
 
 
 def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType = "f32") -> ProgramLayout:
-    """Return which variants share a program, as far as that can be told before anything is timed.
+    """Return which variants share a program, before anything is timed.
 
     A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
     before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore

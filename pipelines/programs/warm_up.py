@@ -56,12 +56,11 @@ def warm_up(
     on_progress: OnProgress,
     kept_costs: Mapping[Variant, float] | None = None,
 ) -> CostModel[Variant]:
-    """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
+    """Run each program at least once, so that no request waits for a first inference, and return the first costs.
 
-    Each program runs at least once. A shared program runs with ``FIRST_ROWS``, and at a few other sizes, with small and large KV
-    lengths, as long as this takes less than ``TOTAL_SECONDS``: its first run at a new size costs 10 % more than the next one
-    (docs/measurements.md). The costs of all other sizes are estimated from these. If ``known_costs`` (seconds) are given, each
-    program runs once, to pack its weights. ``kept_costs`` (seconds) were measured at leisure by an earlier process.
+    A shared program runs with ``FIRST_ROWS``, and at other sizes, with small and large KV lengths, until ``TOTAL_SECONDS`` have
+    passed: its first run at a new size costs 10 % more than the next one (docs/measurements.md). With ``known_costs`` (seconds),
+    each program runs once, to pack its weights. ``kept_costs`` (seconds) are stable costs of an earlier process.
     """
     if known_costs or kept_costs:
         costs = _first_runs(bound, known_costs, on_progress)

@@ -39,7 +39,7 @@ HOLD_SECONDS = 0.01
 
 
 class Arrears:
-    """The device time that is owed to work which other work goes before: a share of the time that this takes."""
+    """Device time owed to work that waits: a share of the time taken by the work that goes before it."""
 
     def __init__(self, share: float = BEHIND_SHARE) -> None:
         self._ratio = share / (1 - share)
@@ -87,11 +87,10 @@ class UrgentFirst:
 
 
 class ChatActivity:
-    """What the views of a device say about its conversations. Moments are seconds on the clock of the views.
+    """How conversations use a device, learnt from its views. Moments are seconds on the clock of the views.
 
-    ``observe`` gets every view. It measures the time from the first view in which a prompt waits to its first token: the time to
-    first token without the job that ran when the prompt came, and without the part of the prompt that was cached. ``delay`` takes
-    the jobs off that ran later.
+    ``observe`` measures the time from the first view in which a prompt waits to its first token: the time to first token without
+    the job that ran when the prompt arrived, and without the cached part of the prompt. ``delay`` subtracts later jobs.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class ChatActivity:
         self._since = since
 
     def delay(self, seconds: float) -> None:
-        """A job runs for so long before the prompts that wait: this is no part of their own time to first token."""
+        """Leave the duration of a job out of the time to first token of the prompts that wait for it."""
         self._since = {id: moment + seconds for id, moment in self._since.items()}
 
     def longest_job(self, now: float) -> float:
@@ -143,10 +142,10 @@ class ChatActivity:
 class JobTurns:
     """Lets jobs and requests take turns.
 
-    A job runs at once if the device has no requests. Beside requests that decode, it runs while every one of them still gets its
-    next token within ``token_bound``. A request that waits for its first token, or is swapped, goes before jobs of its priority
-    and below. A job of a higher priority goes before it, as long as such jobs have not taken ``AHEAD_SECONDS`` more than the
-    requests. Jobs that must wait get ``MIN_JOB_SHARE`` of the device time, so that none starves, whatever the policy plans.
+    Without requests, a job runs at once. Beside decoding requests, it runs if each of them still gets its next token within
+    ``token_bound``. Requests that are swapped or wait for their first token go before jobs of their priority and below. Jobs of
+    a higher priority go before them until they are ``AHEAD_SECONDS`` of device time ahead. Waiting jobs get ``MIN_JOB_SHARE`` of
+    the device time, whatever the policy plans.
     """
 
     def __init__(self) -> None:
@@ -218,10 +217,10 @@ class JobTurns:
         return not view.running or job.seconds <= slack_of(view) - waited(view)
 
     def _has_waited_its_share(self, view: View, job: JobView) -> bool:
-        """Return whether the job has waited so long that its time is the share, and does not delay a token needlessly.
+        """Return whether the job has waited long enough for ``MIN_JOB_SHARE``, and this is a good moment.
 
-        A job that keeps the bound right after a token waits for that moment. One that never does runs right after a token too. If
-        no such moment comes, because the policy lets requests wait for tokens, the job waits ``LATE`` times as long.
+        Right after a token is a good moment, for jobs that keep the bound then and for those that never do. If no such moment
+        comes, because the policy lets requests wait for tokens, the job waits ``LATE`` times as long.
         """
         end = self._start + self._seconds
         waits_for = job.seconds * (1 - MIN_JOB_SHARE) / MIN_JOB_SHARE

@@ -33,10 +33,7 @@ MAX_WAIT_SHARE = 0.2
 
 
 def make_policy(scheduler: object) -> Policy:
-    """Return the shipped policy of this name, or the user's own object.
-
-    Raises ``ConfigError`` (the name is unknown, or the object has no method ``plan``).
-    """
+    """Return the shipped policy of this name, or the user's own object. Raises ``ConfigError`` (neither)."""
     if isinstance(scheduler, str) and scheduler in POLICIES:
         return POLICIES[scheduler]()
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "plan", None)):
@@ -204,10 +201,7 @@ def _seconds(view: View, num_requests: int) -> float:
 
 
 def _plans_jobs(policy: Policy) -> bool:
-    """Return the policy's ``plans_jobs``. It is read once, so that a property of a user cannot end requests later.
-
-    Raises ``ConfigError`` (it is not a bool, or reading it raises).
-    """
+    """Return the policy's ``plans_jobs``, read once so that a user's property cannot fail later. Raises ``ConfigError``."""
     try:
         found = getattr(policy, "plans_jobs", False)
     except Exception as error:
@@ -346,10 +340,7 @@ def _plain(plan: object, num_requests: int) -> object:
 
 
 def _whole(value: object) -> int:
-    """Return an exact ``int``, because methods of a user's own number class must not run on the engine's thread.
-
-    Raises ``IllegalPlanError`` (``value`` is not a whole number).
-    """
+    """Return an exact ``int``: a user's number class must not run on the engine's thread. Raises ``IllegalPlanError``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds a {type(value).__name__} instead of a request id or a count"

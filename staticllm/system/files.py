@@ -16,7 +16,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
 def open_regular(path: Path, follow: bool = True) -> BinaryIO:
-    """Open a file for reading. Pipes and devices, which could block for ever, are refused; without ``follow`` links as well.
+    """Open a file for reading. Pipes and devices, which could block, are refused; without ``follow`` links as well.
 
     Raises ``OSError`` (it cannot be opened, or is not an ordinary file).
     """
