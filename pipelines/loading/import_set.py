@@ -14,13 +14,7 @@ import openvino as ov
 from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
-from staticllm.pipelines.artifacts.blob_set import (
-    ImportTarget,
-    check_properties,
-    check_set,
-    import_blob,
-    read_blobs,
-)
+from staticllm.pipelines.artifacts.blob_set import ImportTarget, check_properties, check_set, import_blob, read_blobs
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
 from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.artifacts.measurements import CostsPlace

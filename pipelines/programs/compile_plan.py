@@ -21,16 +21,7 @@ from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import (
-    AdapterType,
-    KVType,
-    ModelShape,
-    OnProgress,
-    Phase,
-    ProgramLayout,
-    ProgressEvent,
-    Variant,
-)
+from staticllm.core import AdapterType, KVType, ModelShape, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_kv_type,

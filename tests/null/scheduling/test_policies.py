@@ -13,13 +13,7 @@ from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, 
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
 from staticllm.pipelines.scheduling.plans import admissible_prompts, to_swap_in
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
-from staticllm.testing import (
-    FAKE_VARIANTS,
-    fake_answer,
-    fake_engine,
-    fake_request,
-    run_to_end,
-)
+from staticllm.testing import FAKE_VARIANTS, fake_answer, fake_engine, fake_request, run_to_end
 
 INDEX = VariantIndex(FAKE_VARIANTS)
 
