@@ -63,7 +63,7 @@ def test_costs_are_left_out_if_the_lock_cannot_be_held(place, monkeypatch):
     def refuse(path, timeout):
         raise NotImplementedError("no locks")
 
-    monkeypatch.setattr(measurements, "locked", refuse)
+    monkeypatch.setattr(measurements, "acquire", refuse)
     place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert not stored(place)
 
