@@ -15,10 +15,15 @@ from staticllm.pipelines.conversation.events import Event
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.loop_waker import OutputSignal, in_thread, running_waker
-from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta, kept_outputs
-from staticllm.pipelines.text.reader_role import ReaderRole
-from staticllm.pipelines.text.results import Results, results_of
+from staticllm.pipelines.text.output_processor import (
+    OutputProcessor,
+    RequestOutput,
+    Results,
+    TextDelta,
+    kept_outputs,
+    results_of,
+)
+from staticllm.pipelines.text.readers import OutputSignal, ReaderRole, in_thread, running_waker
 from staticllm.system.threads import check_may_wait, check_process, start_thread
 
 POLL_SECONDS = 0.5

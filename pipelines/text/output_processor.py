@@ -1,11 +1,15 @@
-"""Assembles an answer on the reader's side: tokens, their text, and metrics."""
+"""Assembles an answer on the reader's side: tokens, their text, metrics, and the result objects that ``generate`` returns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
+from operator import add
+
+import openvino_genai as genai
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
@@ -16,7 +20,8 @@ from staticllm.pipelines.engine.output_queue import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.results import AssistantMessage
+from staticllm.pipelines.text.tokenization import Form
+from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
 
 
 @dataclass(frozen=True)
@@ -274,3 +279,48 @@ def kept_outputs(outputs: list[RequestOutput], options: GenerationOptions) -> li
         return sorted(outputs, key=lambda output: -output.score)[: options.num_return_sequences]
     is_search = options.beams is not None
     return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]
+
+
+Results = GeneratedText | DecodedResults | EncodedResults
+
+
+def results_of(
+    form: Form,
+    outputs: Sequence[RequestOutput],
+    decode: Callable[[list[int]], str],
+    parsers: Sequence[genai.Parser] = (),
+    streamed: dict[str, object] | None = None,
+) -> Results:
+    """Return ``GeneratedText`` for one answer to a str, ``EncodedResults`` for token ids, else ``DecodedResults``, in order.
+
+    As in GenAI, ``parsers`` run one after the other on each text, and go on from ``streamed``, what a ``TextParserStreamer`` made
+    of the only answer; both are for texts only.
+
+    Raises:
+        Exception: a parser raised it.
+    """
+    metrics = reduce(add, (output.metrics for output in outputs))
+    scores = [output.score for output in outputs]
+    reasons = [output.finish_reason for output in outputs]
+    messages = [output.message for output in outputs if output.message is not None]
+    if form == "tokens":
+        tokens = [output.echo + output.tokens for output in outputs]
+        return EncodedResults(tokens, scores, reasons, metrics, messages)
+    texts = [(decode(output.echo) if output.echo else "") + output.text for output in outputs]
+    parsed = _parsed(texts, parsers, streamed)
+    results = DecodedResults(texts, [output.tokens for output in outputs], scores, reasons, metrics, messages, parsed)
+    return GeneratedText.of(results) if form == "text" and len(outputs) == 1 else results
+
+
+def _parsed(
+    texts: Sequence[str], parsers: Sequence[genai.Parser], streamed: dict[str, object] | None
+) -> list[dict[str, object]]:
+    if not parsers:
+        return [] if streamed is None else [streamed]
+    messages: list[dict[str, object]] = [{"content": text} for text in texts]
+    if streamed is not None:
+        messages[0] = {"content": texts[0], **streamed}
+    for message in messages:
+        for parser in parsers:
+            parser.parse(message)
+    return messages

@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 
-from staticllm.pipelines.text.loop_waker import LoopWaker, running_waker
+from staticllm.pipelines.text.readers import LoopWaker, running_waker
 
 NUM_EVENTS = 50
 

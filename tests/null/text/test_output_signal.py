@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from staticllm.pipelines.text.loop_waker import OutputSignal, running_waker
+from staticllm.pipelines.text.readers import OutputSignal, running_waker
 
 END = -1
 
