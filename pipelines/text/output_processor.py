@@ -251,9 +251,9 @@ class OutputProcessor:
         metrics.count(num_prompt, len(self._tokens), received[-1].num_cached if received else 0)
         num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
         per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
-        metrics.count_drafts(num_drafted, num_accepted, per_token)
         drafts = prepared.request.drafts
-        metrics.may_draft = drafts is not None and drafts.uses_model
+        may_draft = drafts is not None and drafts.uses_model
+        metrics.count_drafts(num_drafted, num_accepted, per_token, may_draft)
         if compile_times is not None and not self._index:
             metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
         raw, started = metrics.raw_metrics, prepared.started
