@@ -29,11 +29,7 @@ class _Container:
         self.is_done = False
 
     def push(self, char: str) -> None:
-        """Check the next character.
-
-        Raises:
-            MalformedError: it cannot come here.
-        """
+        """Check the next character. Raises MalformedError: it cannot come here."""
         if self._string is not None:
             self._push_string(char)
         elif self._word and char not in ",]}" + WHITESPACE:
@@ -125,12 +121,15 @@ def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
         write(char)
 
 
-def take_value(source: Source) -> Steps[Any]:
-    """Take one JSON value and return it.
+def take_object(source: Source, write: Callable[[str], object]) -> Steps[None]:
+    """Take a JSON object like ``take_json``. Raises MalformedError: it is none, or the text ends before it does."""
+    if (yield from source.skip_space()) != "{":
+        raise MalformedError("arguments that are no object")
+    yield from take_json(source, write)
 
-    Raises:
-        MalformedError: it is none, or the text ends before it does.
-    """
+
+def take_value(source: Source) -> Steps[Any]:
+    """Take one JSON value and return it. Raises MalformedError: it is none, or the text ends before it does."""
     chars: list[str] = []
     yield from take_json(source, chars.append)
     return json.loads("".join(chars))
@@ -172,11 +171,7 @@ class CallObject:
         self._has_begun = False
 
     def take(self) -> Steps[None]:
-        """Take the object, and write the call.
-
-        Raises:
-            MalformedError: it is no call.
-        """
+        """Take the object, and write the call. Raises MalformedError: it is no call."""
         yield from self._object(is_inner=False)
         if not self._has_begun:
             if self._name is None or (self._waiting is None and self._is_bare):
@@ -266,13 +261,7 @@ def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> 
         yield from CallObject(source, output, is_bare).take()
         return
     source.take()
-    while True:
-        yield from source.skip_space()
-        yield from CallObject(source, output, is_bare).take()
-        if (yield from source.skip_space()) == "]":
-            source.take()
-            return
-        yield from source.expect(",")
+    yield from source.items("]", lambda: CallObject(source, output, is_bare).take())
 
 
 def take_bare_objects(source: Source, output: Output) -> Steps[None]:
@@ -328,26 +317,23 @@ def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
         MalformedError: it is none. The calls before the one that is malformed are written.
     """
     yield from source.skip_space()
-    is_list = yield from source.skip("[")
-    while True:
-        yield from source.skip_space()
-        yield from source.expect("{")
-        yield from source.skip_space()
-        name = yield from take_value(source)
-        if not isinstance(name, str) or not name:
-            raise MalformedError("a call without a name")
-        yield from source.skip_space()
-        yield from source.expect(":")
-        if (yield from source.skip_space()) != "{":
-            raise MalformedError("arguments that are no object")
-        output.begin_bare_call(name)
-        yield from take_json(source, output.arguments)
-        yield from source.skip_space()
-        yield from source.expect("}")
-        output.end_call()
-        source.mark()
-        if not is_list or (yield from source.skip_space()) != ",":
-            break
-        source.take()
-    if is_list:
-        yield from source.expect("]")
+    if (yield from source.skip("[")):
+        yield from source.items("]", lambda: _take_keyed_call(source, output))
+    else:
+        yield from _take_keyed_call(source, output)
+
+
+def _take_keyed_call(source: Source, output: Output) -> Steps[None]:
+    yield from source.expect("{")
+    yield from source.skip_space()
+    name = yield from take_value(source)
+    if not isinstance(name, str) or not name:
+        raise MalformedError("a call without a name")
+    yield from source.skip_space()
+    yield from source.expect(":")
+    output.begin_bare_call(name)
+    yield from take_object(source, output.arguments)
+    yield from source.skip_space()
+    yield from source.expect("}")
+    output.end_call()
+    source.mark()

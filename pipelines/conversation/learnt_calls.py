@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import take_call_objects, take_json
+from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.template_shape import CallExamples
 from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
@@ -222,9 +222,7 @@ def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: M
     output.begin_call(name)
     yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None:
-        if (yield from source.skip_space()) != "{":
-            raise MalformedError("arguments that are no object")
-        yield from take_json(source, output.arguments)
+        yield from take_object(source, output.arguments)
     else:
         yield from _take_parameters(source, output, inner, functions.get(name, {}), (end or [""])[0])
     yield from _take_end(source, end, inner is None)

@@ -23,13 +23,7 @@ def take_python_calls(source: Source, output: Output) -> Steps[None]:
     """
     yield from source.skip_space()
     yield from source.expect("[")
-    while True:
-        yield from source.skip_space()
-        yield from take_python_call(source, output)
-        if (yield from source.skip_space()) == "]":
-            source.take()
-            return
-        yield from source.expect(",")
+    yield from source.items("]", lambda: take_python_call(source, output))
 
 
 def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
@@ -55,11 +49,7 @@ def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
 
 
 def take_python_call(source: Source, output: Output) -> Steps[None]:
-    """Take one call: a name, and keyword arguments in parentheses.
-
-    Raises:
-        MalformedError: it is none.
-    """
+    """Take one call: a name, and keyword arguments in parentheses. Raises MalformedError: it is none."""
     name = yield from _take_name(source, "(")
     output.begin_bare_call(name)
     before, seen = "{", set[str]()

@@ -83,13 +83,19 @@ class Source:
         return True
 
     def expect(self, literal: str) -> Steps[None]:
-        """Take ``literal``.
-
-        Raises:
-            MalformedError: something else comes next.
-        """
+        """Take ``literal``. Raises MalformedError: something else comes next."""
         if not (yield from self.skip(literal)):
             raise MalformedError(f"{literal!r} is missing")
+
+    def items(self, end: str, take: Callable[[], Steps[None]]) -> Steps[None]:
+        """Take items with commas between them, and ``end``. ``take`` takes one. Raises MalformedError: something else comes."""
+        while True:
+            yield from self.skip_space()
+            yield from take()
+            if (yield from self.skip_space()) == end:
+                self._place += 1
+                return
+            yield from self.expect(",")
 
     def word(self, ends: str, most: int = 256) -> Steps[str]:
         """Take and return the characters before one of ``ends``, which is not taken.

@@ -59,21 +59,17 @@ class Matcher:
         self._inner, self._vocab_size, self._end = inner, vocab_size, end
 
     def clone(self) -> Matcher:
-        """Return a matcher at the same place, which goes on by itself."""
         return Matcher(self._inner.deep_copy(), self._vocab_size, self._end)
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer so far is a whole one."""
         return bool(self._inner.is_accepting())
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the answer so far is a whole one and nothing can follow."""
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
         if self.is_at_end:
             return np.zeros(self._vocab_size, bool)
         bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
@@ -86,11 +82,9 @@ class Matcher:
         return allowed
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
         return [] if self._inner.is_stopped() else list(self._inner.compute_ff_tokens())
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens, none of which may be one that ends the answer."""
         if not self._inner.consume_tokens(list(tokens)):
             self._check()
 
@@ -114,7 +108,6 @@ class LeadMatcher:
         self._go_on()
 
     def clone(self) -> LeadMatcher:
-        """Return a matcher at the same place, which goes on by itself."""
         copy = object.__new__(LeadMatcher)
         copy.__dict__.update(self.__dict__)
         copy._now = self._now.clone()  # the others are at their beginning, and are cloned when their turn comes
@@ -144,24 +137,19 @@ class LeadMatcher:
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer so far is a whole one."""
         return not self._rest and self._now.can_end
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the answer so far is a whole one and nothing can follow."""
         return not self._rest and self._now.is_at_end
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
         return self._now.allowed()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
         return self._now.forced()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens, none of which may be one that ends the answer."""
         for token in tokens:
             self._now.accept([token])
             self._num_left -= self._is_reasoning

@@ -345,11 +345,7 @@ class InputProcessor:
 
 
 def _check_no_tools(tools: ToolOptions, where: str) -> None:
-    """Check that no option needs a chat template.
-
-    Raises:
-        GenerationConfigError: one does.
-    """
+    """Check that no option needs a chat template. Raises GenerationConfigError: one does."""
     for name, value in (("tools", tools.tools), ("extra_context", tools.extra_context)):
         if value:
             raise GenerationConfigError(f"{name} {where}: nothing would show them; pass a ChatHistory or messages")

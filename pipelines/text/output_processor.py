@@ -37,12 +37,7 @@ class TextDelta:
     logprobs: list[float] = field(default_factory=list)
 
     def __add__(self, other: TextDelta) -> TextDelta:
-        return TextDelta(
-            self.tokens + other.tokens,
-            self.text + other.text,
-            self.events + other.events,
-            self.logprobs + other.logprobs,
-        )
+        return joined([self, other])
 
 
 def joined(deltas: Sequence[TextDelta]) -> TextDelta:

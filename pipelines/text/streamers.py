@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
@@ -15,43 +14,28 @@ from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.tokenization import Prompt
 
 
-class TokenSink(Protocol):
-    """Receives confirmed tokens and the text that they add. ``takes_text``: whether it uses the text."""
+class TokenSink:
+    """Receives confirmed tokens and the text that they add; this one discards them. ``takes_text``: whether it uses the text."""
 
-    takes_text: bool
+    takes_text = False
 
     @property
     def parsed(self) -> dict[str, object] | None:
         """The message that a parsing streamer made of the answer; None without one."""
-        ...
+        return None
 
     def write(self, tokens: list[int], text: str) -> Status:
         """Receive one increment of the answer, and return whether to continue."""
-        ...
-
-    def end(self) -> None:
-        """End the stream; called after the last increment."""
-        ...
-
-
-class Silent:
-    """Discards everything; used without a streamer."""
-
-    takes_text = False
-    parsed = None
-
-    def write(self, tokens: list[int], text: str) -> Status:
         return Status.RUNNING
 
     def end(self) -> None:
-        return None
+        """End the stream; called after the last increment."""
 
 
-class TextSink:
+class TextSink(TokenSink):
     """Passes text to a callable, which returns None, a bool (True stops) or a ``StreamingStatus``."""
 
     takes_text = True
-    parsed = None
 
     def __init__(self, callback: Callable[[str], object]) -> None:
         self._callback = callback
@@ -59,15 +43,9 @@ class TextSink:
     def write(self, tokens: list[int], text: str) -> Status:
         return as_status(self._callback(text)) if text else Status.RUNNING
 
-    def end(self) -> None:
-        return None
 
-
-class StreamerSink:
+class StreamerSink(TokenSink):
     """Passes tokens to an ``openvino_genai.StreamerBase`` as a list, as GenAI 2026 does: one token, or several held back."""
-
-    takes_text = False
-    parsed = None
 
     def __init__(self, streamer: genai.StreamerBase) -> None:
         self._streamer = streamer
@@ -79,13 +57,11 @@ class StreamerSink:
         self._streamer.end()
 
 
-class ParserSink:
+class ParserSink(TokenSink):
     """Passes tokens to an ``openvino_genai.TextParserStreamer``, whose ``write`` receives messages in place of tokens.
 
     As in GenAI, it is reset before each answer.
     """
-
-    takes_text = False
 
     def __init__(self, streamer: genai.TextParserStreamer) -> None:
         self._streamer = streamer
@@ -109,7 +85,7 @@ def make_sink(streamer: object) -> TokenSink:
         GenerationConfigError: it is neither None, callable nor a streamer.
     """
     if streamer is None:
-        return Silent()
+        return TokenSink()
     if isinstance(streamer, genai.TextParserStreamer):
         return ParserSink(streamer)
     if isinstance(streamer, genai.StreamerBase):
@@ -149,11 +125,7 @@ def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
 
 
 def check_callback(callback: object) -> None:
-    """Check the argument ``callback`` of ``submit``.
-
-    Raises:
-        GenerationConfigError: it is neither None nor callable.
-    """
+    """Check the argument ``callback`` of ``submit``. Raises GenerationConfigError: it is neither None nor callable."""
     if callback is not None and not callable(callback):
         raise GenerationConfigError(f"callback is a {type(callback).__name__}: must be a callable that takes a str")
 

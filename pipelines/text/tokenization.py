@@ -48,11 +48,7 @@ class Prompt:
 
 
 def form_of(inputs: object) -> Form:
-    """Return which of GenAI's input forms ``inputs`` has.
-
-    Raises:
-        PromptError: it has none of them, or is an empty list.
-    """
+    """Return which of GenAI's input forms ``inputs`` has. Raises PromptError: it has none of them, or is an empty list."""
     if isinstance(inputs, str):
         return "text"
     if isinstance(inputs, genai.ChatHistory):

@@ -191,11 +191,7 @@ class TokenizerTools:
         self._tools = None
 
     def check_open(self) -> None:
-        """Check that ``close`` was not called.
-
-        Raises:
-            ClosedError: it was. Each of the properties raises it, too.
-        """
+        """Check that ``close`` was not called. Raises ClosedError: it was. Each of the properties raises it, too."""
         _ = self._open
 
     @property
