@@ -27,7 +27,6 @@ from staticllm.pipelines.grammars.nodes import (
     Shortest,
     Text,
     Token,
-    children,
 )
 from staticllm.pipelines.grammars.schema_facts import InexpressibleError, SchemaFacts
 from staticllm.pipelines.grammars.translation import choices_of, tree_of
@@ -139,22 +138,24 @@ class _Bounds:
 
     def of(self, node: Node) -> float:
         """Return the bound of a node."""
-        if isinstance(node, Text):
-            return self._bounds.covering(node.text.encode())
-        if isinstance(node, Shortest):
-            return min(self._bounds.covering(end.encode()) for end in node.ends)
-        if isinstance(node, Schema):
-            return SchemaBounds(self._bounds, node.schema).of(node.schema)
-        if isinstance(node, Reference):
-            return self._of_rule[node.name]
-        if isinstance(node, Token):
-            return 1
-        return self._of_parts(node, list(map(self.of, children(node))))
-
-    def _of_parts(self, node: Node, parts: list[float]) -> float:
-        if isinstance(node, Choice):
-            return min(parts)
-        return repeated(parts[0], node.least) if isinstance(node, Repeat) else joined(parts)
+        match node:
+            case Text(text):
+                bound = self._bounds.covering(text.encode())
+            case Shortest(ends):
+                bound = min(self._bounds.covering(end.encode()) for end in ends)
+            case Schema(schema):
+                bound = SchemaBounds(self._bounds, schema).of(schema)
+            case Reference(name):
+                bound = self._of_rule[name]
+            case Token():
+                bound = 1
+            case Choice(parts):
+                bound = min(map(self.of, parts))
+            case Repeat(part, least):
+                bound = repeated(self.of(part), least)
+            case _:
+                bound = joined(map(self.of, node.children))
+        return bound
 
 
 class SchemaBounds:

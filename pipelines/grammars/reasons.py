@@ -8,7 +8,7 @@ from typing import Any
 
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.matcher import first_line
-from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema, children
+from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema
 from staticllm.pipelines.grammars.regex import python_reason, with_place
 from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS
 from staticllm.pipelines.grammars.schema_rewriting import OVERLAPPING
@@ -112,7 +112,7 @@ def _schemas(tree: SyntaxTree | None) -> Iterator[Any]:
     left: list[Node] = [] if tree is None else [tree.root, *tree.rules.values()]
     while left:
         node = left.pop()
-        left += children(node)
+        left += node.children
         if isinstance(node, Schema):
             yield node.schema
 
@@ -169,12 +169,15 @@ def _endless_rules(rules: Rules) -> list[str]:
 
 
 def _can_end(node: Node, ending: set[str]) -> bool:
-    if isinstance(node, Reference):
-        return node.name in ending
-    if isinstance(node, Repeat) and not node.least:
-        return True
-    ways = [_can_end(child, ending) for child in children(node)]
-    return any(ways) if isinstance(node, Choice) else all(ways)
+    ways = [_can_end(child, ending) for child in node.children]
+    match node:
+        case Reference(name):
+            return name in ending
+        case Repeat(least=0):
+            return True
+        case Choice():
+            return any(ways)
+    return all(ways)
 
 
 def _escaped(name: str) -> str:
