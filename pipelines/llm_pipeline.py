@@ -101,11 +101,15 @@ class StaticLLMPipeline:
         source, candidates = source_of(models_path, given, candidates)
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
-            start_engine = self._launch_in_daemon(daemon, draft) if daemon else self._launch
-            self._launched: Launched | RemoteLaunched = start_engine(source, candidates, policy, reader.on_progress)
+            self._launched: Launched | RemoteLaunched
+            if daemon:
+                start_engine = self._launch_in_daemon(daemon, draft, has_own_tokenizer=given.tokenizer is not None)
+                self._launched = start_engine(source, candidates, policy, reader.on_progress)
+            else:
+                self._launched = self._launch(source, candidates, policy, reader.on_progress, reader.engine_text)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
-        tools = self._tools = TokenizerTools(text.tokenizer, text.joins_tokens, text.tool_template)
+        self._tools = tools = text.tools
         self._engine: EngineClient = self._launched.engine
         self._stop_checker = StopChecker(self._engine)
         close_when_collected(self, _close, self._launched, self._stop_checker, tools)
@@ -113,7 +117,6 @@ class StaticLLMPipeline:
             tools, text.generation_config, candidates[0].config.adapters, text.file_options
         )
         self._chat = ChatSession(tools)
-        self._launched.use_tokenizer(text.tokenizer, tools.decode, is_models_own=given.tokenizer is None)
         self._snapshots = ModelSnapshots(source, self._launched, self._input_processor)
         self._watch = watch_of(source, self.config, self._launched.has_mapped_weights)
         self._has_draft = draft is not None

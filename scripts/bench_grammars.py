@@ -69,6 +69,7 @@ def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, fl
     ``hidden`` the share of the time of masks that passed while the device ran.
     """
     from staticllm import StaticLLMPipeline
+    from staticllm.pipelines.engine.request import EngineText
     from staticllm.pipelines.grammars.compiler import GrammarCompiler
     from staticllm.pipelines.grammars.grammar import Grammar
     from staticllm.pipelines.grammars.vocabulary import read_vocabulary
@@ -79,7 +80,8 @@ def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, fl
     with StaticLLMPipeline(model, "CPU", **length) as pipe:
         size = pipe.engine.runner.cache.layout.vocab_size
         vocabulary = enlarged(read_vocabulary(pipe.get_tokenizer()), size)
-        compiler = pipe.engine.grammars = GrammarCompiler(lambda: vocabulary)
+        compiler = GrammarCompiler(lambda: vocabulary)
+        pipe.engine._text = EngineText(pipe.engine._text.decode, compiler)
         prompt = np.array(vocabulary.encode("Write about a person."))
         for round_ in range(rounds):  # in token ids, because nothing decodes the tokens that are made up
             pipe.generate(prompt, rng_seed=round_ + 1, do_sample=True, json_schema=PERSON, max_new_tokens=tokens)

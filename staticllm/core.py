@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from msgspec import Meta
 
@@ -14,6 +14,8 @@ Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Name = Annotated[str, Meta(max_length=4096)]
 """Numbers and texts within the bounds that are checked where they come from a file (``artifacts/stored.py``)."""
+Work: TypeAlias = tuple[float, ...]
+"""The amount of each part of a call, or the seconds per amount."""
 Clock = Callable[[], float]
 """Returns this moment, in seconds: ``time.perf_counter``, or the virtual clock of a simulation."""
 Phase = Literal["prefill", "generate"]
@@ -47,10 +49,17 @@ class Variant:
     sequences: Size = 1
     extra_logits: Count = 0
 
+    WORK_SECONDS: ClassVar[Work] = (8e-3, 1e-3, 1.2e-7, 1e-6, 0.0)
+
     @property
     def num_logits(self) -> int:
         """The number of rows with logits (R)."""
         return self.sequences + self.extra_logits
+
+    @property
+    def work(self) -> Work:
+        """The work of a call: a constant (reading the weights), rows, rows times keys, past, logits."""
+        return 1.0, self.rows, self.rows * (self.kv_len + self.rows), self.kv_len, self.num_logits
 
     @property
     def phase(self) -> Phase:
@@ -264,6 +273,14 @@ class EncoderVariant:
     texts: Size
     past: Count = 0
 
+    WORK_SECONDS: ClassVar[Work] = (1e-3, 1e-4, 2.5e-8, 1e-7)
+
+    @property
+    def work(self) -> Work:
+        """The work of a call: a constant (reading the weights), rows, rows times keys, past."""
+        rows = self.batch * self.rows
+        return 1.0, rows, rows * (self.past + self.rows), self.past
+
     @property
     def phase(self) -> Literal["encode"]:
         """The only part of an encoder's work."""
@@ -342,7 +359,12 @@ class EncoderShape:
 
 
 class ProgramVariant(Protocol):
-    """The sizes of a program of any kind of model: a frozen dataclass of ``Size`` and ``Count``, which can be compared."""
+    """The sizes of a program of any kind of model: a frozen dataclass of ``Size`` and ``Count``, which can be compared.
+
+    ``WORK_SECONDS`` holds the seconds per amount of each part of ``work`` before anything is measured.
+    """
+
+    WORK_SECONDS: ClassVar[Work]
 
     @property
     def rows(self) -> int:
@@ -352,6 +374,11 @@ class ProgramVariant(Protocol):
     @property
     def phase(self) -> Part:
         """The part of the work that calls of this size do."""
+        ...
+
+    @property
+    def work(self) -> Work:
+        """The amount of each part of a call. The first is a constant, 1; variants with nearly the same last parts are alike."""
         ...
 
 

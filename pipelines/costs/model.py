@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import Variant
+from staticllm.core import ProgramVariant
 
 NEW_SHARE = 0.1
 """Weight of a new measurement: one noisy call changes little, and the costs follow a throttled machine within 20 calls. A faster
@@ -24,59 +25,61 @@ LEAST_OF_NEAREST = 0.25
 MIN_SECONDS = 1e-6
 
 
-class CostModel:
+V = TypeVar("V", bound=ProgramVariant)
+
+
+class CostModel(Generic[V]):
     """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
-    The fit is the sum of the parts of a call: a constant (reading the weights), rows, attention over rows and KV length,
-    copying the past, and logits. It is fitted to the measurements by least squares of relative errors; no part is negative. The
-    estimate of a variant is the measured cost of the nearest variant with as many rows, plus the difference between the fitted
-    costs of the two; without such a variant it is the fitted cost.
+    The fit is the sum of the parts of a call, as its ``work`` names them. It is fitted to the measurements by least squares of
+    relative errors; no part is negative. The estimate of a variant is the measured cost of the nearest variant with as many
+    rows, plus the difference between the fitted costs of the two; without such a variant it is the fitted cost.
     """
 
-    def __init__(self, seconds: Mapping[Variant, float] | None = None) -> None:
-        self._seconds: dict[Variant, float] = dict(seconds or {})
+    def __init__(self, seconds: Mapping[V, float] | None = None) -> None:
+        self._seconds: dict[V, float] = dict(seconds or {})
         self._num_updates = dict.fromkeys(self._seconds, 1)
-        self._adopted: set[Variant] = set()
-        self._estimates: dict[Variant, float] = {}
+        self._adopted: set[V] = set()
+        self._estimates: dict[V, float] = {}
         self._parts: NDArray[np.float64] | None = None
 
-    def __call__(self, variant: Variant) -> float:
+    def __call__(self, variant: V) -> float:
         known = self._seconds.get(variant) or self._estimates.get(variant)
         if known is None:
             known = self._estimates[variant] = self._estimate(variant)
         return known
 
     @property
-    def measured(self) -> dict[Variant, float]:
+    def measured(self) -> dict[V, float]:
         """The seconds per call of the variants that were measured."""
         return dict(self._seconds)
 
     @property
-    def stable(self) -> dict[Variant, float]:
+    def stable(self) -> dict[V, float]:
         """The seconds per call of the variants whose costs are stable."""
         return {variant: seconds for variant, seconds in self._seconds.items() if self.is_stable(variant)}
 
     @property
-    def adopted(self) -> frozenset[Variant]:
+    def adopted(self) -> frozenset[V]:
         """The variants whose costs were measured by an earlier process, and not at leisure by this one."""
         return frozenset(self._adopted)
 
-    def adopt(self, seconds: Mapping[Variant, float]) -> None:
+    def adopt(self, seconds: Mapping[V, float]) -> None:
         """Take over costs, in seconds, that an earlier process measured at leisure. They are stable."""
         for variant, known in seconds.items():
             self.set(variant, known)
         self._adopted |= set(seconds)
 
-    def is_stable(self, variant: Variant) -> bool:
+    def is_stable(self, variant: V) -> bool:
         """Whether the cost was measured at leisure, or by at least ``STABLE_CALLS`` calls."""
         return self._num_updates.get(variant, 0) >= STABLE_CALLS
 
-    def doubt(self, variant: Variant) -> None:
+    def doubt(self, variant: V) -> None:
         """Keep the cost of a variant until it is measured again, since its program was replaced or the machine changed."""
         self._num_updates[variant] = 0
         self._adopted.discard(variant)
 
-    def update(self, variant: Variant, seconds: float) -> None:
+    def update(self, variant: V, seconds: float) -> None:
         """Mix one measurement, in seconds, into the variant's cost."""
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
         known = self._seconds.get(variant)
@@ -87,52 +90,43 @@ class CostModel:
             if is_faster:
                 self._estimates, self._parts = {}, None
             return
-        guess = self(variant) if len(self._seconds) >= len(_features(variant)) else seconds
+        guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
         self._seconds[variant] = guess + FIRST_SHARE * (seconds - guess)
         self._estimates, self._parts = {}, None
 
-    def set(self, variant: Variant, seconds: float) -> None:
+    def set(self, variant: V, seconds: float) -> None:
         """Replace a variant's cost by a measurement, in seconds."""
         self._seconds[variant], self._num_updates[variant] = seconds, STABLE_CALLS
         self._adopted.discard(variant)
         self._estimates, self._parts = {}, None
 
-    def _estimate(self, variant: Variant) -> float:
+    def _estimate(self, variant: V) -> float:
         if not self._seconds:
-            return float(_features(variant) @ UNMEASURED)
+            return float(np.dot(variant.work, variant.WORK_SECONDS))
         if self._parts is None:
             self._parts = _fit(self._seconds)
-        fitted = float(_features(variant) @ self._parts)
+        fitted = float(np.dot(variant.work, self._parts))
         alike = [known for known in self._seconds if known.rows == variant.rows]
         if alike:
             nearest = min(alike, key=lambda known: _distance(known, variant))
             known = self._seconds[nearest]
-            fitted = max(known + fitted - float(_features(nearest) @ self._parts), known * LEAST_OF_NEAREST)
+            fitted = max(known + fitted - float(np.dot(nearest.work, self._parts)), known * LEAST_OF_NEAREST)
         return max(fitted, MIN_SECONDS)
 
 
-def _distance(known: Variant, variant: Variant) -> tuple[int, int]:
-    return abs(known.sequences - variant.sequences), abs(known.kv_len - variant.kv_len)
+def _distance(known: ProgramVariant, variant: ProgramVariant) -> list[float]:
+    """Return how much two variants differ in each part, the last part first."""
+    return [abs(one - other) for one, other in zip(known.work[::-1], variant.work[::-1], strict=True)]
 
 
-def _features(variant: Variant) -> NDArray[np.float64]:
-    """Return the amount of each part in a call, ``[5]``: a constant, rows, rows times keys, past, logits."""
-    rows, kv_len = variant.rows, variant.kv_len
-    return np.array([1.0, rows, rows * (kv_len + rows), kv_len, variant.num_logits])
-
-
-UNMEASURED = np.array([8e-3, 1e-3, 1.2e-7, 1e-6, 0.0])
-"""Seconds of each part before anything is measured; reading the weights takes as long as eight rows."""
-
-
-def _fit(seconds: Mapping[Variant, float]) -> NDArray[np.float64]:
-    """Fit the seconds of each part of a call, ``[5]``, to measured seconds per call, by relative errors."""
-    features = np.array([_features(variant) for variant in seconds])
+def _fit(seconds: Mapping[V, float]) -> NDArray[np.float64]:
+    """Return the seconds of each part of a call, ``[n]``, fitted to measured seconds per call by relative errors."""
+    work = np.array([variant.work for variant in seconds])
     values = np.array(list(seconds.values()))
-    if len(values) < features.shape[1]:
-        scale = float(np.median(values / (features @ UNMEASURED)))
-        return UNMEASURED * scale
-    return nonnegative_least_squares(features / values[:, None], np.ones(len(values)))
+    if len(values) < work.shape[1]:
+        guess = np.array(next(iter(seconds)).WORK_SECONDS)
+        return guess * float(np.median(values / (work @ guess)))
+    return nonnegative_least_squares(work / values[:, None], np.ones(len(values)))
 
 
 def nonnegative_least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:

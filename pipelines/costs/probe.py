@@ -40,7 +40,7 @@ class CostProbe:
     more than ``DRIFT``. ``on_done`` is called when nothing is left to measure, if something was measured.
     """
 
-    def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel) -> None:
+    def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel[Variant]) -> None:
         self._programs, self._costs = programs, costs
         self.is_paused = False
         self.on_done: Callable[[], None] = lambda: None

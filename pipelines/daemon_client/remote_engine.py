@@ -32,7 +32,8 @@ class RemoteEngine:
     ``give_up`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
     loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
     go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
-    ``ProcessLostError``. Any thread may call the methods.
+    ``ProcessLostError``. ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory.
+    Any thread may call the methods.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class RemoteEngine:
         connect: Callable[[OnLost], EngineConnection],
         give_up: Callable[[], object] = lambda: None,
         resumes: bool = False,
+        has_own_tokenizer: bool = False,
     ) -> None:
         self._connect, self._give_up, self._resumes = connect, give_up, resumes
+        self._has_own_tokenizer = has_own_tokenizer
         self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
         self._connecting = threading.Lock()  # held while the model is loaded
-        self._is_closed = self.has_own_tokenizer = False
+        self._is_closed = False
         self._pid = os.getpid()
         self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
         self._recovery = Recovery(self._live, self._connected)
@@ -80,7 +83,7 @@ class RemoteEngine:
             raise GenerationConfigError(
                 "a logits_processor cannot go to the daemon, which is another process: load the model without daemon=True"
             )
-        if self.has_own_tokenizer and (request.grammar is not None or request.stop_strings):
+        if self._has_own_tokenizer and (request.grammar is not None or request.stop_strings):
             what = "a grammar" if request.grammar is not None else "stop_strings of beams"
             raise GenerationConfigError(
                 f"{what} with tokenizer= and daemon=True: the daemon knows only the tokenizer in the model's directory; "

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import openvino_genai as genai
-
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
@@ -20,7 +18,6 @@ from staticllm.pipelines.daemon_client.daemon_home import DaemonHome, UserDaemon
 from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
-from staticllm.pipelines.engine.beams import Decode
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.draft_source import DraftSource
 from staticllm.pipelines.launch.genai_properties import plain_properties
@@ -45,11 +42,6 @@ class RemoteLaunched:
     has_mapped_weights: bool
     background: None = None
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, *, is_models_own: bool) -> None:
-        """Note whether the pipeline has the tokenizer of the model's directory, which the daemon uses."""
-        del tokenizer, decode
-        self.engine.has_own_tokenizer = not is_models_own
-
     def close(self, drain: bool = False) -> None:
         """End this program's requests and give the model back. A second call does nothing."""
         self.engine.close(drain)
@@ -58,8 +50,12 @@ class RemoteLaunched:
 Launch = Callable[[Path, Sequence[Candidate], Policy, OnProgress], RemoteLaunched]
 
 
-def remote_launcher(daemon: bool | DaemonHome, draft: DraftSource | None = None) -> Launch:
+def remote_launcher(
+    daemon: bool | DaemonHome, draft: DraftSource | None = None, has_own_tokenizer: bool = False
+) -> Launch:
     """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
+
+    ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon uses.
 
     The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
     be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
@@ -71,12 +67,13 @@ def remote_launcher(daemon: bool | DaemonHome, draft: DraftSource | None = None)
     if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
         raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
     home = UserDaemon() if isinstance(daemon, bool) else daemon
-    return partial(_launch, home, draft)
+    return partial(_launch, home, draft, has_own_tokenizer)
 
 
 def _launch(
     home: DaemonHome,
     draft: DraftSource | None,
+    has_own_tokenizer: bool,
     directory: Path,
     candidates: Sequence[Candidate],
     policy: Policy,
@@ -88,7 +85,7 @@ def _launch(
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests)
+    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, has_own_tokenizer)
     try:
         home.adopt(engine)
         answer = model.described

@@ -6,21 +6,24 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
-from staticllm.pipelines.engine.client_sequences.feeds import FedCore, Feeds
+from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.recording import request_record
-from staticllm.pipelines.engine.request import EngineRequest, PreparedGrammar, RequestState
+from staticllm.pipelines.engine.request import Decode, EngineRequest, PreparedGrammar, RequestState
 from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.scheduling.interface import RequestStatus
 
-Decode = Callable[[list[int]], str]
+if TYPE_CHECKING:
+    from staticllm.pipelines.engine.engine_core import EngineCore
+
 OnEnd = Callable[["BeamRequest", FinishReason], None]
 
 
@@ -50,6 +53,10 @@ class BeamRequest(RequestState):
         self._choosing_seconds = self._device_seconds = 0.0  # since the last token
         self._feeds: Feeds | None = None
         self._on_end: OnEnd = lambda request, reason: None
+
+    def admit(self, core: EngineCore) -> None:
+        """Begin the search in a core."""
+        core.searches.begin(self)
 
     def begin(self, feeds: Feeds, on_end: OnEnd) -> None:
         """Run the prompt; ``on_end`` is called with this request when it has ended."""
@@ -191,8 +198,8 @@ def new_state(
 class BeamRequests:
     """The beam searches of a core that have not ended. Runs on the engine's thread."""
 
-    def __init__(self, core: FedCore, feeds: Feeds) -> None:
-        self._core: FedCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+    def __init__(self, core: EngineCore, feeds: Feeds) -> None:
+        self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
         self._feeds = feeds
         self._requests: dict[int, BeamRequest] = {}
 

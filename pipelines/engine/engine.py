@@ -13,7 +13,7 @@ from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
-from staticllm.pipelines.engine.beams import Decode, new_state
+from staticllm.pipelines.engine.beams import new_state
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed, begin_feeds
@@ -25,9 +25,8 @@ from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions, Switch
 from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.recording import progress_of
-from staticllm.pipelines.engine.request import EngineRequest, RequestState, prepare_grammar
+from staticllm.pipelines.engine.request import EngineRequest, EngineText, RequestState, prepare_grammar
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
@@ -45,11 +44,17 @@ class Engine:
     """Serves requests on one device: the ``EngineClient`` of this process.
 
     Any thread may call the methods of ``EngineClient``, ``switch`` and ``run_between_steps``. The ``EngineCore`` runs on the
-    engine's thread, which starts with the first request.
+    engine's thread, which starts with the first request. Without ``text``, requests with grammars are refused, and stop strings
+    do not end beams.
     """
 
     def __init__(
-        self, runner: ModelRunner, policy: Policy, options: EngineOptions, clock: Clock = time.perf_counter
+        self,
+        runner: ModelRunner,
+        policy: Policy,
+        options: EngineOptions,
+        text: EngineText | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self._core = EngineCore(runner, policy, options, clock)
         self._inbox: dict[int, RequestState] = {}  # submitted and not yet admitted, by id
@@ -58,11 +63,12 @@ class Engine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._num_waiting = 0  # waiting requests that were admitted
-        self._is_closing = self._is_draining = self._has_news = False  # news since the last step began
+        self._is_closing = False
+        self._is_draining = False
+        self._has_news = False  # since the last step began
         self._pid = os.getpid()
-        self.device_use = SoleUse()  # set before the first request if others use the device too
-        self.decode: Decode | None = None  # makes text of tokens, to find the stop strings of beams
-        self.grammars: GrammarCompiler | None = None  # set before the first request with a grammar
+        self._device_use = SoleUse()
+        self._text = text
 
     def submit(
         self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
@@ -79,8 +85,10 @@ class Engine:
         """
         self.check_process()
         vocab_size = self._core.vocab_size
-        grammar = prepare_grammar(request, vocab_size, self.grammars)
-        state = new_state(request, vocab_size, queue, processors, grammar, self.decode, self._core.clock)
+        text = self._text
+        grammar = prepare_grammar(request, vocab_size, text.grammars if text else None)
+        decode = text.decode if text else None
+        state = new_state(request, vocab_size, queue, processors, grammar, decode, self._core.clock)
         self.submit_state(state)
         return state.queue
 
@@ -100,7 +108,7 @@ class Engine:
                 )
             self._start()
             self._inbox[state.request.id] = state
-        self.device_use.hurry(state.request.priority, state.request.owner)
+        self.hurry(state.request.priority, state.request.owner)
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored.
@@ -120,7 +128,7 @@ class Engine:
         """
         if (state := self._inbox.get(request) or self._core.requests.get(request)) is not None:
             self.call_soon(lambda: state.set_priority(priority))
-            self.device_use.hurry(priority, state.request.owner)
+            self.hurry(priority, state.request.owner)
 
     def enqueue(self, states: Iterable[RequestState]) -> None:
         """Add requests without starting the thread; the caller serves them with ``step``."""
@@ -239,7 +247,7 @@ class Engine:
         """
         begin_feeds(self, feeds)
         for each in feeds:
-            self.device_use.hurry(each.sequence.priority, each.sequence.owner)
+            self.hurry(each.sequence.priority, each.sequence.owner)
 
     def use_draft_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.
@@ -248,6 +256,14 @@ class Engine:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.run_between_steps(lambda: self._core.draft_planner.use_model(model))
+
+    def share_device(self, use: SoleUse) -> None:
+        """Take turns with others on the device; to be called before the first request."""
+        self._device_use = use
+
+    def hurry(self, priority: int, owner: int) -> None:
+        """Ask for the device with a higher priority, if the engine waits for it with a lower one. Any thread may call."""
+        self._device_use.hurry(priority, owner)
 
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests from now on; the policies decide when.
@@ -282,9 +298,9 @@ class Engine:
         self._close_parts()
 
     def _close_parts(self) -> None:
-        self.device_use.close()
+        self._device_use.close()
         self._core.close()
-        self.decode = self.grammars = None  # they hold the tokenizer
+        self._text = None  # it holds the tokenizer
 
     @property
     def is_idle(self) -> bool:
@@ -324,12 +340,12 @@ class Engine:
         """Return the turn of the next step on the device. A step without a call needs none."""
         if not self._core.has_calls:
             return nullcontext()
-        return self.device_use.turn(self._core, self._core.options.limits)
+        return self._device_use.turn(self._core, self._core.options.limits)
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device."""
-        with self.device_use.measure():
-            self._core.measure_next(lambda: self._is_needed or self.device_use.is_wanted)
+        with self._device_use.measure():
+            self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted)
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""

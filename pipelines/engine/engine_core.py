@@ -11,17 +11,17 @@ from functools import partial
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.batch import Batch, BatchBuilder, BatchEntry
-from staticllm.pipelines.engine.beams import BeamRequest, BeamRequests
+from staticllm.pipelines.engine.batch import Batch, BatchEntry
+from staticllm.pipelines.engine.beams import BeamRequests
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.client_sequences.state import FedState
+from staticllm.pipelines.engine.device_state import device_state
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.jobs import JobSources
-from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
+from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
-from staticllm.pipelines.engine.request import RequestState, SequenceState
+from staticllm.pipelines.engine.request import Outcome, RequestState, SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
 from staticllm.pipelines.generation.sampler import Choice
@@ -30,7 +30,6 @@ from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
 from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
-from staticllm.pipelines.scheduling.request_table import RequestTable
 
 
 class EngineCore:
@@ -49,29 +48,44 @@ class EngineCore:
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
         self.wait_until: float | None = None
+        self._device = device_state(runner, options, clock)
         self._last_batch: Batch | None = None  # of the last step
         self._planner = Planner(policy, options.lingers)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
         self.feeds = Feeds(self)
-        self._beams = BeamRequests(self, self.feeds)
-        self.install(runner, options)
+        self.searches = BeamRequests(self, self.feeds)
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
         """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
         assert not self.requests
-        self.runner, self.options = runner, options
-        self._table = RequestTable(options.limits)
-        previous: KVCacheManager | None = getattr(self, "kv_manager", None)
-        self.kv_manager: KVCacheManager = make_kv_manager(runner.cache, self._table, options, self.clock)
-        self.kv_manager.rotations = lambda: runner.rotations
-        if previous is not None:
-            self.kv_manager.away.take_over(previous.away)
-        self.quarantine = Quarantine()
-        draft_model = None if previous is None else self.draft_planner.model
-        self.draft_planner: DraftPlanner = DraftPlanner(runner, options.max_seq_len, draft_model)
-        self._batches = BatchBuilder(runner, self._table, self.kv_manager, self.quarantine, self.draft_planner)
+        self._device = self._device.replaced(runner, options, self.clock)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the model's programs."""
+        return self._device.runner
+
+    @property
+    def options(self) -> EngineOptions:
+        """The limits of the engine."""
+        return self._device.options
+
+    @property
+    def kv_manager(self) -> KVCacheManager:
+        """The slots of the requests."""
+        return self._device.kv_manager
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """The requests that run alone, because logits of a shared call were not finite."""
+        return self._device.quarantine
+
+    @property
+    def draft_planner(self) -> DraftPlanner:
+        """What decides about drafts."""
+        return self._device.draft_planner
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +95,7 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """The number of admitted requests that wait, however many answers or beams each has; feeds do not count."""
-        is_any = self._table.count(RequestStatus.WAITING) > 0
+        is_any = self._device.table.count(RequestStatus.WAITING) > 0
         return sum(request.is_waiting for request in self.requests.values()) if is_any else 0
 
     @property
@@ -101,7 +115,7 @@ class EngineCore:
 
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each fed sequence that is expected back."""
-        running = (info.last_token_time for info in self._table if info.status is RequestStatus.RUNNING)
+        running = (info.last_token_time for info in self._device.table if info.status is RequestStatus.RUNNING)
         away = self.kv_manager.away.expected_since(self.clock())
         return [*away, *(moment for moment in running if moment is not None)]
 
@@ -124,10 +138,7 @@ class EngineCore:
         if request.request.overflow == "context_shift":
             _ = self.runner.rotations  # found now: the calls would overwrite the logits of a step
         self.requests[request.request.id] = request
-        if isinstance(request, BeamRequest):
-            self._beams.begin(request)
-        else:
-            self.kv_manager.add(request.sequences[0])
+        request.admit(self)
 
     def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
         """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
@@ -150,7 +161,7 @@ class EngineCore:
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End every admitted request, in any state that an exception left."""
         states = self.kv_manager.clear()
-        self._beams.give_up(reason, error)
+        self.searches.give_up(reason, error)
         for state in states:
             self._report(state, reason, error)
         for request in self.requests.values():  # after an exception in the middle of ending one
@@ -164,8 +175,10 @@ class EngineCore:
             with suppress(Exception):
                 request.finish_from(0, FinishReason.ERROR, error)
         self.requests.clear()
+        with suppress(Exception):
+            self.feeds.end_held(FinishReason.ERROR, error)
         self.runner.cache.reset()
-        self._beams = BeamRequests(self, self.feeds)
+        self.searches = BeamRequests(self, self.feeds)
         self.install(self.runner, self.options)
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
@@ -180,7 +193,7 @@ class EngineCore:
 
     def _end_expired(self) -> None:
         now = self.clock()
-        self._beams.end_expired(now)
+        self.searches.end_expired(now)
         for state in list(self.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
@@ -215,13 +228,13 @@ class EngineCore:
             self._take_result(entry, segment, result)
         planning = ready - begin - batch.draft_seconds
         host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, self.clock() - chosen)
-        self._batches.observe(batch, host, result.device_seconds)
+        self._device.batches.observe(batch, host, result.device_seconds)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 
     def _prepare(self, plan: Plan) -> Batch | None:
         """Build the planned batch. None if its first request cannot run at all; it is ended."""
-        batch = self._batches.prepare(plan)
+        batch = self._device.batches.prepare(plan)
         self._preempted += batch.preempted
         if isinstance(batch, Batch):
             return batch
@@ -251,7 +264,7 @@ class EngineCore:
         """
         if not self.jobs.has_jobs and not len(self.kv_manager.away):
             index, high_slot = self.runner.index, self.runner.cache.slots.high_slot
-            plan = self._planner.repeated(self._table, self.kv_manager.free_slots, index.max_decoding(high_slot))
+            plan = self._planner.repeated(self._device.table, self.kv_manager.free_slots, index.max_decoding(high_slot))
             if plan is not None:
                 return plan
         view = self._view()
@@ -262,7 +275,7 @@ class EngineCore:
         manager.count_own_slots()
         high_slot, leaving_slots = runner.cache.slots.high_slot, manager.prefix.leaving_slots
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
-        view = self._table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
+        view = self._device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, away=manager.away.views) if jobs or len(manager.away) else view
 
@@ -312,16 +325,18 @@ class EngineCore:
         state = entry.state
         if result.argmax is None and (len(step.segments) > 1 or entry.check is not None):
             self.quarantine.add(state.id)  # another request or the draft may be the cause; it runs again
-        elif isinstance(state, FedState):
-            self._take_fed(state, len(entry.segment.tokens), result)
-        elif result.argmax is None:
-            self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
-        elif entry.check is not None:
+            return
+        if entry.check is not None:
             self._take_checked(entry.check)
-        else:
-            self.quarantine.discard(state.id)
-            if state.info.add_computed(result.num_accepted):
-                self._choose_first_or_next(state, result.logits[-1], result.argmax)
+            return
+        self.quarantine.discard(state.id)
+        outcome = state.take_result(result, len(entry.segment.tokens))
+        if outcome is Outcome.CHOOSE:
+            self._choose_first_or_next(state, result.logits[-1], result.argmax)
+        elif outcome is Outcome.RETURN:
+            self.feeds.complete(state.id)
+        elif outcome is Outcome.FAIL:
+            self._end(state, FinishReason.ERROR, not_finite(step.variant), is_trusted=False)
 
     def _take_checked(self, check: DraftCheck) -> None:
         """Add the tokens that were chosen when a draft was checked, one by one as if each had had a call of its own."""
@@ -333,15 +348,7 @@ class EngineCore:
         if check.error is not None:
             self._end(state, FinishReason.ERROR, check.error)
 
-    def _take_fed(self, state: FedState, count: int, result: SegmentResult) -> None:
-        """Keep the logits of ``count`` tokens that a client sent. After the last ones, or NaN, its sequence is away."""
-        is_finite = result.argmax is not None
-        state.take(result.logits, state.info.num_computed + count)
-        self.quarantine.discard(state.id)
-        if state.info.add_computed(result.num_accepted) or not is_finite:
-            self.feeds.complete(state, is_finite)
-
-    def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int) -> None:
+    def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int | None) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
         if state.num_generated:
             self._choose(state, logits, argmax)
@@ -356,7 +363,7 @@ class EngineCore:
         for each in (state, *siblings):
             self._choose(each, logits, argmax)
 
-    def _choose(self, state: SequenceState, logits: Logits, argmax: int) -> None:
+    def _choose(self, state: SequenceState, logits: Logits, argmax: int | None) -> None:
         try:
             choice = state.sample(logits, argmax)
         except Exception as error:  # the sampling of this request failed; the others continue
@@ -368,7 +375,7 @@ class EngineCore:
         if (reason := state.add(choice)) is not None:
             self._end(state, reason)
             return
-        self._table.add_token(state.id, self.clock())
+        self._device.table.add_token(state.id, self.clock())
         limit = self.options.max_seq_len
         if len(state.tokens) > limit and not self.kv_manager.shorten(state, limit // 2):
             self._end(state, FinishReason.LENGTH)
@@ -387,9 +394,7 @@ class EngineCore:
         self._report(state, reason, error)
 
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
-        if isinstance(state, FedState) and not state.is_closed:  # only its feed ends
-            self.kv_manager.away.add(state)
-        elif not (isinstance(state, FedState) and state.is_internal):
+        if not self.feeds.end(state.id) and state.is_recorded:
             self.profiler.record(request_record(state, reason))
             if state.drafts is not None:
                 self.draft_planner.forget(state.id)
@@ -401,6 +406,6 @@ class EngineCore:
         for entry in batch.entries:
             entry.state.add_call(seconds)
         self._last_batch = batch
-        context = call_context(self._table, self.runner.cache.slots.num_used, self._preempted)
+        context = call_context(self._device.table, self.runner.cache.slots.num_used, self._preempted)
         self._preempted.clear()
         return context

@@ -27,19 +27,29 @@ class KVCacheManager:
 
     ``swap_seconds`` is the time in which one slot is copied between arena and host pool; 0 before the first copy. A faster copy
     counts at once, because a slow one is usually delayed by other work. If that lasted, prompts would be held back, so that no
-    further copy could correct it.
+    further copy could correct it. ``rotations`` gives how keys are moved to other positions; None if they cannot be.
 
     Runs on the engine's thread.
     """
 
     def __init__(
-        self, cache: KVCache, table: RequestTable, host_pool: HostPool, prefix: PrefixCache, clock: Clock
+        self,
+        cache: KVCache,
+        table: RequestTable,
+        host_pool: HostPool,
+        prefix: PrefixCache,
+        clock: Clock,
+        rotations: Callable[[], KeyRotations | None] = lambda: None,
     ) -> None:
-        self.cache, self.table, self.host_pool, self.prefix, self._clock = cache, table, host_pool, prefix, clock
+        self.cache = cache
+        self.table = table
+        self.host_pool = host_pool
+        self.prefix = prefix
+        self._clock = clock
+        self._rotations = rotations
         self.states: dict[int, SequenceState] = {}
         self.away = AwaySequences(cache, prefix)
         self.swap_seconds = 0.0
-        self.rotations: Callable[[], KeyRotations | None] = lambda: None  # how keys are moved to other positions
 
     @property
     def free_slots(self) -> int:
@@ -174,7 +184,7 @@ class KVCacheManager:
 
         Return False if the model's keys cannot be moved, or if there are no slots for them beside those that others share.
         """
-        rotations = self.rotations()
+        rotations = self._rotations()
         sequence, count = state.sequence, len(state.tokens) - len(kept)
         if rotations is None or sequence is None:
             return False
@@ -266,8 +276,14 @@ class KVCacheManager:
             state.sequence = None
 
 
-def make_kv_manager(cache: KVCache, table: RequestTable, options: EngineOptions, clock: Clock) -> KVCacheManager:
+def make_kv_manager(
+    cache: KVCache,
+    table: RequestTable,
+    options: EngineOptions,
+    clock: Clock,
+    rotations: Callable[[], KeyRotations | None] = lambda: None,
+) -> KVCacheManager:
     """Return a manager with an empty host pool of ``options.host_kv_slots`` slots."""
     host_pool = HostPool(options.host_kv_slots, options.state_slots)
     prefix = PrefixCache(cache, host_pool, options.prefix_caching)
-    return KVCacheManager(cache, table, host_pool, prefix, clock)
+    return KVCacheManager(cache, table, host_pool, prefix, clock, rotations)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum, auto
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.random  # which numpy would import with the first request, when files may be scarce
@@ -21,14 +22,20 @@ from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Choice, Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
+from staticllm.pipelines.programs.model_runner import SegmentResult
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
+if TYPE_CHECKING:
+    from staticllm.pipelines.engine.engine_core import EngineCore
+
+Decode: TypeAlias = Callable[[list[int]], str]
+"""Makes text of token ids."""
 _numbers = count(1)
 
 
@@ -122,6 +129,19 @@ _NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "gr
 """The fields of a request that are values with fields of their own."""
 
 
+class Outcome(Enum):
+    """What follows after tokens of an answer have run."""
+
+    CONTINUE = auto()
+    """More of its tokens run."""
+    CHOOSE = auto()
+    """The engine chooses the next token."""
+    RETURN = auto()
+    """The client that chooses its tokens gets the logits."""
+    FAIL = auto()
+    """Its logits are not finite."""
+
+
 class SequenceState:
     """One answer inside the engine. ``tokens`` holds the prompt and the answer so far, in the order of the KV slots; ``info``
     is its entry in the request table, which knows its status and counts. ``clock`` is that of the engine.
@@ -187,6 +207,17 @@ class SequenceState:
         """The most tokens that may still be chosen."""
         limit = self.request.max_new_tokens
         return sys.maxsize if limit is None else limit - self.num_generated
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the profiler records its end."""
+        return True
+
+    def take_result(self, result: SegmentResult, count: int) -> Outcome:
+        """Count ``count`` tokens that a call has run, and return what follows."""
+        if result.argmax is None:
+            return Outcome.FAIL
+        return Outcome.CHOOSE if self.info.add_computed(result.num_accepted) else Outcome.CONTINUE
 
     def prepare(self) -> None:
         """Prepare the choice of the next token, while the device computes its logits."""
@@ -303,6 +334,10 @@ class RequestState:
         """Whether an answer holds no slots: it has not begun, or lost them. Runs on the engine's thread."""
         return any(state.info.status is RequestStatus.WAITING for state in self.unfinished)
 
+    def admit(self, core: EngineCore) -> None:
+        """Begin in a core."""
+        core.kv_manager.add(self.sequences[0])
+
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
         siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
@@ -359,6 +394,14 @@ def _drafts_of(request: EngineRequest, grammar_mask: GrammarMask | None) -> Answ
     drafts = AnswerDrafts(request.drafts or DraftParams(), request.prompt)
     drafts.drafters.insert(0, ForcedTokens(grammar_mask, lambda tokens: Draft(tokens, "grammar", is_certain=True)))
     return drafts
+
+
+@dataclass(frozen=True)
+class EngineText:
+    """What an engine needs of the tokenizer: ``decode`` to find the stop strings of beams, ``grammars`` to compile grammars."""
+
+    decode: Decode
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True)

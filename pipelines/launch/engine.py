@@ -11,18 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-import openvino_genai as genai
-
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
 from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import max_positions
-from staticllm.pipelines.engine.beams import Decode
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions, options_of
-from staticllm.pipelines.grammars.compiler import GrammarCompiler
-from staticllm.pipelines.grammars.vocabulary import read_vocabulary
+from staticllm.pipelines.engine.request import EngineText
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.loading.background import BackgroundLoader
 from staticllm.pipelines.loading.decoder_kind import LoadedDecoder
@@ -34,6 +30,8 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
 
 DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
+ReadText: TypeAlias = Callable[[], EngineText | None]
+"""Returns what an engine needs of the tokenizer, when its programs are loaded; None without a tokenizer."""
 PRECISION = "INFERENCE_PRECISION_HINT"
 
 
@@ -69,12 +67,6 @@ class Launched:
         """Whether weights are read from their file as long as the model runs."""
         return self.loaded.has_mapped_weights
 
-    def use_tokenizer(self, tokenizer: genai.Tokenizer, decode: Decode, *, is_models_own: bool) -> None:
-        """Let the engine decode tokens, and compile grammars; the vocabulary is read with the first request that has one."""
-        del is_models_own
-        self.engine.decode = decode
-        self.engine.grammars = GrammarCompiler(partial(read_vocabulary, tokenizer))
-
     def close(self, drain: bool = False) -> None:
         """End the background work and the engine, keep the costs that were measured, and drop the programs.
 
@@ -100,6 +92,7 @@ def launch(
     candidates: Sequence[Candidate],
     policy: Policy,
     on_progress: OnProgress,
+    read_text: ReadText = lambda: None,
     token_bound: TokenBound = OWN_BOUND,
 ) -> Launched:
     """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
@@ -115,13 +108,13 @@ def launch(
     first = candidates[0]
     _warn_of_length(directory, first.config)
     if first.config.serve_from_cpu and kind(first.device) != "CPU":
-        launched = _from_cpu_first(directory, candidates, policy, on_progress, token_bound)
+        launched = _from_cpu_first(directory, candidates, policy, on_progress, read_text, token_bound)
         _serve(launched, on_progress, begin)
         return launched
     found = load_first(directory, candidates, on_progress)
     deferred = found.loaded.deferred
     try:
-        launched = Launched(_make_engine(found.loaded, policy, token_bound), found.loaded, found.device)
+        launched = Launched(_make_engine(found.loaded, policy, read_text, token_bound), found.loaded, found.device)
         if deferred is not None:
             launched.background = BackgroundLoader(DeferredCompiler(launched, deferred), on_progress)
         _serve(launched, on_progress, begin)
@@ -132,10 +125,10 @@ def launch(
     return launched
 
 
-def _make_engine(loaded: LoadedDecoder, policy: Policy, token_bound: TokenBound) -> Engine:
+def _make_engine(loaded: LoadedDecoder, policy: Policy, read_text: ReadText, token_bound: TokenBound) -> Engine:
     """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
     _keep_costs_when_measured(loaded)
-    return Engine(loaded.runner, policy, _engine_options(loaded, token_bound))
+    return Engine(loaded.runner, policy, _engine_options(loaded, token_bound), read_text())
 
 
 def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOptions:
@@ -255,11 +248,12 @@ def _from_cpu_first(
     candidates: Sequence[Candidate],
     policy: Policy,
     on_progress: OnProgress,
+    read_text: ReadText,
     token_bound: TokenBound,
 ) -> Launched:
     """Serve from the CPU until the device can serve; then the engine switches between two requests."""
     cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
-    launched = Launched(_make_engine(cpu, policy, token_bound), cpu, "CPU")
+    launched = Launched(_make_engine(cpu, policy, read_text, token_bound), cpu, "CPU")
     switch = DeviceSwitch(launched, directory, candidates, on_progress, token_bound)
     launched.background = BackgroundLoader(switch, on_progress)
     return launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -11,7 +12,10 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.generation.config_values import FileOptions
+from staticllm.pipelines.engine.request import EngineText
+from staticllm.pipelines.generation.options.genai import FileOptions
+from staticllm.pipelines.grammars.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 from staticllm.pipelines.launch.arguments import (
     Given,
     ReadConfig,
@@ -19,6 +23,7 @@ from staticllm.pipelines.launch.arguments import (
     read_tokenizer,
     read_tool_template,
 )
+from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.system.threads import start_thread
 
 
@@ -26,15 +31,12 @@ from staticllm.system.threads import start_thread
 class TextFiles:
     """A model's tokenizer, and the generation options that its calls start from.
 
-    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined. ``tool_template`` is the
-    chat template for conversations with tools, "" if there is none beside the tokenizer's own. ``file_options`` are those
-    that the model's own file sets, None without one.
+    ``file_options`` are those that the model's own file sets, None without one.
     """
 
     tokenizer: genai.Tokenizer
+    tools: TokenizerTools
     generation_config: genai.GenerationConfig
-    joins_tokens: bool
-    tool_template: str = ""
     file_options: FileOptions | None = None
 
 
@@ -83,6 +85,15 @@ class TextReader:
         assert self._files is not None, "reading has ended"
         return self._files
 
+    def engine_text(self) -> EngineText:
+        """Return what an engine needs of the tokenizer; the vocabulary is read with the first request that has a grammar.
+
+        Raises:
+            ModelError, GenerationConfigError: as for ``files``.
+        """
+        files = self.files()
+        return EngineText(files.tools.decode, GrammarCompiler(partial(read_vocabulary, files.tokenizer)))
+
     def _read(self) -> None:
         try:
             given = self._given
@@ -92,7 +103,8 @@ class TextReader:
             read = read_generation_config(self._source, tokenizer) if own is None else ReadConfig(own)
             joins = given.tokenizer is None and joins_tokens(self._source)
             tool_template = read_tool_template(self._source) if given.tokenizer is None else ""
-            self._files = TextFiles(tokenizer, read.config, joins, tool_template, read.file)
+            tools = TokenizerTools(tokenizer, joins, tool_template)
+            self._files = TextFiles(tokenizer, tools, read.config, read.file)
         except BaseException as error:  # raised again by ``files``
             self._error = error
 

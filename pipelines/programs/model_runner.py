@@ -85,14 +85,14 @@ class ModelRunner:
         self,
         cache: KVCache,
         programs: Mapping[Variant, Runnable],
-        costs: CostModel | None = None,
+        costs: CostModel[Variant] | None = None,
         planned: Iterable[Variant] = (),
         clock: Clock = time.perf_counter,
     ) -> None:
         self.cache = cache
         self.clock = clock
         self.programs = programs
-        self.costs = costs or CostModel()
+        self.costs = costs or CostModel[Variant]()
         self.probe = CostProbe(programs, self.costs)
         self._planned = frozenset(planned)
         self.refresh_variants()

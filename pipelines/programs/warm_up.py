@@ -23,7 +23,7 @@ def warm_up(
     known_costs: Mapping[Variant, float],
     on_progress: OnProgress,
     kept_costs: Mapping[Variant, float] | None = None,
-) -> CostModel:
+) -> CostModel[Variant]:
     """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
 
     Each program runs at least once. A shared program runs with ``FIRST_ROWS``, and at a few other sizes, with small and large KV
@@ -35,7 +35,7 @@ def warm_up(
         costs = _first_runs(bound, known_costs, on_progress)
         costs.adopt({variant: seconds for variant, seconds in (kept_costs or {}).items() if variant in bound})
         return costs
-    costs = CostModel()
+    costs = CostModel[Variant]()
     chosen = _worth_running(bound)
     packed: set[int] = set()
     total = 0.0
@@ -54,7 +54,9 @@ def warm_up(
     return costs
 
 
-def _first_runs(bound: BoundPrograms, known_costs: Mapping[Variant, float], on_progress: OnProgress) -> CostModel:
+def _first_runs(
+    bound: BoundPrograms, known_costs: Mapping[Variant, float], on_progress: OnProgress
+) -> CostModel[Variant]:
     costs = CostModel({variant: seconds for variant, seconds in known_costs.items() if variant in bound})
     first = list({id(bound.compiled(variant)): variant for variant in reversed(list(bound))}.values())[::-1]
     for index, variant in enumerate(first, 1):

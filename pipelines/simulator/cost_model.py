@@ -73,7 +73,7 @@ def write_costs(path: str | os.PathLike[str], variants: Iterable[Variant], cost:
     write_whole(path, f"[\n{text}\n]\n".encode())
 
 
-def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostModel]:
+def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostModel[Variant]]:
     """Return the variants in a file that ``write_costs`` wrote, and their costs.
 
     Raises:

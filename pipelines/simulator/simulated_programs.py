@@ -90,7 +90,7 @@ class SimulatedRunner(ModelRunner):
         self,
         cache: KVCache,
         programs: Mapping[Variant, SimulatedProgram],
-        costs: CostModel,
+        costs: CostModel[Variant],
         clock: VirtualClock,
         host: HostCost,
     ) -> None:

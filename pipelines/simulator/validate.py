@@ -128,7 +128,7 @@ def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
     return DeviceModel(runner.index, cost, limits, num_slots, config.num_host_slots, config.max_seq_len, host, known)
 
 
-def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostModel:
+def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostModel[Variant]:
     """Return the mean seconds of every variant that ran, and the ``known`` costs of the others.
 
     Means, unlike medians, add up to the total time. The first call of each variant is left out, because it may have been the

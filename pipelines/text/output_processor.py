@@ -18,7 +18,7 @@ from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import is_content
 from staticllm.pipelines.engine.output_queue import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
-from staticllm.pipelines.generation.options import GenerationOptions
+from staticllm.pipelines.generation.options.resolve import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.tokenization import Form
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText

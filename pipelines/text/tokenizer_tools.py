@@ -11,8 +11,8 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.errors import ModelError, last_line, pipeline_closed
-from staticllm.pipelines.generation.options import GenerationOptions
-from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
+from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.generation.options.table import SamplingParams, TokenSequences
 
 Decode = Callable[[list[int]], str]
 DecodeRows = Callable[[list[list[int]]], Sequence[str]]

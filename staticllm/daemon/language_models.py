@@ -16,7 +16,7 @@ from staticllm.daemon.language_source import LanguageSource
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
 from staticllm.pipelines.engine.device_use import DeviceUse
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, EngineText
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 from staticllm.pipelines.launch.arguments import read_tokenizer
@@ -35,7 +35,7 @@ class LanguageModel:
     def __init__(self, id: int, launched: Launched, devices: Devices, num_bytes: int = 0) -> None:
         self.id, self.launched, self.device = id, launched, launched.device
         self.engine = launched.engine
-        self.engine.device_use = DeviceUse(devices.turns(launched.device), -id, num_bytes)
+        self.engine.share_device(DeviceUse(devices.turns(launched.device), -id, num_bytes))
         self.calls = CallWatch(self.engine)
 
     def describe(self) -> dict[str, Any]:
@@ -116,14 +116,11 @@ def compile_language_model(
     """
     candidates = source.loadable()
     policy = make_policy(candidates[0].config.scheduler)
-    launched = launch(source.directory, candidates, policy, on_progress, SHARED_BOUND)
     tokenizer = LazyTokenizer(source.directory)
+    launched = launch(source.directory, candidates, policy, on_progress, tokenizer.engine_text, SHARED_BOUND)
     if source.draft is not None:
         use_draft(source.draft, launched, tokenizer.read(), on_progress)
-    model = LanguageModel(id, launched, devices, source.num_bytes)
-    model.engine.decode = tokenizer.decode
-    model.engine.grammars = GrammarCompiler(lambda: read_vocabulary(tokenizer.read()))
-    return model
+    return LanguageModel(id, launched, devices, source.num_bytes)
 
 
 class LazyTokenizer:
@@ -144,6 +141,10 @@ class LazyTokenizer:
             if self._tokenizer is None:
                 self._tokenizer = read_tokenizer(self._directory)
             return self._tokenizer
+
+    def engine_text(self) -> EngineText:
+        """Return what an engine needs of the tokenizer."""
+        return EngineText(self.decode, GrammarCompiler(lambda: read_vocabulary(self.read())))
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens.

@@ -9,7 +9,7 @@ from typing import Any
 from staticllm.core import MaskKind, Variant
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState
+from staticllm.pipelines.engine.request import EngineRequest, EngineText, RequestState, SequenceState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
@@ -35,6 +35,7 @@ def fake_engine(
     is_recurrent: bool = False,
     is_staged: bool = False,
     starts_thread: bool = True,
+    text: EngineText | None = None,
 ) -> Engine:
     """Return an engine over the fake device.
 
@@ -52,6 +53,7 @@ def fake_engine(
         is_staged: Whether only a part of the programs is there at first; ``add_program`` adds the others.
         starts_thread: Whether ``submit`` starts the engine's thread. Without it, the caller serves requests with ``step``
             or ``run_to_end``, and must not call ``run_between_steps``, which would wait for ever.
+        text: What the engine needs of a tokenizer, for grammars and the stop strings of beams.
     """
     state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)
     limits = Limits(max_num_seqs, gap_ms=gap_ms)
@@ -59,14 +61,16 @@ def fake_engine(
         limits, max_seq_len, max_waiting, host_kv_slots, measure_costs=False, state_slots=state_slots
     )
     runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
-    return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options)
+    return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options, text)
 
 
 class _EngineWithoutThread(Engine):
     """An engine that runs on the caller's thread. ``close`` ends the requests as the engine's thread would."""
 
-    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions) -> None:
-        super().__init__(runner, policy, options)
+    def __init__(
+        self, runner: ModelRunner, policy: Policy, options: EngineOptions, text: EngineText | None = None
+    ) -> None:
+        super().__init__(runner, policy, options, text)
         self._thread = threading.current_thread()
 
     def close(self, drain: bool = False) -> None:

@@ -18,9 +18,9 @@ from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, EngineText
 from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.launch.engine import Launched
+from staticllm.pipelines.launch.engine import Launched, ReadText
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.loaded import Loaded
 from staticllm.pipelines.programs.build import CompiledPrograms, DecoderPrograms
@@ -140,8 +140,10 @@ class _Replies:
 class _ReplyingEngine(Engine):
     """An engine that tells the fake device of each prompt before it is submitted."""
 
-    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions, replies: _Replies) -> None:
-        super().__init__(runner, policy, options)
+    def __init__(
+        self, runner: ModelRunner, policy: Policy, options: EngineOptions, text: EngineText | None, replies: _Replies
+    ) -> None:
+        super().__init__(runner, policy, options, text)
         self._replies = replies
 
     def submit(
@@ -152,7 +154,12 @@ class _ReplyingEngine(Engine):
 
 
 def _launch(
-    replies: _Replies, directory: Path, candidates: Sequence[Candidate], policy: Policy, on_progress: OnProgress
+    replies: _Replies,
+    directory: Path,
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    on_progress: OnProgress,
+    read_text: ReadText,
 ) -> Launched:
     """Make the engine that ``launch`` would, over fake programs of the sizes that the config asks for."""
     start, config = time.perf_counter(), candidates[0].config
@@ -166,6 +173,6 @@ def _launch(
     )
     programs: DecoderPrograms = CompiledPrograms(shape, CompileOptions("CPU", "shared", "f32", {}), {})
     loaded = Loaded(runner, programs, config, "compiled", has_mapped_weights=False)
-    engine = _ReplyingEngine(runner, policy, options_of(config, shape, "shared"), replies)
+    engine = _ReplyingEngine(runner, policy, options_of(config, shape, "shared"), read_text(), replies)
     on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - start))
     return Launched(engine, loaded, "CPU")

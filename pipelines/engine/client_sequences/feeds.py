@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from staticllm.core import Clock, FinishReason
+from staticllm.core import FinishReason
 from staticllm.errors import PromptError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.client_sequences.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
-from staticllm.pipelines.engine.kv_manager import KVCacheManager
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.recording import request_record
-from staticllm.pipelines.engine.request import RequestState
-from staticllm.pipelines.profiling.stats import Profiler
 
-
-class FedCore(Protocol):
-    """What feeds use of the engine's core."""
-
-    clock: Clock
-    requests: dict[int, RequestState]
-    kv_manager: KVCacheManager
-    options: EngineOptions
-    profiler: Profiler
-    quarantine: Quarantine
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids of the model."""
-        ...
+if TYPE_CHECKING:
+    from staticllm.pipelines.engine.engine_core import EngineCore
 
 
 class Feeds:
@@ -39,10 +21,11 @@ class Feeds:
     Runs on the engine's thread.
     """
 
-    def __init__(self, core: FedCore) -> None:
-        self._core: FedCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+    def __init__(self, core: EngineCore) -> None:
+        self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
         self.is_switching = False
         self._held: list[tuple[FedState, FeedOrder]] = []
+        self._running: dict[int, FedState] = {}  # the sequences with a feed in progress
 
     def open(
         self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = (), owner: int = 0
@@ -74,19 +57,28 @@ class Feeds:
             return
         state.begin(order)
         self._core.requests[state.id] = FedRequest(state)
+        self._running[state.id] = state
         self._core.kv_manager.come_back(state)
         if state.is_suspect:
             self._core.quarantine.add(state.id)
 
-    def complete(self, state: FedState, is_finite: bool) -> None:
+    def complete(self, id: int) -> None:
         """Let a sequence be away whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
-        state.complete(is_finite)
+        state = self._running.pop(id)
         self._core.kv_manager.leave(state)
         del self._core.requests[state.id]
         if state.is_internal:
             state.post()
         if state.is_closed and state in self._core.kv_manager.away:  # the search ended while the call ran
             self._core.kv_manager.away.close(state, is_reusable=False)
+
+    def end(self, id: int) -> bool:
+        """Let a sequence be away whose feed ends without a result. Return False if it is closed, or no such sequence."""
+        state = self._running.pop(id, None)
+        if state is None or state.is_closed:
+            return False
+        self._core.kv_manager.away.add(state)
+        return True
 
     def begin_held(self) -> None:
         """Begin the feeds that waited for another runner."""

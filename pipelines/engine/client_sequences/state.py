@@ -13,9 +13,10 @@ from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest, RequestState, SequenceState, new_id
+from staticllm.pipelines.engine.request import EngineRequest, Outcome, RequestState, SequenceState, new_id
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.mask import GrammarMask
+from staticllm.pipelines.programs.model_runner import SegmentResult
 from staticllm.pipelines.scheduling.interface import AwayView
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
@@ -178,7 +179,21 @@ class FedState(SequenceState):
         """Return how many logits the tokens ``[start, start + count)`` need."""
         return max(1, start + count - max(self._first_wanted + self._num_rows, start))
 
-    def take(self, logits: Logits, end: int) -> None:
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the profiler records its end; that of a beam is part of its search."""
+        return not self.is_internal
+
+    def take_result(self, result: SegmentResult, count: int) -> Outcome:
+        """Keep the logits of ``count`` tokens that were fed. With the last ones, or NaN, the feed is complete."""
+        is_finite = result.argmax is not None
+        self._keep(result.logits, self.info.num_computed + count)
+        if not self.info.add_computed(result.num_accepted) and is_finite:
+            return Outcome.CONTINUE
+        self._complete(is_finite)
+        return Outcome.RETURN
+
+    def _keep(self, logits: Logits, end: int) -> None:
         """Keep those of ``logits [n, vocab]`` that are wanted; the last one is after token ``end - 1``."""
         assert self._logits is not None, "no feed"
         count = end - self._first_wanted - self._num_rows
@@ -186,7 +201,7 @@ class FedState(SequenceState):
             self._logits[self._num_rows : self._num_rows + count] = logits[-count:]
             self._num_rows += count
 
-    def complete(self, is_finite: bool) -> None:
+    def _complete(self, is_finite: bool) -> None:
         """End the feed: all logits are there, or are not finite. ``post`` hands them to the client."""
         assert self._logits is not None, "no feed"
         self._logits[self._num_rows :] = np.nan

@@ -114,7 +114,7 @@ class PackedModel:
         self._original.turns, self._original.compiling = use.turns, compiling
         self._original.number, self._original.num_bytes = -use.owner, use.weight_bytes
         if self.engine is not None:
-            self.engine.device_use = use
+            self.engine.share_device(use)
 
     def replay(self, asker: Asker) -> Replay:
         """Return a request on the original model, for which ``asker`` pays. Compiles the model if it is the first one.

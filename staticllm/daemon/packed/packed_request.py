@@ -69,7 +69,7 @@ class PackedRequest:
         for sequence in {*self._sequences, *self._fed}:
             sequence.set_priority(priority)
         if self._fed and self._model.engine is not None:
-            self._model.engine.device_use.hurry(priority, self._asker.owner)
+            self._model.engine.hurry(priority, self._asker.owner)
 
     def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
         """Run a call of the original's inputs, and return its logits.

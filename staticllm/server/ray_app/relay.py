@@ -11,7 +11,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, TaskCa
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from staticllm.server.api_error import SERVER, ApiError
+from staticllm.server.http.errors import SERVER, ApiError
 from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
 from staticllm.server.ray_app.replay import DivergedError, EventReplay, lost_event
 

@@ -12,7 +12,7 @@ import secrets
 from collections import defaultdict
 from typing import Any
 
-from staticllm.server.api_error import SERVER, ApiError, to_json
+from staticllm.server.http.errors import SERVER, ApiError, to_json
 
 TEXTS = ("content", "reasoning_content", "text")
 RESUMED_PATHS = ("/chat/completions", "/completions")

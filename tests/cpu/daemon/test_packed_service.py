@@ -154,8 +154,9 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
     with RawClient(priority=100 + 3) as client:
         handle = client.model(path, config=CONFIG).body["model"]
         engine = daemon.models.served()[0][1].model.engine
-        asked, take = [], engine.device_use.turns.take
-        monkeypatch.setattr(engine.device_use.turns, "take", lambda ask: (asked.append(ask), take(ask))[1])
+        turns = engine._device_use.turns
+        asked, take = [], turns.take
+        monkeypatch.setattr(turns, "take", lambda ask: (asked.append(ask), take(ask))[1])
         (session,) = daemon._sessions.values()
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))

@@ -15,7 +15,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.served_model import ModelSpec  # noqa: E402
+from staticllm.server.models.served import ModelSpec  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates" / "rewritten"

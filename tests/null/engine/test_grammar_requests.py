@@ -16,8 +16,8 @@ from support.quick import examples
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest, mask_of
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.engine.request import EngineRequest, EngineText, mask_of
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, FakeRequest, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
@@ -151,7 +151,7 @@ def test_submit_compiles_on_the_callers_thread():
     request = request_of(PATTERNS[0]).request
     with pytest.raises(GenerationConfigError, match="has no tokenizer"):
         engine.submit(request)
-    engine.grammars = COMPILER
+    engine = new_engine(starts_thread=False, text=EngineText(lambda tokens: text_of(COMPILER, tokens), COMPILER))
     with pytest.raises(GenerationConfigError, match="cannot be compiled"):
         engine.submit(EngineRequest((1,), stop_token_ids=frozenset([END]), grammar=Grammar("lark", "start: x")))
     assert engine.is_idle

@@ -15,9 +15,9 @@ from staticllm.pipelines.conversation.formats import BLOCK, REASONING_TAGS, TAGS
 from staticllm.pipelines.conversation.headed_messages import ARROWS, TAGGED
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import answer_grammar, is_content
-from staticllm.pipelines.generation.options import resolve
+from staticllm.pipelines.generation.options.resolve import resolve
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 
 np = pytest.importorskip("numpy")

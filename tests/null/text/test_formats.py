@@ -10,7 +10,7 @@ from staticllm.pipelines.conversation.events import message_of
 from staticllm.pipelines.conversation.formats import MessageFormat, find_format, shows_tools
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.generation.options.extra import extra_options
 
 THINK = ("<think>", "</think>")
 TAGS = ("<tool_call>", "</tool_call>")

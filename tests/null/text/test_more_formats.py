@@ -16,7 +16,7 @@ from staticllm.pipelines.conversation.events import ArgumentsDelta, CallBroken, 
 from staticllm.pipelines.conversation.formats import find_format
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.generation.options.extra import extra_options
 
 TEMPLATES = {
     "glm": f"{calls.GLM}{{# </think> #}}",

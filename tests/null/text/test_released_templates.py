@@ -22,7 +22,7 @@ from staticllm.pipelines.conversation.events import merged, message_of
 from staticllm.pipelines.conversation.formats import find_format, format_beside
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.generation.options.extra import extra_options
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates"
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"

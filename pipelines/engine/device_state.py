@@ -1,0 +1,45 @@
+"""What an engine holds for one runner: its table, slots, batches and drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from staticllm.core import Clock
+from staticllm.pipelines.engine.batch import BatchBuilder
+from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
+from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.quarantine import Quarantine
+from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.scheduling.request_table import RequestTable
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A runner with an empty request table and an empty KV cache. ``replaced`` gives the state of another runner."""
+
+    runner: ModelRunner
+    options: EngineOptions
+    table: RequestTable
+    kv_manager: KVCacheManager
+    quarantine: Quarantine
+    draft_planner: DraftPlanner
+    batches: BatchBuilder
+
+    def replaced(self, runner: ModelRunner, options: EngineOptions, clock: Clock) -> DeviceState:
+        """Return the state of another runner; it takes over the draft model, and idle sequences without their slots."""
+        other = device_state(runner, options, clock, self.draft_planner)
+        other.kv_manager.away.take_over(self.kv_manager.away)
+        return other
+
+
+def device_state(
+    runner: ModelRunner, options: EngineOptions, clock: Clock, drafts: DraftPlanner | None = None
+) -> DeviceState:
+    """Return the state of a runner. ``drafts``: the planner whose draft model is used on."""
+    table = RequestTable(options.limits)
+    manager = make_kv_manager(runner.cache, table, options, clock, lambda: runner.rotations)
+    quarantine = Quarantine()
+    planner = DraftPlanner(runner, options.max_seq_len, drafts.model if drafts else None)
+    batches = BatchBuilder(runner, table, manager, quarantine, planner)
+    return DeviceState(runner, options, table, manager, quarantine, planner, batches)
