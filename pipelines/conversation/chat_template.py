@@ -91,7 +91,8 @@ def _said(error: Exception) -> str:
 
 def _line_of(error: Exception) -> int | None:
     """Return the line of the template that was running; Jinja puts it into the traceback."""
-    line, trace = None, error.__traceback__
+    line = None
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == NAME:
             line = trace.tb_lineno

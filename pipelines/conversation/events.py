@@ -129,7 +129,8 @@ class _HeldSpace:
 
     def take(self) -> str:
         """Return the whitespace, and hold none."""
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return "".join(pieces)
 
 
@@ -158,11 +159,13 @@ class Output:
         self._space = _HeldSpace()  # at the end of the content, which is left out if a block follows
         self._drops_space = False  # whether the next content follows a block
         self._before_block = ("", False)
-        self._reasoning_space, self._has_reasoning = _HeldSpace(), False
+        self._reasoning_space = _HeldSpace()
+        self._has_reasoning = False
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return merged(events)
 
     def content(self, text: str) -> None:
@@ -194,7 +197,8 @@ class Output:
     def open_block(self) -> None:
         """Begin a block."""
         self._before_block = (self._space.take(), self._drops_space)
-        self._reasoning_space, self._has_reasoning = _HeldSpace(), False
+        self._reasoning_space = _HeldSpace()
+        self._has_reasoning = False
 
     def close_block(self) -> None:
         """End a block."""

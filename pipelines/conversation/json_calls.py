@@ -78,7 +78,8 @@ class _Container:
         elif expected == "after" and char == "," and self._stack:
             self._expected = "key" if self._stack[-1] == "}" else "value"
         elif expected in ("key", "first_key") and char == '"':
-            self._expected, self._string = "key", ""
+            self._expected = "key"
+            self._string = ""
         elif expected in ("value", "first"):
             self._begin_value(char)
         else:
@@ -165,7 +166,9 @@ class CallObject:
     """
 
     def __init__(self, source: Source, output: Output, is_bare: bool = False) -> None:
-        self._source, self._output, self._is_bare = source, output, is_bare
+        self._source = source
+        self._output = output
+        self._is_bare = is_bare
         self._name: str | None = None
         self._waiting: list[str] | None = None  # arguments that came before the name
         self._has_begun = False
@@ -288,7 +291,8 @@ def take_listed_calls(source: Source, output: Output) -> Steps[None]:
     """
     yield from source.skip_space()
     yield from source.expect("{")
-    content, has_calls = "", False
+    content = ""
+    has_calls = False
     while True:
         yield from source.skip_space()
         key = yield from take_value(source)

@@ -49,7 +49,8 @@ class LearntCalls:
     @property
     def openings(self) -> tuple[str, ...]:
         """The markers that a call may begin with, the first one first; some models leave out all but the last."""
-        wrapper, before = tokens_of(self.wrapper[0]), tokens_of(self.before)
+        wrapper = tokens_of(self.wrapper[0])
+        before = tokens_of(self.before)
         last = [token for token in before[1:] if token.startswith("<")]
         return tuple(dict.fromkeys([*wrapper[:1], *before[:1], *last[-1:]]))
 
@@ -74,7 +75,8 @@ def learnt_calls(examples: CallExamples) -> LearntCalls | None:
     """Return what is around the parts of calls; None if the examples do not tell."""
     one = examples.one
     name = one.find("tool_name")
-    before, rest = one[:name], one[name + len("tool_name") :]
+    before = one[:name]
+    rest = one[name + len("tool_name") :]
     if "tool_name" in rest or not tokens_of(before) or tokens_of(before)[0][0] not in "<[":
         return None
     found = _JSON.search(rest)
@@ -96,7 +98,9 @@ def _learnt_parameters(rest: str, examples: CallExamples) -> tuple[str, LearntPa
     number = re.search("arg1(.*?)7", examples.number, re.DOTALL)
     if one is None or two is None or ">" not in one[2]:
         return None
-    between, begin, end = two[1], one[1], one[3]
+    between = two[1]
+    begin = one[1]
+    end = one[3]
     before_name, after_value = _apart(_common_end(begin, between), _common_begin(between, end), between)
     if not (before_name.strip() and after_value.strip()) or one[2] != two[2]:
         return None
@@ -210,7 +214,8 @@ def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
 
 
 def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
-    inner, end = learnt.parameters, tokens_of(learnt.after)
+    inner = learnt.parameters
+    end = tokens_of(learnt.after)
     after_name = tokens_of(learnt.after_name) or ([] if inner is None else tokens_of(inner.before_name))
     numbered = bool(re.fullmatch(r":\d+", after_name[0]))
     ends = after_name[1 if numbered and len(after_name) > 1 else 0][0]
@@ -250,7 +255,9 @@ def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
 def _take_parameters(
     source: Source, output: Output, inner: LearntParameters, types: Types, call_end: str
 ) -> Steps[None]:
-    seen, before, opening = set[str](), "{", inner.before_name.strip()
+    seen = set[str]()
+    before = "{"
+    opening = inner.before_name.strip()
     between = tokens_of(inner.after_name)
     while True:
         yield from source.skip_space()
@@ -266,7 +273,8 @@ def _take_parameters(
         else:
             yield from _take_tokens(source, tokens_of(inner.after_name_of_other))
         written = f"{before}{json.dumps(key, ensure_ascii=False)}: "
-        end, has_lines = inner.after_value.strip(), inner.after_value.startswith("\n")
+        end = inner.after_value.strip()
+        has_lines = inner.after_value.startswith("\n")
         if (yield from take_parameter_value(source, output, written, schema, end, has_line_breaks=has_lines)):
             before = ", "
     if not (yield from source.starts_with(call_end)):

@@ -52,7 +52,8 @@ def take_python_call(source: Source, output: Output) -> Steps[None]:
     """Take one call: a name, and keyword arguments in parentheses. Raises MalformedError: it is none."""
     name = yield from _take_name(source, "(")
     output.begin_bare_call(name)
-    before, seen = "{", set[str]()
+    before = "{"
+    seen = set[str]()
     while (yield from source.skip_space()) != ")":
         key = yield from _take_name(source, "=")
         if key in seen:

@@ -162,7 +162,8 @@ class SchemaBounds:
     """The bounds of the parts of one JSON schema ``root``."""
 
     def __init__(self, bounds: TokenBounds, root: Any) -> None:
-        self._bounds, self._facts = bounds, SchemaFacts(root)
+        self._bounds = bounds
+        self._facts = SchemaFacts(root)
         self._open: set[str] = set()  # references that are being followed
         self._num_left = MAX_VISITS
 
@@ -188,7 +189,8 @@ class SchemaBounds:
         return max(found)
 
     def _of_object(self, schema: Mapping[str, Any]) -> float:
-        required, properties = schema.get("required", []), schema.get("properties", {})
+        required = schema.get("required", [])
+        properties = schema.get("properties", {})
         if not isinstance(required, list) or not isinstance(properties, Mapping):
             return 1
         parts = [joined((self._of_string(str(name)), self.of(properties.get(name, True)))) for name in required]

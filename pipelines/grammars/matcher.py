@@ -56,7 +56,9 @@ class Matcher:
     """An ``AnswerMatcher`` of one grammar. ``end`` is the end token of llguidance's tokenizer."""
 
     def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None) -> None:
-        self._inner, self._vocab_size, self._end = inner, vocab_size, end
+        self._inner = inner
+        self._vocab_size = vocab_size
+        self._end = end
 
     def clone(self) -> Matcher:
         return Matcher(self._inner.deep_copy(), self._vocab_size, self._end)
@@ -104,7 +106,8 @@ class LeadMatcher:
     def __init__(self, stages: Sequence[Matcher], closing: Matcher | None, max_tokens: int) -> None:
         self._now, *rest = stages
         self._rest: tuple[Matcher, ...] = tuple(rest)
-        self._closing, self._num_left = closing, max_tokens
+        self._closing = closing
+        self._num_left = max_tokens
         self._go_on()
 
     def clone(self) -> LeadMatcher:
@@ -119,12 +122,14 @@ class LeadMatcher:
             return
         if self._now.is_at_end:
             self._now, *rest = self._rest
-            self._now, self._rest = self._now.clone(), tuple(rest)
+            self._now = self._now.clone()
+            self._rest = tuple(rest)
             self._go_on()
         elif self._is_reasoning and self._num_left <= 0:
             assert self._closing is not None
             if self._can_close(self._closing):
-                self._now, self._closing = self._closing.clone(), None
+                self._now = self._closing.clone()
+                self._closing = None
 
     @property
     def _is_reasoning(self) -> bool:
@@ -176,5 +181,6 @@ def _regex_reason(message: str) -> str:
     place = next((index for index, line in enumerate(lines) if line.strip() and not line.strip(" ^")), 0)
     if not reason or not place:
         return reason[:MAX_MESSAGE]
-    begin, end = lines[place].find("^"), lines[place].rfind("^") + 1
+    begin = lines[place].find("^")
+    end = lines[place].rfind("^") + 1
     return f"{reason[:MAX_MESSAGE]}: {lines[place - 1][begin:end][:MAX_PIECE]!r}"

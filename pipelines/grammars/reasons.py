@@ -119,7 +119,8 @@ def _schemas(tree: SyntaxTree | None) -> Iterator[Any]:
 
 def _parts(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the places of a schema's parts, as JSON pointers, and the parts."""
-    left, num_left = [("#", schema, False)], MAX_PARTS
+    left = [("#", schema, False)]
+    num_left = MAX_PARTS
     while left and num_left:
         place, part, is_map = left.pop(0)
         num_left -= 1
@@ -139,7 +140,8 @@ def _circle(schema: Any) -> str:
     parts = dict(_parts(schema))
     anchors = {f"#{part['$anchor']}": place for place, part in parts.items() if isinstance(part.get("$anchor"), str)}
     for start in parts:
-        seen, place = set[str](), start
+        seen = set[str]()
+        place = start
         while (target := _target(parts.get(place, {}))) is not None:
             seen.add(place)
             place = anchors.get(target, target or "#")

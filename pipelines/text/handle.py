@@ -75,7 +75,8 @@ class GenerationHandle:
             StaticLLMError: the request failed.
         """
         self._check_single()
-        self._processors[0].wants_text |= wants_text
+        if wants_text:
+            self._processors[0].want_text()
         yield from self._take_first()
         yield from self._read(None)
 
@@ -140,7 +141,7 @@ class GenerationHandle:
             GenerationConfigError, StaticLLMError: as for ``deltas``.
         """
         self._check_single()
-        self._processors[0].wants_text = True
+        self._processors[0].want_text()
         return self._batches_async(least_gap)
 
     def _check_parsed(self) -> None:
@@ -168,7 +169,8 @@ class GenerationHandle:
 
     async def _batches_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
         check_process(self._pid)
-        waker, token = running_waker(), object()
+        waker = running_waker()
+        token = object()
         signal = OutputSignal(waker, least_gap)
         if self.is_done:
             self._raise_error()
@@ -325,7 +327,8 @@ class GenerationHandle:
 
     def _take_first(self) -> list[TextDelta]:
         """Return the prompt as the first delta, once, if it is part of the answer (``echo``)."""
-        first, self._first = self._first, None
+        first = self._first
+        self._first = None
         return [] if first is None else [first]
 
     def _raise_error(self) -> None:

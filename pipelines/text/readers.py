@@ -47,7 +47,8 @@ class ReaderRole:
             self._changed.notify_all()
 
     def _is_free(self) -> bool:
-        me, alive = _here(), {thread.ident for thread in threading.enumerate()}
+        me = _here()
+        alive = {thread.ident for thread in threading.enumerate()}
         return all(reader == me or reader[0] not in alive for reader in self._readers.values())
 
 
@@ -80,7 +81,8 @@ class LoopWaker:
         self._events.append(event)  # before the flag is read: a loop that has cleared it sees this event
         if self._is_called:
             return
-        self._is_called, loop = True, self._loop()
+        self._is_called = True
+        loop = self._loop()
         with contextlib.suppress(RuntimeError):  # it was closed
             if loop is not None:
                 loop.call_soon_threadsafe(self._run)
@@ -111,10 +113,12 @@ class OutputSignal:
     """
 
     def __init__(self, waker: LoopWaker, least_gap: float = 0.0) -> None:
-        self._waker, self._least_gap = waker, least_gap
+        self._waker = waker
+        self._least_gap = least_gap
         self._event = waker.event()
         self._until = 0.0
-        self._is_pausing = self._has_ended = False
+        self._is_pausing = False
+        self._has_ended = False
 
     def set(self, is_end: bool) -> None:
         """Say that an output has come, or the last one. Any thread may call."""

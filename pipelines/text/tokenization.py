@@ -113,7 +113,8 @@ def _templated(
 ) -> Prompt:
     turns, tools, extra = _parts_of(messages)
     if options is not None:
-        tools, extra = _tools_for(options) or tools, {**extra, **options.extra_context}
+        tools = _tools_for(options) or tools
+        extra = {**extra, **options.extra_context}
         if options.choice == "none":
             tools = []
     if not turns:

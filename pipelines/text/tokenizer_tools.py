@@ -28,7 +28,8 @@ class JoinedDecoder:
     """
 
     def __init__(self, decode: Decode, decode_rows: DecodeRows) -> None:
-        self._decode, self._decode_rows = decode, decode_rows
+        self._decode = decode
+        self._decode_rows = decode_rows
         self._texts: dict[int, str | None] = {}  # None: not a text of whole characters
 
     def __call__(self, tokens: list[int]) -> str:
@@ -56,7 +57,8 @@ class SpecialTokens:
     """
 
     def __init__(self, tokenizer: genai.Tokenizer, joins_tokens: bool = False) -> None:
-        self._tokenizer, self._joins_tokens = tokenizer, joins_tokens
+        self._tokenizer = tokenizer
+        self._joins_tokens = joins_tokens
         self._decoders: dict[frozenset[int], Callable[[list[int]], str]] = {}  # by the tokens that are shown
         self._is_special: dict[int, bool] = {}
         self._vocabulary: dict[bytes | str, int] = {}  # GenAI gives the texts as bytes
@@ -110,7 +112,8 @@ class WordTokens:
 
     def complete(self, options: GenerationOptions) -> SamplingParams:
         """Return the sampling parameters of ``options`` with the tokens of their texts."""
-        sampling, extra = options.sampling, options.extra
+        sampling = options.sampling
+        extra = options.extra
         if extra.bad_words:
             found = (sequence for word in extra.bad_words for sequence in self.of_word(word))
             sampling = replace(sampling, bad_words=(*sampling.bad_words, *found))
