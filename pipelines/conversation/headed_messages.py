@@ -64,7 +64,7 @@ def _take_message(source: Source, output: Output) -> Steps[None]:
 
 
 def _take_header(source: Source) -> Steps[str]:
-    """Take the text up to ``<|message|>``, and that. Raises MalformedError: it does not come."""
+    """Take the text up to ``<|message|>``, and that."""
     found: list[str] = []
     while not (yield from source.skip(MESSAGE)):
         char = yield from source.peek()

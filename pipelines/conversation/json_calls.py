@@ -29,7 +29,7 @@ class _Container:
         self.is_done = False
 
     def push(self, char: str) -> None:
-        """Check the next character. Raises MalformedError: it cannot come here."""
+        """Check the next character."""
         if self._string is not None:
             self._push_string(char)
         elif self._word and char not in ",]}" + WHITESPACE:
@@ -103,11 +103,7 @@ class _Container:
 
 
 def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
-    """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes.
-
-    Raises:
-        MalformedError: it is none, or the text ends before it does.
-    """
+    """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes."""
     first = yield from source.skip_space()
     if not first or first not in '{["':
         write((yield from _take_word(source)))
@@ -123,14 +119,14 @@ def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
 
 
 def take_object(source: Source, write: Callable[[str], object]) -> Steps[None]:
-    """Take a JSON object like ``take_json``. Raises MalformedError: it is none, or the text ends before it does."""
+    """Take a JSON object like ``take_json``."""
     if (yield from source.skip_space()) != "{":
         raise MalformedError("arguments that are no object")
     yield from take_json(source, write)
 
 
 def take_value(source: Source) -> Steps[Any]:
-    """Take one JSON value and return it. Raises MalformedError: it is none, or the text ends before it does."""
+    """Take one JSON value and return it."""
     chars: list[str] = []
     yield from take_json(source, chars.append)
     return json.loads("".join(chars))
@@ -174,7 +170,7 @@ class CallObject:
         self._has_begun = False
 
     def take(self) -> Steps[None]:
-        """Take the object, and write the call. Raises MalformedError: it is no call."""
+        """Take the object, and write the call."""
         yield from self._object(is_inner=False)
         if not self._has_begun:
             if self._name is None or (self._waiting is None and self._is_bare):
@@ -255,11 +251,7 @@ def _loaded(text: str) -> object:
 
 
 def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> Steps[None]:
-    """Take one call object, or a list of them; ``is_bare`` as for ``CallObject``.
-
-    Raises:
-        MalformedError: it is neither. The calls before the one that is malformed are written.
-    """
+    """Take one call object, or a list of them; ``is_bare`` as for ``CallObject``."""
     if (yield from source.skip_space()) != "[":
         yield from CallObject(source, output, is_bare).take()
         return
@@ -268,11 +260,7 @@ def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> 
 
 
 def take_bare_objects(source: Source, output: Output) -> Steps[None]:
-    """Take a list of call objects, or objects that are separated by semicolons.
-
-    Raises:
-        MalformedError: one is no call of a known function.
-    """
+    """Take a list of call objects, or objects that are separated by semicolons."""
     if (yield from source.skip_space()) == "[":
         yield from take_call_objects(source, output, is_bare=True)
         return
@@ -284,11 +272,7 @@ def take_bare_objects(source: Source, output: Output) -> Steps[None]:
 
 
 def take_listed_calls(source: Source, output: Output) -> Steps[None]:
-    """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``.
-
-    Raises:
-        MalformedError: it is something else. The calls before the one that is malformed are written.
-    """
+    """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``."""
     yield from source.skip_space()
     yield from source.expect("{")
     content = ""
@@ -315,11 +299,7 @@ def take_listed_calls(source: Source, output: Output) -> Steps[None]:
 
 
 def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
-    """Take a list of objects ``{"name": {…}}``, whose keys are the functions and whose values are the arguments.
-
-    Raises:
-        MalformedError: it is none. The calls before the one that is malformed are written.
-    """
+    """Take a list of objects ``{"name": {…}}``, whose keys are the functions and whose values are the arguments."""
     yield from source.skip_space()
     if (yield from source.skip("[")):
         yield from source.items("]", lambda: _take_keyed_call(source, output))

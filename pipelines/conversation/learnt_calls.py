@@ -160,9 +160,6 @@ def take_learnt_calls(
     """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
 
     In place of a call there may be JSON (``take_call_objects``).
-
-    Raises:
-        MalformedError: one is no call. The calls before the one that is malformed are written.
     """
     opening, closing = (tokens_of(text) for text in learnt.wrapper)
     before = tokens_of(learnt.before)

@@ -15,7 +15,10 @@ WHITESPACE = " \t\r\n"
 
 
 class MalformedError(Exception):
-    """The text is not what a parser expects here. The character that shows it is not taken."""
+    """The text is not what a parser expects here. The character that shows it is not taken.
+
+    Every ``take_…`` raises it; the calls before the one that is malformed are written.
+    """
 
 
 class Source:

@@ -36,9 +36,6 @@ def take_parameter_value(
     Values that can only be strings are written as they come; others when they are complete (``typed_json``). An empty value is
     none where the schema has no strings. ``has_line_breaks``: one line break at each end is layout. In a constrained answer, the
     strings in a JSON value may contain ``end``.
-
-    Raises:
-        MalformedError: the end is missing.
     """
     push = _Trimmed().push if has_line_breaks else str
     types = _types_of(schema)
