@@ -17,7 +17,7 @@ from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.model_dir import forget_in_memory
 from staticllm.pipelines.chat_session import ChatSession
-from staticllm.pipelines.daemon_client.daemon_home import DaemonHome
+from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine

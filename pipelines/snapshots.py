@@ -9,6 +9,7 @@ from pathlib import Path
 from staticllm.model_dir import weights_of
 from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
 from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched
+from staticllm.pipelines.engine.client import SnapshotTarget
 from staticllm.pipelines.launch.engine import Launched
 from staticllm.pipelines.text.input_processor import InputProcessor
 
@@ -30,8 +31,7 @@ class ModelSnapshots:
             SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
             ClosedError: the engine was closed.
         """
-        scales = self._input_processor.adapter_scales
-        return self._launched.engine.save_snapshot(ids, path, self._identity(), self._key, scales)
+        return self._launched.engine.save_snapshot(ids, self._target(path))
 
     def load(self, path: str | os.PathLike[str]) -> int:
         """Read a file that ``save`` wrote, and return its number of tokens.
@@ -40,8 +40,10 @@ class ModelSnapshots:
             SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
             ClosedError: the engine was closed.
         """
-        scales = self._input_processor.adapter_scales
-        return self._launched.engine.load_snapshot(path, self._identity(), self._key, scales)
+        return self._launched.engine.load_snapshot(self._target(path))
+
+    def _target(self, path: str | os.PathLike[str]) -> SnapshotTarget:
+        return SnapshotTarget(Path(path), self._identity(), self._key, self._input_processor.adapter_scales)
 
     def _identity(self) -> dict[str, str]:
         """Return the values that a snapshot's reader must share; the digest of the weights is computed on first use."""

@@ -138,7 +138,7 @@ def daemon_bytes() -> int:
     """Return the daemon's private memory in bytes; 0 without one."""
     import psutil
 
-    from staticllm.daemon.lifetime import status
+    from staticllm.daemon.process.lifetime import status
     from staticllm.wire.endpoint import runtime_folder
 
     found = status(runtime_folder())

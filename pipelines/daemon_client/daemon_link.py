@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import openvino as ov
-
+from staticllm.children.answers import check
 from staticllm.errors import DeviceError, ProcessLostError
-from staticllm.pipelines.daemon_client.failures import check
 from staticllm.wire import endpoint
-from staticllm.wire.channel import Channel
-from staticllm.wire.endpoint import EndpointError, GoneError, SilentError
-from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
-from staticllm.wire.silence import SilenceWatch
-
-START_SECONDS = 75.0
-"""Seconds in which a daemon that is started must listen."""
-
+from staticllm.wire.channel import Channel, Joined, join_daemon
+from staticllm.wire.endpoint import EndpointError, GoneError, SilenceWatch, SilentError
+from staticllm.wire.messages import Message, ProtocolError
 
 GONE = (
     "the process that runs the model has ended, and with it this request: send it again, which starts another process"
@@ -34,26 +23,16 @@ class Startable(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Its runtime folder.
-
-        Raises:
-            EndpointError: it cannot be used.
-        """
+        """Its runtime folder. Raises ``EndpointError`` if it cannot be used."""
         ...
 
     def start(self) -> None:
-        """Start it, and return when it listens. Called if nobody listens.
-
-        Raises:
-            EndpointError: it does not listen in time.
-        """
+        """Start it, and return when it listens. Raises ``EndpointError`` if it does not in time."""
         ...
 
 
 class DaemonLink:
-    """This program as a client of the daemon: its first connection, which keeps the client alive, and those added to it.
-
-    One thread at a time may call ``ask``.
+    """This program as a client of the daemon, on one ``connection``. One thread at a time may call ``ask``.
 
     Raises:
         DeviceError: no daemon can be reached or started.
@@ -61,58 +40,27 @@ class DaemonLink:
     """
 
     def __init__(self, home: Startable) -> None:
-        self._hello: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "openvino": ov.get_version(),
-            "pid": os.getpid(),
-            "program": Path(sys.argv[0] or "python").name[:256],
-            "priority": _priority() + 100,
-        }
         try:
             self._folder = home.folder
             self._watch = SilenceWatch(self._folder)
-            self._first = self._open(home)
+            self.connection, welcome = self._join(home)
         except EndpointError as error:
             raise _unreachable(error) from error
+        except (EOFError, OSError, ProtocolError) as error:
+            raise ProcessLostError(GONE) from error
         try:
-            welcome = greet(self._first, self._hello, self._folder).body
-            self._first.watch(self._watch.check)
-            self._hello["session"], self._pid = welcome["session"], int(welcome["pid"])
+            check(welcome)
+            self._pid = int(welcome.body["pid"])
         except BaseException:
-            self._first.close()
+            self.close()
             raise
 
     def ask(self, message: Message) -> Message:
-        """Send a message on the first connection, and return the answer.
-
-        Raises:
-            StaticLLMError: the daemon refused it, or it has gone.
-        """
-        return ask(self._first, message)
-
-    def connect(self) -> Channel:
-        """Return a further connection of this client.
-
-        Raises:
-            StaticLLMError: the daemon refused it, or it has gone.
-        """
-        try:
-            channel = Channel(endpoint.connect(self._folder))
-        except EndpointError as error:
-            raise _unreachable(error) from error
-        try:
-            greet(channel, self._hello, self._folder)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+        """Send a message, and return the answer. Raises ``StaticLLMError`` (the daemon refused it, or it has gone)."""
+        return ask(self.connection, message)
 
     def check_silence(self) -> None:
-        """Return if the daemon answers new connections, or has ended.
-
-        Raises:
-            SilentError: it does not answer.
-        """
+        """Return if the daemon answers new connections, or has ended. Raises ``SilentError`` (it does not answer)."""
         self._watch.check()
 
     @property
@@ -122,25 +70,22 @@ class DaemonLink:
 
     def shut(self) -> None:
         """End this client; a thread that waits in ``ask`` gets a ``ProcessLostError``. Any thread may call."""
-        self._first.shut()
+        self.connection.shut()
 
     def close(self) -> None:
         """End this client; the daemon frees all that it had. A second call does nothing."""
-        self._first.close()
+        self.connection.close()
 
-    def _open(self, home: Startable) -> Channel:
-        """Connect, and start the daemon if nobody listens.
-
-        Raises:
-            EndpointError: it does not listen in time.
-        """
+    def _join(self, home: Startable) -> Joined:
+        """Connect, and start the daemon if none listens. Raises ``EndpointError`` (it does not listen in time)."""
+        priority = _priority() + 100
         try:
-            return Channel(endpoint.connect(self._folder))
-        except endpoint.SilentError:
+            return join_daemon(self._folder, self._watch.check, priority=priority)
+        except SilentError:
             raise
         except EndpointError:
             home.start()
-        return Channel(endpoint.connect(self._folder))
+        return join_daemon(self._folder, self._watch.check, priority=priority)
 
 
 def _unreachable(error: EndpointError) -> DeviceError | ProcessLostError:
@@ -155,48 +100,8 @@ def _priority() -> int:
     return max(-100, min(100, int(text))) if text.lstrip("-").isdecimal() else 0
 
 
-def start_daemon() -> None:
-    """Start the daemon of this user in the background, and return when it listens.
-
-    Raises:
-        EndpointError: it does not listen within ``START_SECONDS``.
-    """
-    given = json.loads(os.environ.get("STATICLLM_DAEMON_COMMAND", "[]"))  # set by staticllm attach
-    command = [part for part in given if part != "--foreground"]
-    command = command or [sys.executable, "-m", "staticllm", "daemon", "start"]
-    start = time.monotonic()
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EndpointError(f"it could not be started after {time.monotonic() - start:.1f} s: {error}") from error
-    if result.returncode:
-        raise EndpointError(f"it could not be started: {result.stderr.strip()[-500:]}")
-
-
-def greet(channel: Channel, hello: dict[str, Any], folder: Path) -> Message:
-    """Say to the daemon of a folder who this program is, and return the answer.
-
-    Raises:
-        DeviceError: there is none in time.
-        StaticLLMError: as for ``ask``.
-    """
-    try:
-        channel.send(Message(Kind.HELLO, body=hello))
-        if not channel.poll(endpoint.ANSWER_SECONDS):
-            raise DeviceError(endpoint.silence_of(folder))
-        answer = channel.receive()
-    except (EOFError, OSError, ProtocolError) as error:
-        raise ProcessLostError(GONE) from error
-    check(answer)
-    return answer
-
-
 def ask(channel: Channel, message: Message) -> Message:
-    """Send a message and return the answer.
-
-    Raises:
-        StaticLLMError: the daemon refused it, it failed, or the daemon has gone (``ProcessLostError``).
-    """
+    """Send a message and return the answer. Raises ``StaticLLMError``."""
     try:
         channel.send(message)
         answer = channel.receive()

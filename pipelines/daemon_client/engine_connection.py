@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 
+from staticllm.children.answers import check
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
 from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
-from staticllm.pipelines.daemon_client.failures import check
 from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.system.threads import start_thread
@@ -41,15 +41,18 @@ class EngineConnection:
     """
 
     def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
-        self._link, self._handle, self._on_lost = link, handle, on_lost
-        self._channel = link.connect()
+        self._link = link
+        self._handle = handle
+        self._on_lost = on_lost
+        self._channel = link.connection
         self._queues: dict[int, OutputQueue] = {}  # by the request's id
         self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()  # of the tables
         self._sending = threading.Lock()
-        self._is_closed = self._is_lost = False
+        self._is_closed = False
+        self._is_lost = False
         self._channel.watch(self._check_silence)
         self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
         self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
@@ -68,11 +71,8 @@ class EngineConnection:
     def submit(self, request: EngineRequest, queue: OutputQueue) -> CompileTimes | None:
         """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
 
-        Returns what its grammar took to compile, if it has one.
-
-        Raises:
-            ProcessLostError: the daemon has ended before it accepted the request; nothing was put into ``queue``.
-            StaticLLMError: it was refused.
+        Returns what its grammar took to compile, if it has one. Raises ``ProcessLostError`` (the daemon has ended before it
+        accepted the request; nothing was put into ``queue``) and ``StaticLLMError`` (it was refused).
         """
         with self._lock:
             self._queues[request.id] = queue
@@ -98,11 +98,8 @@ class EngineConnection:
     def ask(self, message: Message) -> Message:
         """Send a question about the model and wait for its answer, while outputs of requests go on.
 
-        Raises:
-            ClosedError: the connection was closed.
-            ConfigError: the message is too large.
-            ProcessLostError: the daemon has ended.
-            StaticLLMError: it refused, or failed.
+        Raises ``ClosedError`` (the connection was closed), ``ConfigError`` (the message is too large), ``ProcessLostError``
+        (the daemon has ended) and ``StaticLLMError`` (it refused, or failed).
         """
         future: Future[Message] = Future()
         with self._lock:
@@ -153,7 +150,6 @@ class EngineConnection:
         self._notifier.join()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._channel.close()
         self._link.close()
 
     def _send_notices(self) -> None:
@@ -177,7 +173,9 @@ class EngineConnection:
         with self._lock:
             is_closed = self._is_closed and not self._is_lost
             self._is_lost = not is_closed
-            answers, queues, left = dict(self._answers), dict(self._queues), dict(self._left)
+            answers = dict(self._answers)
+            queues = dict(self._queues)
+            left = dict(self._left)
             for table in (self._answers, self._queues, self._left):
                 table.clear()
         reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
@@ -190,11 +188,7 @@ class EngineConnection:
             self._on_lost()
 
     def _check_silence(self) -> None:
-        """Look whether the daemon still answers, if somebody waits for it.
-
-        Raises:
-            SilentError: it does not.
-        """
+        """Check that the daemon still answers, if a request or a question waits. Raises ``SilentError`` (it does not)."""
         if self._queues or self._answers:
             self._link.check_silence()
 
@@ -206,7 +200,8 @@ class EngineConnection:
                 future.set_result(message)
             return
         with self._lock:
-            queue, left = self._queues.get(message.number), self._left.get(message.number)
+            queue = self._queues.get(message.number)
+            left = self._left.get(message.number)
         if queue is None or left is None:
             return
         for values in message.body["outputs"]:

@@ -1,4 +1,4 @@
-"""Submits the requests that were lost with a daemon again, in another one, while their readers wait."""
+"""Requests whose daemon was lost: what their readers have got is known, and another daemon submits the rest again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,136 @@ from queue import Empty, SimpleQueue
 
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, ProcessLostError, StaticLLMError
+from staticllm.pipelines.daemon_client.daemon_link import GONE
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.pipelines.daemon_client.live_request import MAX_LOSSES, LiveRequest
+from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.system.threads import start_thread
+from staticllm.wire.endpoint import SilentError
 
 RECOVERY_SECONDS = 300.0
 """Seconds after the last loss in which requests must be accepted again; loading a model may take minutes."""
+MAX_LOSSES = 2
+"""A request that was lost with this many daemons ends with an error: it may be what ended them."""
+
+
+class LiveRequest(OutputQueue):
+    """Takes the outputs of a request from the connection, and passes them on to the reader's ``queue``.
+
+    ``put`` takes the end of a connection as a loss, not as the end of the request. After ``begin_again`` the outputs come once
+    more from their beginning: those that were delivered are compared by their tokens and dropped. If a token differs, the
+    request ends with a ``ProcessLostError``, since its answer would be made of two. ``on_end`` is called with the request's id
+    at its end.
+
+    Any thread may call the methods. Finalizers may call ``cancel``: it takes no lock.
+    """
+
+    def __init__(self, request: EngineRequest, queue: OutputQueue, on_end: Callable[[int], object]) -> None:
+        super().__init__()
+        self.request = request
+        self.queue = queue
+        self._on_end = on_end
+        self.cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
+        self.num_losses = 0
+        self._delivered: list[list[int]] = [[] for _ in range(request.num_sequences)]  # tokens, by answer
+        self._num_seen = [0] * request.num_sequences  # tokens of the current submission, by answer
+        self._ended: set[int] = set()
+        self._is_connected = True
+        self._is_accepted = True
+        self._lock = threading.RLock()  # a listener of the queue may call back
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its answers have ended."""
+        return len(self._ended) == self.request.num_sequences
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it waits for a daemon that accepts it again."""
+        return not (self._is_connected and self._is_accepted)
+
+    def put(self, output: Output) -> None:
+        """Take an output of the current submission. Runs on the connection's thread."""
+        with self._lock:
+            if output.index in self._ended:
+                return
+            if isinstance(output, TokenOutput):
+                self._put_token(output)
+            elif isinstance(output.error, ProcessLostError):
+                self.lose()
+            elif self._is_short(output):
+                self.fail()
+            else:
+                self.end(output.reason, output.error, output.index)
+
+    def lose(self) -> None:
+        """Note that the current submission is lost with its connection. Further calls until ``begin_again`` do nothing."""
+        with self._lock:
+            if self._is_connected:
+                self._is_connected = False
+                self.num_losses += 1
+
+    def rewind(self) -> None:
+        """Expect the outputs from their beginning; called before the request is submitted again."""
+        with self._lock:
+            self._num_seen = [0] * len(self._num_seen)
+
+    def begin_again(self) -> None:
+        """Rewind a request that was lost; it counts as lost until ``accept`` is called."""
+        with self._lock:
+            self._is_connected = True
+            self._is_accepted = False
+            self.rewind()
+
+    def accept(self) -> None:
+        """Note that the daemon has accepted it again."""
+        self._is_accepted = True
+
+    def cancel(self, index: int | None, reason: FinishReason) -> None:
+        """Note that one answer, or with None all of them, were cancelled. Takes no lock."""
+        self.cancelled[index] = reason
+
+    def end_what_is_due(self, now: float) -> None:
+        """End the answers that were cancelled, and all of them if the deadline is before the moment ``now``."""
+        for index, reason in list(self.cancelled.items()):
+            self.end(reason, None, index)
+        if self.request.deadline is not None and self.request.deadline <= now:
+            self.end(FinishReason.DEADLINE)
+
+    def fail(self, cause: BaseException | None = None) -> None:
+        """End it with a ``ProcessLostError``, which says so if the daemon does not answer."""
+        silence = None if cause is None else cause.__cause__
+        error = ProcessLostError(str(silence) if isinstance(silence, SilentError) else GONE)
+        error.__cause__ = cause
+        self.end(FinishReason.ERROR, error)
+
+    def end(self, reason: FinishReason, error: BaseException | None = None, index: int | None = None) -> None:
+        """End one answer, or with None all that have not ended."""
+        with self._lock:
+            if self.is_over:
+                return
+            for each in range(self.request.num_sequences):
+                if each not in self._ended and index in (None, each):
+                    self._ended.add(each)
+                    if self.is_over:  # before the reader knows it: it may close the pipeline
+                        self._on_end(self.request.id)
+                    self.queue.put(Finished(reason, error, each))
+
+    def _put_token(self, token: TokenOutput) -> None:
+        delivered = self._delivered[token.index]
+        position = self._num_seen[token.index]
+        self._num_seen[token.index] += 1
+        if position == len(delivered):
+            delivered.append(token.id)
+            self.queue.put(token)
+        elif delivered[position] != token.id:
+            self.fail()
+
+    def _is_short(self, end: Finished) -> bool:
+        """Return whether an answer ended by itself before all tokens came that were delivered: it is another answer."""
+        is_cancelled = end.index in self.cancelled or None in self.cancelled
+        has_all = self._num_seen[end.index] >= len(self._delivered[end.index])
+        return end.reason in (FinishReason.STOP, FinishReason.LENGTH) and not (is_cancelled or has_all)
 
 
 class Recovery:
@@ -28,9 +152,11 @@ class Recovery:
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], connect: Callable[[], EngineConnection]) -> None:
-        self._live, self._connect = live, connect
+        self._live = live
+        self._connect = connect
         self._lock = threading.Lock()  # of the two flags; nothing is called while it is held
-        self._is_running = self._is_closed = False
+        self._is_running = False
+        self._is_closed = False
         self._until = 0.0
         self._events: SimpleQueue[bool] = SimpleQueue()  # True ends the thread that gets it
 
@@ -42,7 +168,8 @@ class Recovery:
             self._events.put(False)  # the limit has changed
             if self._is_running or self._is_closed or not self.lost():
                 return
-            self._is_running, self._events = True, SimpleQueue()
+            self._is_running = True
+            self._events = SimpleQueue()
             events = self._events
         try:
             start_thread(lambda: self._watch(events), "staticllm-remote-watch")
@@ -72,7 +199,7 @@ class Recovery:
             while self._goes_on():
                 self._resume()
                 self._end_hopeless()
-        except Exception as error:  # whatever it is, no reader may wait for ever
+        except Exception as error:  # whatever it is, every reader gets an end
             self._end(error)
         events.put(True)
 
@@ -99,11 +226,7 @@ class Recovery:
             self._submit(connection, live)
 
     def _connection(self) -> EngineConnection:
-        """Return a connection to a daemon that has the model.
-
-        Raises:
-            StaticLLMError: there is none, or it refuses the model.
-        """
+        """Return a connection to a daemon that has the model. Raises ``StaticLLMError``."""
         try:
             return self._connect()
         except DeviceError:  # a daemon that did not listen in time may do so by now

@@ -7,21 +7,21 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from staticllm.children.child import start_daemon
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales
-from staticllm.kvcache.snapshot import Identity
+from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
-from staticllm.pipelines.daemon_client.live_request import LiveRequest
-from staticllm.pipelines.daemon_client.recovery import Recovery
-from staticllm.pipelines.engine.client import UserProcessors
+from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
+from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.system.threads import CLOSE_SECONDS, check_process
+from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
 
 
@@ -32,8 +32,8 @@ class RemoteEngine:
     ``give_up`` lets a ``connect`` that runs raise an error soon. After a daemon was killed, the next request, or ``reconnect``,
     loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
     go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
-    ``ProcessLostError``. ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory.
-    Any thread may call the methods.
+    ``ProcessLostError``. ``on_lost`` is called on the connection's thread when the daemon has ended. ``has_own_tokenizer``:
+    whether the pipeline has another tokenizer than that of the model's directory. Any thread may call.
     """
 
     def __init__(
@@ -41,13 +41,16 @@ class RemoteEngine:
         connect: Callable[[OnLost], EngineConnection],
         give_up: Callable[[], object] = lambda: None,
         resumes: bool = False,
+        on_lost: OnLost = lambda: None,
         has_own_tokenizer: bool = False,
     ) -> None:
-        self._connect, self._give_up, self._resumes = connect, give_up, resumes
-        self._has_own_tokenizer = has_own_tokenizer
-        self.on_lost: OnLost = lambda: None  # called on the connection's thread when the daemon has ended
+        self._connect = connect
+        self._give_up = give_up
+        self._resumes = resumes
+        self._on_lost = on_lost
         self._connecting = threading.Lock()  # held while the model is loaded
         self._is_closed = False
+        self._has_own_tokenizer = has_own_tokenizer
         self._pid = os.getpid()
         self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
         self._recovery = Recovery(self._live, self._connected)
@@ -61,9 +64,8 @@ class RemoteEngine:
     def reconnect(self) -> None:
         """Load the model in the daemon again if it has ended. Takes as long as loading does.
 
-        Raises:
-            ClosedError: the engine was closed.
-            StaticLLMError: the daemon cannot be started, or refuses the model.
+        Raises ``ClosedError`` (the engine was closed) and ``StaticLLMError`` (the daemon cannot be started, or refuses the
+        model).
         """
         self._connected()
 
@@ -72,12 +74,10 @@ class RemoteEngine:
     ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
-        Raises:
-            BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
-            ClosedError: the engine was closed.
-            ProcessLostError: the daemon has ended twice before it accepted the request.
-            GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
-                compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's.
+        Raises ``BusyError`` (``MAX_WAITING`` requests are waiting in the daemon's engine), ``ClosedError`` (the engine was
+        closed), ``ProcessLostError`` (the daemon has ended twice before it accepted the request) and
+        ``GenerationConfigError`` (there are ``processors``, which cannot go to another process; or the grammar cannot be
+        compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's).
         """
         if processors:
             raise GenerationConfigError(
@@ -105,7 +105,6 @@ class RemoteEngine:
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored."""
         live = self._live.get(request)
         if os.getpid() != self._pid or live is None:
             return
@@ -116,29 +115,17 @@ class RemoteEngine:
         self._recovery.wake()
 
     def check_process(self) -> None:
-        """Check that this is the process that the engine belongs to.
-
-        Raises:
-            ClosedError: it is a forked child.
-        """
         check_process(self._pid)
 
     def stats(self) -> Stats:
-        """Return the statistics of the daemon's engine, over all programs that use it.
-
-        Raises:
-            ClosedError: the engine was closed, or the daemon has ended.
-        """
         self.check_process()
         return Stats(**self._connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
 
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        The engine is watched from now on, until nobody has asked for 15 seconds.
-
-        Raises:
-            ClosedError: the engine was closed, or the daemon has ended.
+        The engine is watched from now on, until it has had no reader for 15 seconds. Raises ``ClosedError`` (the engine was
+        closed, or the daemon has ended).
         """
         self.check_process()
         return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
@@ -146,38 +133,15 @@ class RemoteEngine:
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Raise an error: a recording holds the calls of all programs, and is made in the daemon.
 
-        Raises:
-            StaticLLMError: always.
+        Raises ``StaticLLMError``.
         """
         raise StaticLLMError("the engine is in the daemon: staticllm daemon trace records its calls")
 
-    def save_snapshot(
-        self,
-        tokens: list[int],
-        path: str | os.PathLike[str],
-        identity: Identity,
-        key: bytes = b"",
-        adapters: AdapterScales = (),
-    ) -> int:
-        """Save the keys and values of the longest cached prefix of ``tokens``. Return its number of tokens.
+    def save_snapshot(self, tokens: list[int], target: SnapshotTarget) -> int:
+        return self._snapshot("save", target, tokens)
 
-        Raises:
-            SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
-            ProcessLostError: the daemon has ended twice.
-            ClosedError: the engine was closed.
-        """
-        return self._snapshot("save", path, identity, key, adapters, tokens)
-
-    def load_snapshot(
-        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
-    ) -> int:
-        """Let the daemon read a snapshot. Return its number of tokens.
-
-        Raises:
-            SnapshotError: the file is missing, damaged or of another model, or there is no room for its tokens.
-            ClosedError: the engine was closed, or the daemon has ended.
-        """
-        return self._snapshot("load", path, identity, key, adapters, [])
+    def load_snapshot(self, target: SnapshotTarget) -> int:
+        return self._snapshot("load", target, [])
 
     def close(self, drain: bool = False) -> None:
         """End this program's requests, or with ``drain`` wait for them, and give the model back. A second call does nothing."""
@@ -198,12 +162,7 @@ class RemoteEngine:
             live.end(FinishReason.CANCELLED)
 
     def _connected(self) -> EngineConnection:
-        """Return a connection that works, as far as is known.
-
-        Raises:
-            ClosedError: the engine was closed.
-            StaticLLMError: the daemon cannot be started, or refuses the model.
-        """
+        """Return a connection that works, as far as is known. Raises ``ClosedError`` and ``StaticLLMError``."""
         self.check_process()
         with self._connecting:
             if self._is_closed:
@@ -227,7 +186,7 @@ class RemoteEngine:
             for live in lost:
                 live.fail()
         self._recovery.begin()
-        self.on_lost()
+        self._on_lost()
 
     def _forget(self, request: int) -> None:
         """Forget a request that has ended; if that was not by the daemon, end it there as well."""
@@ -235,18 +194,10 @@ class RemoteEngine:
         if self._connection.has(request):
             self._connection.cancel(request)
 
-    def _snapshot(
-        self,
-        action: str,
-        path: str | os.PathLike[str],
-        identity: Identity,
-        key: bytes,
-        adapters: AdapterScales,
-        tokens: list[int],
-    ) -> int:
+    def _snapshot(self, action: str, target: SnapshotTarget, tokens: list[int]) -> int:
         body = {
-            "action": action, "path": str(Path(path).absolute()), "identity": dict(identity), "key": key.hex(),
-            "adapters": adapters, "tokens": tokens,
+            "action": action, "path": str(target.path.absolute()), "identity": dict(target.identity), "key": target.key.hex(),
+            "adapters": target.adapters, "tokens": tokens,
         }  # fmt: skip
         message = Message(Kind.SNAPSHOT, body=body)
         try:
@@ -261,3 +212,39 @@ class RemoteEngine:
             live.queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
         while self._live:
             ended.acquire(timeout=0.2)
+
+
+class DaemonHome(Startable, Protocol):
+    """A daemon: where it listens, how it is started, and what it is told about the engines in it."""
+
+    @property
+    def resumes_requests(self) -> bool:
+        """Whether the running requests of a daemon that was killed go on in the next one, or end with an error."""
+        ...
+
+    def adopt(self, engine: RemoteEngine) -> None:
+        """Note an engine that now runs in it."""
+        ...
+
+    def on_lost(self) -> object:
+        """Note that it has ended. Called on the thread of a connection, and must not wait."""
+        ...
+
+
+class UserDaemon:
+    """The daemon that all programs of this user share."""
+
+    resumes_requests = True
+
+    @property
+    def folder(self) -> Path:
+        return endpoint.runtime_folder()
+
+    def start(self) -> None:
+        start_daemon(self.folder)
+
+    def adopt(self, engine: RemoteEngine) -> None:
+        """Do nothing: the user's daemon outlives its engines."""
+
+    def on_lost(self) -> object:
+        """Do nothing: the next request of an engine connects it again."""

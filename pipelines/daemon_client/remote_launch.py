@@ -14,10 +14,9 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError, ModelError, pipeline_closed
 from staticllm.model_dir import model_in_memory
-from staticllm.pipelines.daemon_client.daemon_home import DaemonHome, UserDaemon
 from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
-from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
+from staticllm.pipelines.daemon_client.remote_engine import DaemonHome, RemoteEngine, UserDaemon
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.draft_source import DraftSource
 from staticllm.pipelines.launch.genai_properties import plain_properties
@@ -55,14 +54,12 @@ def remote_launcher(
 ) -> Launch:
     """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
 
-    ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon uses.
+    ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon
+    uses.
 
-    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
-    be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
-    the model; the message says why.
-
-    Raises:
-        ConfigError: ``daemon`` is something else.
+    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property
+    cannot be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the
+    daemon refuses the model; the message says why. Raises ``ConfigError`` (``daemon`` is something else).
     """
     if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
         raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
@@ -85,7 +82,7 @@ def _launch(
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, has_own_tokenizer)
+    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, home.on_lost, has_own_tokenizer)
     try:
         home.adopt(engine)
         answer = model.described
@@ -105,7 +102,7 @@ def _launch(
 
 
 class _RemoteModel:
-    """A model that a daemon loads, as often as a daemon ends. ``described``: what the first one said of it."""
+    """A model that a daemon loads, and the next daemon after a loss. ``described``: the answer of the first one."""
 
     def __init__(
         self, directory: Path, candidates: Sequence[Candidate], home: DaemonHome, draft: DraftSource | None
@@ -133,11 +130,9 @@ class _RemoteModel:
     def connect(self, on_lost: OnLost) -> EngineConnection:
         """Load the model, and return a connection to its engine.
 
-        Raises:
-            DeviceError: no daemon can be reached.
-            ClosedError: ``give_up`` was called.
-            ModelError: the daemon serves the model with other limits than the one before.
-            StaticLLMError: the daemon refused the model.
+        Raises ``DeviceError`` (no daemon can be reached), ``ClosedError`` (``give_up`` was called), ``ModelError`` (the
+        daemon serves the model with other limits than the one before) and ``StaticLLMError`` (the daemon refused the
+        model).
         """
         link = self._link = DaemonLink(self._home)
         try:
@@ -160,21 +155,13 @@ class _RemoteModel:
 
 
 def check_sendable(scheduler: object) -> None:
-    """Check that the policy of a pipeline can be sent to the daemon.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that the policy of a pipeline can be sent to the daemon. Raises ``ConfigError`` (it cannot)."""
     if not (scheduler is None or isinstance(scheduler, str)):
         raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
 
 
 def _plain(config: StaticLLMConfig) -> dict[str, Any]:
-    """Return the fields of a config as JSON types, with absolute paths.
-
-    Raises:
-        ConfigError: one is a secret or a function of this process.
-    """
+    """Return the fields of a config as JSON types, with absolute paths. Raises ``ConfigError``."""
     values = asdict(replace(config, adapters=None))
     for name in SECRETS:
         if values.pop(name) is not None:
@@ -187,11 +174,7 @@ def _plain(config: StaticLLMConfig) -> dict[str, Any]:
 
 
 def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
-    """Return path, name and alpha of each adapter, and whether they are folded into the weights.
-
-    Raises:
-        ConfigError: one was made of bytes in this process.
-    """
+    """Return path, name and alpha of each adapter, and whether they are folded into the weights. Raises ``ConfigError``."""
     if adapters is None:
         return None
     members = []
@@ -205,11 +188,7 @@ def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
 
 
 def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
-    """Return the fields of a draft model as JSON types.
-
-    Raises:
-        ConfigError: a property cannot be sent.
-    """
+    """Return the fields of a draft model as JSON types. Raises ``ConfigError`` (a property cannot be sent)."""
     if draft is None:
         return None
     properties = plain_properties(draft.properties)

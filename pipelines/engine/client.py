@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from staticllm.core import FinishReason
@@ -18,6 +19,23 @@ from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 
 UserProcessors: TypeAlias = Sequence[Sequence[LogitsProcessor]]
 """The logits processors that a user made, per answer of a request; empty without any."""
+
+
+@dataclass(frozen=True)
+class SnapshotTarget:
+    """The file of a snapshot.
+
+    Attributes:
+        path: Where it is.
+        identity: What the models of its writer and its readers must share.
+        key: The key of its signature; empty for none.
+        adapters: The scales of the adapters that its keys and values were computed with.
+    """
+
+    path: Path
+    identity: Identity
+    key: bytes = b""
+    adapters: AdapterScales = ()
 
 
 class EngineClient(Protocol):
@@ -66,15 +84,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    def save_snapshot(
-        self,
-        tokens: list[int],
-        path: str | os.PathLike[str],
-        identity: Identity,
-        key: bytes = b"",
-        adapters: AdapterScales = (),
-    ) -> int:
-        """Save the keys and values of the longest prefix of ``tokens`` that is cached with these adapters.
+    def save_snapshot(self, tokens: list[int], target: SnapshotTarget) -> int:
+        """Save the keys and values of the longest prefix of ``tokens`` that is cached with the target's adapters.
 
         Return its number of tokens.
 
@@ -84,9 +95,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def load_snapshot(
-        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
-    ) -> int:
+    def load_snapshot(self, target: SnapshotTarget) -> int:
         """Read a snapshot, so that prompts that begin with its tokens do not compute them again. Return its number of tokens.
 
         Raises:

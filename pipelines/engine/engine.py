@@ -11,11 +11,9 @@ from typing import TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales
-from staticllm.kvcache.snapshot import Identity
 from staticllm.pipelines.engine.beams import new_state
 from staticllm.pipelines.engine.callbacks import Callbacks
-from staticllm.pipelines.engine.client import UserProcessors
+from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.device_use import SoleUse
 from staticllm.pipelines.engine.engine_core import EngineCore
@@ -160,34 +158,13 @@ class Engine:
         """
         return recording(self.profiler, max_records)
 
-    def save_snapshot(
-        self,
-        tokens: list[int],
-        path: str | os.PathLike[str],
-        identity: Identity,
-        key: bytes = b"",
-        adapters: AdapterScales = (),
-    ) -> int:
-        """Save the keys and values of the longest prefix of ``tokens`` that is cached with these adapters.
+    def save_snapshot(self, tokens: list[int], target: SnapshotTarget) -> int:
+        """Save the longest prefix of ``tokens`` that is cached, as ``EngineClient`` says."""
+        return save_snapshot(self, tokens, target)
 
-        Return its number of tokens.
-
-        Raises:
-            SnapshotError: no cached sequence begins with these tokens, or the file cannot be written.
-            ClosedError: the engine was closed.
-        """
-        return save_snapshot(self, tokens, path, identity, key, adapters)
-
-    def load_snapshot(
-        self, path: str | os.PathLike[str], identity: Identity, key: bytes = b"", adapters: AdapterScales = ()
-    ) -> int:
-        """Read a snapshot into the host pool. Return its number of tokens.
-
-        Raises:
-            SnapshotError: the file is missing, damaged or of another model, or the host pool has no room for its tokens.
-            ClosedError: the engine was closed.
-        """
-        return load_snapshot(self, path, identity, key, adapters)
+    def load_snapshot(self, target: SnapshotTarget) -> int:
+        """Read a snapshot into the host pool, as ``EngineClient`` says."""
+        return load_snapshot(self, target)
 
     def switch(self, runner: ModelRunner, options: EngineOptions, on_switch: Callable[[], None] = lambda: None) -> None:
         """Change to another runner when all admitted requests have ended; new requests wait for it.

@@ -84,7 +84,9 @@ class InputRoles:
         """Return whether a call continues each row of ``steps`` in its place, with a mask that only grows."""
         if any(inputs[index].ndim < 2 for index in (*self.appended, self.mask)):
             return False
-        old, new, rows = steps.last[self.mask], inputs[self.mask], steps.parts[self.rows][0]
+        old = steps.last[self.mask]
+        new = inputs[self.mask]
+        rows = steps.parts[self.rows][0]
         if rows.shape[0] != inputs[self.rows].shape[0] or rows.ndim != inputs[self.rows].ndim:
             return False
         if self.beams >= 0 and not np.array_equal(inputs[self.beams], np.arange(rows.shape[0])):
@@ -111,7 +113,7 @@ class CallLog:
         self._bytes = 0
 
     def add(self, inputs: dict[int, Array]) -> None:
-        """Add a call; the log keeps the arrays, which nobody may change any more."""
+        """Add a call; the log keeps the arrays, which must not change any more."""
         if self._bytes > MAX_BYTES:
             self._entries.clear()
             return
@@ -133,15 +135,11 @@ class CallLog:
             self._bytes += inputs[index].nbytes
 
     def add_state(self, change: StateChange) -> None:
-        """Add the change of a state; the log keeps its values, which nobody may change any more."""
+        """Add the change of a state; the log keeps its values, which must not change any more."""
         self._append(change, 0 if change.values is None else change.values.nbytes)
 
     def repeat(self, request: Repeatable) -> None:
-        """Run all calls on a request whose states are reset.
-
-        Raises:
-            RuntimeError: the log had to forget calls, because they were too large.
-        """
+        """Run all calls on a request whose states are reset. Raises ``RuntimeError`` if they were too large to keep."""
         if self._bytes > MAX_BYTES:
             raise RuntimeError(
                 f"the daemon has ended, and the {self._bytes >> 20} MiB of calls that led to the states of this request are more "

@@ -13,12 +13,50 @@ from pathlib import Path
 from typing import Any
 
 from ..wire import endpoint
-from ..wire.channel import Channel
-from ..wire.endpoint import EndpointError, SilentError
-from ..wire.messages import PROTOCOL, Kind, Message, ProtocolError
-from ..wire.silence import SilenceWatch
-from .answers import DaemonGoneError, UnavailableError, checked
+from ..wire.channel import Channel, Joined, join_daemon
+from ..wire.endpoint import EndpointError, SilenceWatch, SilentError
+from ..wire.messages import Kind, Message, ProtocolError
 from .settings import MAX_PRIORITY, Settings
+
+EXCEPTIONS: dict[str, type[Exception]] = {
+    each.__name__: each
+    for each in (RuntimeError, ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError)
+}
+
+
+class UnavailableError(RuntimeError):
+    """The daemon cannot be used, for the reason in the text."""
+
+
+class RefusedError(UnavailableError):
+    """The daemon does not take this program, model or request."""
+
+
+class DaemonGoneError(RuntimeError):
+    """The connection has ended in the middle of a call."""
+
+
+def checked(answer: Message) -> Message:
+    """Return an answer that carries a result.
+
+    Raises ``RefusedError`` (the daemon refused), ``ProtocolError`` (it is not an answer) and ``Exception`` (the one that
+    the call raised in the daemon).
+    """
+    if answer.kind is Kind.FAILED:
+        raise _kind_of(answer)(str(answer.body.get("text", "")))
+    if answer.kind is Kind.REFUSED:
+        raise RefusedError(str(answer.body.get("reason", "the daemon refused")))
+    if answer.kind not in (Kind.OK, Kind.DONE, Kind.WELCOME):
+        raise ProtocolError(f"{answer.kind.name} is not an answer")
+    return answer
+
+
+def _kind_of(answer: Message) -> type[Exception]:
+    """Return the class of an error, or the nearest base of it, that programs without our package have."""
+    bases = answer.body.get("bases")
+    names = [answer.body.get("type"), *(bases if isinstance(bases, list) else ())]
+    return next((EXCEPTIONS[name] for name in names if isinstance(name, str) and name in EXCEPTIONS), RuntimeError)
+
 
 POLL_SECONDS = 0.02
 DEATHS_SECONDS = 60.0
@@ -54,10 +92,8 @@ class Client:
     def call(self, message: Message) -> Message:
         """Ask the daemon on the first connection, and return its answer.
 
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
-            DaemonGoneError: the connection has ended meanwhile.
-            Exception: the one that the call raised in the daemon.
+        Raises ``UnavailableError`` (there is no daemon, or it refuses), ``DaemonGoneError`` (the connection has ended
+        meanwhile) and ``Exception`` (the one that the call raised in the daemon).
         """
         with self._lock:
             answer = self._ask(self._connected(), message)
@@ -67,12 +103,9 @@ class Client:
     def compile(self, message: Message) -> tuple[Message, int]:
         """Ask for a model on a connection of its own, so that no other thread waits for its compilation.
 
-        Return the answer, and the epoch to which its handle belongs.
-
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
-            DaemonGoneError: the connection has ended meanwhile.
-            Exception: the one that the call raised in the daemon.
+        Return the answer, and the epoch to which its handle belongs. Raises ``UnavailableError`` (there is no daemon, or it
+        refuses), ``DaemonGoneError`` (the connection has ended meanwhile) and ``Exception`` (the one that the call raised
+        in the daemon).
         """
         channel, epoch = self.open_channel()
         try:
@@ -92,15 +125,13 @@ class Client:
     def open_channel(self) -> tuple[Channel, int]:
         """Return another connection of this client, and the epoch to which it belongs; the caller closes it.
 
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
+        Raises ``UnavailableError`` (there is no daemon, or it refuses).
         """
         with self._lock:
             for attempt in range(2):
                 self._connected()
                 try:
-                    channel, _ = self._greet({"session": self._session})
-                    return channel, self.epoch
+                    return self._greet(session=self._session).channel, self.epoch
                 except SilentError as error:
                     self._note_silence(str(error))
                     raise UnavailableError(str(error)) from error
@@ -111,11 +142,7 @@ class Client:
         raise AssertionError("unreachable")
 
     def connect(self) -> int:
-        """Connect if there is no connection, and return the epoch.
-
-        Raises:
-            UnavailableError: there is no daemon, or it refuses.
-        """
+        """Connect if there is no connection, and return the epoch. Raises ``UnavailableError``."""
         with self._lock:
             self._connected()
             return self.epoch
@@ -136,14 +163,11 @@ class Client:
                 self._lock.release()
 
     def has_died(self, epoch: int) -> None:
-        """Count the end of the daemon of an epoch, which a call has seen.
-
-        Raises:
-            UnavailableError: it is the second within a minute.
-        """
+        """Count the end of the daemon of an epoch. The second within a minute raises ``UnavailableError``."""
         if epoch <= self._dead_epoch:
             return
-        self._dead_epoch, now = epoch, time.monotonic()
+        self._dead_epoch = epoch
+        now = time.monotonic()
         self._deaths = [moment for moment in self._deaths if now - moment < DEATHS_SECONDS] + [now]
         if len(self._deaths) > 1:
             where = endpoint.runtime_folder(create=False) / "daemon.log"
@@ -177,9 +201,9 @@ class Client:
         self.epoch += 1
         return self._control
 
-    def _greet_or_start(self) -> tuple[Channel, Message]:
+    def _greet_or_start(self) -> Joined:
         try:
-            return self._greet({})
+            return self._greet()
         except SilentError as error:  # another one cannot listen there
             raise UnavailableError(str(error)) from error
         except (EndpointError, EOFError, OSError) as error:
@@ -190,7 +214,7 @@ class Client:
         end = time.monotonic() + self.settings.wait_seconds
         while True:
             try:
-                return self._greet({})
+                return self._greet()
             except (EndpointError, EOFError, OSError) as error:
                 if time.monotonic() > end:
                     failed = f", it ended with code {process.returncode}" if process.poll() else ""
@@ -200,25 +224,17 @@ class Client:
                     ) from error
             time.sleep(POLL_SECONDS)
 
-    def _greet(self, body: dict[str, Any]) -> tuple[Channel, Message]:
-        from openvino._pyopenvino import get_version
-
+    def _greet(self, **more: Any) -> Joined:
+        """Connect. Raises ``RefusedError`` (the daemon refused), and as ``join_daemon`` does."""
         folder = endpoint.runtime_folder()
-        channel = Channel(endpoint.connect(folder))
-        hello = {
-            "protocol": PROTOCOL, "openvino": get_version()[:128], "pid": os.getpid(), "program": _program(),
-            "priority": self._priority + MAX_PRIORITY, **body,
-        }  # fmt: skip
+        self._watch = self._watch or SilenceWatch(folder)
+        joined = join_daemon(folder, self._check_silence, priority=self._priority + MAX_PRIORITY, **more)
         try:
-            channel.send(Message(Kind.HELLO, body=hello))
-            if not channel.poll(endpoint.ANSWER_SECONDS):
-                raise SilentError(endpoint.silence_of(folder))
-            self._watch = self._watch or SilenceWatch(folder)
-            channel.watch(self._check_silence)
-            return channel, checked(channel.receive())
+            checked(joined.answer)
         except BaseException:
-            channel.close()
+            joined.channel.close()
             raise
+        return joined
 
     def _ask(self, channel: Channel, message: Message) -> Message:
         try:
@@ -235,10 +251,9 @@ class Client:
             raise
 
     def _check_silence(self) -> None:
-        """Look whether the daemon still answers; without the lock, because who holds it may wait for an answer.
+        """Look whether the daemon still answers; without the lock, which a thread that waits for an answer holds.
 
-        Raises:
-            SilentError: it does not.
+        Raises ``SilentError`` (it does not).
         """
         if self._watch is not None:
             try:
@@ -249,7 +264,8 @@ class Client:
 
     def _note_silence(self, reason: str) -> None:
         """Let no other call wait for a daemon that does not answer; the next one but a while looks for it anew."""
-        self._failure, self._is_silent = (reason, time.monotonic()), True
+        self._failure = (reason, time.monotonic())
+        self._is_silent = True
 
     def _send_releases(self) -> None:
         while self._released and self._control is not None and self._pid == os.getpid():
@@ -265,7 +281,8 @@ class Client:
 
     def _forget(self) -> None:
         """Forget in a forked child what belongs to the parent."""
-        self._lock, self._watch = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._watch = None
         self._drop()
 
 
@@ -282,8 +299,3 @@ def start_daemon(command: tuple[str, ...], folder: Path) -> subprocess.Popen[byt
         )  # fmt: skip
     _started.append(process)
     return process
-
-
-def _program() -> str:
-    given = sys.argv[0] if getattr(sys, "argv", None) else ""
-    return (Path(given).name or "python")[:256]

@@ -18,8 +18,7 @@ from .settings import Settings, read_settings
 def attach(module: Any) -> None:
     """Replace the pipeline of ``openvino_genai``, which has been imported. A second call does nothing.
 
-    Raises:
-        SettingsError: an environment variable has a value that is not allowed.
+    Raises ``SettingsError`` (an environment variable has a value that is not allowed).
     """
     settings = read_settings()
     if settings.mode != "off" and not isinstance(module.LLMPipeline, AttachedType):
@@ -93,8 +92,7 @@ class AttachedType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct a pipeline with the arguments of GenAI's.
 
-        Raises:
-            Exception: with ``require``, whatever kept the daemon from taking the model; else what GenAI raises.
+        Raises ``Exception`` (with ``require``, whatever kept the daemon from taking the model; else what GenAI raises).
         """
         if not _is_for_daemon(cls.settings, args, kwargs):
             return cls.native(*args, **kwargs)
@@ -120,11 +118,7 @@ class AttachedType(type):
 
 
 def _pipeline_type() -> Any:
-    """Return ``StaticLLMPipeline``, of the program's own environment or of ours.
-
-    Raises:
-        ImportError: a package that it needs is missing in the program's environment.
-    """
+    """Return ``StaticLLMPipeline``, of the program's own environment or of ours. Raises ``ImportError``."""
     try:
         return importlib.import_module("staticllm").StaticLLMPipeline
     except ModuleNotFoundError as error:

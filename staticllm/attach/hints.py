@@ -3,7 +3,7 @@
 ``transformers`` reads ``outputs.logits[:, -1, :]`` while it samples or searches with beams. Then the daemon computes only these,
 and may reuse keys and values of an earlier prompt that begins alike. Without the hint answers are the same, and prompts slower.
 Calls that a program makes meanwhile, such as those of a logits processor that asks a model, return all logits.
-``STATICLLM_HINTS=0`` turns it off.
+It is on for ``TESTED`` versions of transformers; ``STATICLLM_HINTS=0`` turns it off, and another value on for all versions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import sys
 import threading
 from typing import Any
 
+TESTED = ((5, 5), (5, 6))
+"""The versions of transformers that it was tested with: the first, and the first that was not."""
 METHODS = ("_sample", "_beam_search")
 """The methods of ``GenerationMixin`` that read only the last row."""
-LOOP, CALLERS = "transformers.generation.utils", frozenset((*METHODS, "_prefill"))
-"""The module of these methods, and the functions in it that call the model for them."""
+LOOP = "transformers.generation.utils"
+"""The module of these methods."""
+CALLERS = frozenset((*METHODS, "_prefill"))
+"""The functions of ``LOOP`` that call the model."""
 BETWEEN = ("optimum.", "openvino.", "torch.", __name__.partition(".")[0] + ".")
 """Packages whose functions lie between these methods and a call of an infer request."""
 
@@ -36,12 +40,21 @@ def wants_last() -> bool:
 
 def attach(module: Any) -> None:
     """Wrap the methods of ``transformers``, which has been imported. A second call does nothing."""
-    if os.environ.get("STATICLLM_HINTS", "1") == "0":
+    if not _is_on():
         return
     for name in METHODS:
         method = getattr(module.GenerationMixin, name, None)
         if method is not None and not hasattr(method, "__wrapped__"):
             setattr(module.GenerationMixin, name, _counted(method))
+
+
+def _is_on() -> bool:
+    wanted = os.environ.get("STATICLLM_HINTS")
+    if wanted:
+        return wanted != "0"
+    version = str(getattr(sys.modules.get("transformers"), "__version__", ""))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    return TESTED[0] <= numbers < TESTED[1]
 
 
 def _counted(method: Any) -> Any:

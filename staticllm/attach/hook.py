@@ -16,8 +16,7 @@ MODULE = "openvino._ov_api"
 def attach(module: Any) -> None:
     """Attach this program, which has imported ``openvino._ov_api``. A second call does nothing.
 
-    Raises:
-        SettingsError: an environment variable has a value that is not allowed.
+    Raises ``SettingsError`` (an environment variable has a value that is not allowed).
     """
     settings = read_settings()
     if settings.mode != "off":
@@ -29,7 +28,8 @@ def watch() -> None:
 
     A program that imports this package itself has no start-up hook that would do so.
     """
-    package, finder = __name__.rpartition(".")[0], sitecustomize.Finder(__name__.rpartition(".")[0])
+    package = __name__.rpartition(".")[0]
+    finder = sitecustomize.Finder(__name__.rpartition(".")[0])
     for name in sitecustomize.WATCHED:
         if (module := sys.modules.get(name)) is not None:
             sitecustomize.change(module, package)
@@ -37,12 +37,7 @@ def watch() -> None:
 
 
 def install() -> None:
-    """Attach this program. A second call does nothing.
-
-    Raises:
-        ImportError: the program has no OpenVINO.
-        SettingsError: an environment variable has a value that is not allowed.
-    """
+    """Attach this program. A second call does nothing. Raises ``ImportError`` and ``SettingsError``."""
     settings = read_settings()
     if settings.mode == "off":
         return
@@ -64,9 +59,7 @@ def patch(api: Any, settings: Settings) -> None:
 def set_priority(priority: int) -> None:
     """Set the priority of this program's calls in the daemon, from -100 to 100.
 
-    Raises:
-        ValueError: it is not from -100 to 100.
-        RuntimeError: the program is not attached.
+    Raises ``ValueError`` (it is not from -100 to 100) and ``RuntimeError`` (the program is not attached).
     """
     check_priority(priority)
     client = getattr(getattr(sys.modules.get(MODULE), "Core", None), "_staticllm_client", None)
@@ -77,7 +70,9 @@ def set_priority(priority: int) -> None:
 
 
 def _patch_core(core: Any, client: Any) -> None:
-    compile_native, read_native, set_native = core.compile_model, core.read_model, core.set_property
+    compile_native = core.compile_model
+    read_native = core.read_model
+    set_native = core.set_property
 
     def compile_model(
         self: Any, model: Any, device_name: Any = None, config: Any = None, *, weights: Any = None
@@ -119,7 +114,7 @@ def _patch_core(core: Any, client: Any) -> None:
 def _patch_queue(queue: Any) -> None:
     def new(cls: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls is queue and type(model).__name__ == "AttachedCompiledModel":
-            from .proxies.infer_queue import AttachedInferQueue
+            from .infer_queue import AttachedInferQueue
 
             return super(queue, AttachedInferQueue).__new__(AttachedInferQueue)
         return super(queue, cls).__new__(cls)

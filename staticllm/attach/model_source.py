@@ -102,8 +102,7 @@ def origin_of(model: Any, path: Any, weights: Any, is_mapped: bool) -> FileOrigi
 def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -> ModelSource:
     """Return the source of a model: its files if it has not been changed since it was read, else a copy.
 
-    Raises:
-        OSError: the copy cannot be written.
+    Raises ``OSError`` (the copy cannot be written).
     """
     origin: FileOrigin | None = getattr(model, "_staticllm_origin", None)
     if origin is not None and origin.is_unchanged() and origin.digest == digest_of(model, origin.is_mapped):

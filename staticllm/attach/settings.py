@@ -25,7 +25,7 @@ class Settings:
         devices: Devices whose models go to the daemon, in upper case; empty for all.
         priority: From -100 to 100; a higher one goes first.
         is_exact: Models run as they are, without packing.
-        daemon_command: The command that starts the daemon; empty if nobody knows one.
+        daemon_command: The command that starts the daemon; empty if it is not known.
         wait_seconds: Seconds in which a daemon that was started must answer.
     """
 
@@ -38,11 +38,7 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """Return the settings of this process.
-
-    Raises:
-        SettingsError: a variable has a value that is not allowed.
-    """
+    """Return the settings of this process. Raises ``SettingsError`` (a variable has a value that is not allowed)."""
     mode = os.environ.get("STATICLLM_ATTACH", "auto") or "auto"
     if mode not in MODES:
         raise SettingsError(f"STATICLLM_ATTACH={mode!r}: must be one of {', '.join(MODES)}")
@@ -62,11 +58,7 @@ def _priority() -> int:
 
 
 def check_priority(priority: int) -> int:
-    """Return a priority that is allowed.
-
-    Raises:
-        ValueError: it is not from -100 to 100.
-    """
+    """Return a priority that is allowed. Raises ``ValueError`` (it is not from -100 to 100)."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"the priority {priority} must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return priority

@@ -30,8 +30,8 @@ def command() -> None:
 @click.option("--worker-of", type=click.IntRange(1), hidden=True)  # staticllm serve --supervise
 def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -> None:
     """Start the daemon; programs under `staticllm attach` also start it when they need it."""
-    from staticllm.daemon import lifetime
     from staticllm.daemon.limits import default_limits, worker_limits
+    from staticllm.daemon.process import lifetime
 
     folder = _folder()
     if worker_of is not None:
@@ -49,7 +49,7 @@ def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -
 @command.command()
 def stop() -> None:
     """End the daemon. Programs that use it start another one, or go on natively."""
-    from staticllm.daemon import lifetime
+    from staticllm.daemon.process import lifetime
 
     pid = lifetime.stop(_folder())
     click.echo("no daemon runs" if pid is None else f"daemon {pid} has ended")
@@ -59,7 +59,7 @@ def stop() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show_status(as_json: bool) -> None:
     """Say whether the daemon runs, which models it has, and which programs use it. Exit code 1 if it does not run."""
-    from staticllm.daemon import lifetime
+    from staticllm.daemon.process import lifetime
 
     found = lifetime.status(_folder())
     if as_json:
@@ -80,7 +80,7 @@ def show_status(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
 def top(interval: float, count: int | None, as_json: bool) -> None:
     """Show again and again who uses the devices."""
-    from staticllm.daemon import lifetime
+    from staticllm.daemon.process import lifetime
 
     folder, before, number = _folder(), None, 0
     while count is None or number < count:
@@ -103,17 +103,18 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("daemon_trace.json"))
 def trace(seconds: float, output: Path) -> None:
     """Record who uses the devices, as a Chrome trace with a track for each program."""
-    from staticllm.daemon import lifetime
+    from staticllm.daemon.process import lifetime
+    from staticllm.pipelines.daemon_client.daemon_link import ask
 
     if not output.absolute().parent.is_dir():
         raise StaticLLMError(f"{output} cannot be written: there is no folder {output.parent}")
     try:
         with lifetime.control(_folder()) as channel:
-            lifetime.ask(channel, Message(Kind.TRACE, body={"action": "begin"}))
+            ask(channel, Message(Kind.TRACE, body={"action": "begin"}))
             with progress("recording") as shown:
                 _wait(seconds, shown)
             path = str(output.absolute())
-            found = lifetime.ask(channel, Message(Kind.TRACE, body={"action": "end", "path": path}))
+            found = ask(channel, Message(Kind.TRACE, body={"action": "end", "path": path}))
     except endpoint.EndpointError as error:
         raise StaticLLMError(f"no daemon runs: {error}") from error
     click.echo(f"{found.body['events']} uses of devices in {output}: open it in https://ui.perfetto.dev")

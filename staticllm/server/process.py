@@ -17,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 
+from staticllm.children.parent_watch import ParentWatch
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.server.app import create_app
 from staticllm.server.endpoint import count_refusal
@@ -27,7 +28,6 @@ from staticllm.server.models.served import ModelSpec
 from staticllm.server.settings import ServerSettings
 from staticllm.server.sidecar import PortInUseError, PortLock, Ready, ReadySignal, server_at
 from staticllm.server.state import ServerState
-from staticllm.system.parent_watch import ParentWatch
 
 CLOSE_SECONDS = 5
 """Seconds that connections have to close after their last answer."""

@@ -32,7 +32,8 @@ class Block:
     """
 
     def __init__(self, mapping: mmap.mmap, source: int | str) -> None:
-        self._mapping, self._source = mapping, source
+        self._mapping = mapping
+        self._source = source
         # NumPy releases the buffer of an array's memory at once and keeps only its owner: that must be an array, which holds
         # the mapping. A mapping that owned the memory itself would be unmapped below the arrays.
         self.memory = np.frombuffer(mapping, np.uint8).data
@@ -42,11 +43,7 @@ class Block:
 
     @classmethod
     def create(cls, size: int) -> Block:
-        """Create a block of at least ``size`` bytes.
-
-        Raises:
-            OSError: the system has no memory or no handle for it.
-        """
+        """Create a block of at least ``size`` bytes. Raises ``OSError`` (the system has no memory or no handle for it)."""
         size = block_size(size)
         if sys.platform == "win32":
             tag = f"staticllm-{secrets.token_hex(16)}"
@@ -69,11 +66,7 @@ class Block:
 
     @classmethod
     def receive(cls, connection: Any, size: int) -> Block:
-        """Map the block of ``size`` bytes that the peer of a connection sends.
-
-        Raises:
-            OSError: it cannot be mapped, or it is shorter.
-        """
+        """Map the block of ``size`` bytes that the peer of a connection sends. Raises ``OSError``."""
         if sys.platform == "win32":
             tag = connection.recv_bytes(128).decode("ascii", "replace")
             return cls(mmap.mmap(-1, size, tagname=tag), tag)

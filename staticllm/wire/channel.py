@@ -8,19 +8,23 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from . import endpoint, tensors
 from .blocks import Block
-from .forks import renew_in_children
 from .messages import (
     BLOCK,
     HEADER_BYTES,
+    LENGTH,
     MAX_FRAME,
     MAX_INLINE,
+    PROTOCOL,
     Body,
+    Kind,
     Message,
     ProtocolError,
     decode,
@@ -30,8 +34,6 @@ from .messages import (
 )  # fmt: skip
 from .tensors import Array
 
-LENGTH = struct.Struct("!i")
-"""Before each message on a socket, as ``multiprocessing.connection`` writes it."""
 MAX_FRAMES = 16
 """How many frames are kept for calls of the same shapes."""
 
@@ -59,7 +61,8 @@ class Channel:
     """
 
     def __init__(self, connection: Any, takes_blocks: bool = True) -> None:
-        self._connection, self._takes_blocks = connection, takes_blocks
+        self._connection = connection
+        self._takes_blocks = takes_blocks
         self._block: Block | None = None
         self._is_unsent = False  # the peer has not got the block yet
         self._frames: dict[object, Frame] = {}  # by what is the same in all messages of a frame
@@ -98,12 +101,7 @@ class Channel:
         return number
 
     def send(self, message: Message) -> None:
-        """Send a message, and after it the block if it is new.
-
-        Raises:
-            ProtocolError: it is longer than ``MAX_FRAME``.
-            OSError: the peer has gone.
-        """
+        """Send a message, and after it the block if it is new. Raises ``ProtocolError`` and ``OSError``."""
         if not self._is_unsent or self._block is None:
             data = encode(message)
             self._write(bytearray(LENGTH.pack(len(data)) + data))
@@ -117,9 +115,8 @@ class Channel:
     def receive(self) -> Message:
         """Wait for the next message; a block that follows it replaces the current one.
 
-        Raises:
-            ProtocolError: it is not a message.
-            EOFError, OSError: the peer has gone, or sent more than ``MAX_FRAME`` bytes.
+        Raises ``ProtocolError`` (it is not a message) and ``EOFError``, ``OSError`` (the peer has gone, or sent more than
+        ``MAX_FRAME`` bytes).
         """
         message = decode(self._read(), self._bodies)
         if message.flags & BLOCK and not self._takes_blocks:
@@ -139,8 +136,7 @@ class Channel:
     def grow(self, size: int) -> None:
         """Create a block of at least ``size`` bytes in place of the current one; the next message carries it to the peer.
 
-        Raises:
-            OSError: there is no memory for it.
+        Raises ``OSError`` (there is no memory for it).
         """
         self._replace(Block.create(size))
         self._is_unsent = True
@@ -148,8 +144,7 @@ class Channel:
     def send_tensors(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> None:
         """Send a message with tensors; large ones go into the block, which must have room for them.
 
-        Raises:
-            NoRoomError: the block is too small.
+        Raises ``NoRoomError`` (the block is too small).
         """
         key = (*names, *message.body.items(), *[(array.dtype, array.shape) for array in arrays])
         frame = self._frames.get(key)
@@ -166,7 +161,8 @@ class Channel:
             self._write(frame.data)
 
     def _frame(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> Frame:
-        body, size = {**message.body, "tensors": tensors.describe(arrays, names)}, tensors.size_of(arrays)
+        body = {**message.body, "tensors": tensors.describe(arrays, names)}
+        size = tensors.size_of(arrays)
         is_shared = size > MAX_INLINE
         if is_shared:
             body["shared"] = True
@@ -184,8 +180,7 @@ class Channel:
     def tensors_of(self, message: Message) -> list[tuple[int | str, Array]]:
         """Return the tensors of a received message: views, valid until the next message that uses the block.
 
-        Raises:
-            ProtocolError: a description is wrong.
+        Raises ``ProtocolError`` (a description is wrong).
         """
         return tensors.read(message, None if self._block is None else self._block.memory)
 
@@ -209,7 +204,8 @@ class Channel:
         if sys.platform == "win32":
             self._connection.send_bytes(memoryview(data)[LENGTH.size :])
             return
-        handle, rest = self._connection.fileno(), memoryview(data)
+        handle = self._connection.fileno()
+        rest = memoryview(data)
         while rest:
             try:
                 rest = rest[os.write(handle, rest) :]
@@ -252,3 +248,57 @@ class Channel:
         old, self._block = self._block, block
         if old is not None:
             old.close()
+
+
+class Joined(NamedTuple):
+    """A connection to the daemon, and its answer to ``HELLO``."""
+
+    channel: Channel
+    answer: Message
+
+
+def join_daemon(folder: Path, check: Callable[[], object], **more: Any) -> Joined:
+    """Connect to the daemon of a folder, and say which program this is; ``more`` are fields of ``HELLO``, ``check`` is watched.
+
+    Raises ``SilentError`` (it does not answer), ``EndpointError`` (none listens), ``ProtocolError``, ``EOFError`` and
+    ``OSError`` (it has gone).
+    """
+    from openvino._pyopenvino import get_version
+
+    channel = Channel(endpoint.connect(folder))
+    program = Path(sys.argv[0] if getattr(sys, "argv", None) else "").name or "python"
+    body = {"protocol": PROTOCOL, "openvino": get_version()[:128], "pid": os.getpid(), "program": program[:256], **more}
+    try:
+        channel.send(Message(Kind.HELLO, body=body))
+        if not channel.poll(endpoint.ANSWER_SECONDS):
+            raise endpoint.SilentError(endpoint.silence_of(folder))
+        channel.watch(check)
+        return Joined(channel, channel.receive())
+    except BaseException:
+        channel.close()
+        raise
+
+
+class Renewable(Protocol):
+    """An object with locks."""
+
+    def renew(self) -> None:
+        """Make its locks anew, and forget what threads of the parent were about to do. Must not wait."""
+        ...
+
+
+_renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()
+
+
+def renew_in_children(renewable: Renewable) -> None:
+    """Call ``renew`` in every forked child, as long as the object lives."""
+    _renewables.add(renewable)
+
+
+def _renew_all() -> None:
+    for each in list(_renewables):
+        each.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)

@@ -10,6 +10,7 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as mp
@@ -20,7 +21,7 @@ KEY_BYTES = 32
 ANSWER_SECONDS = 30.0
 """Seconds in which a daemon must answer a new connection; a thread of its own does, whatever the devices do."""
 PROBE_SECONDS = 10.0
-"""Seconds after which those who wait for an answer look whether the daemon still answers new connections."""
+"""Seconds without an answer after which a client checks that the daemon still answers new connections."""
 STOPPED = "stopped"
 """The file with the number of a daemon that ended as asked; its programs do not start another one for running requests."""
 RETRY_SECONDS = 0.05
@@ -32,7 +33,7 @@ class EndpointError(RuntimeError):
 
 
 class SilentError(EndpointError):
-    """A daemon listens, but does not answer: its process is stopped, or far too busy."""
+    """A daemon listens, but does not answer: its process is stopped or overloaded."""
 
 
 class GoneError(EndpointError):
@@ -47,12 +48,7 @@ class InTime:
         self.send_bytes = connection.send_bytes
 
     def recv_bytes(self, max_length: int | None = None) -> bytes:
-        """Return the next message.
-
-        Raises:
-            TimeoutError: there is none in time.
-            EOFError, OSError: the peer has gone.
-        """
+        """Return the next message. Raises ``TimeoutError`` and ``EOFError``, ``OSError``."""
         if not self._connection.poll(ANSWER_SECONDS):
             raise TimeoutError
         message: bytes = self._connection.recv_bytes(max_length)
@@ -62,10 +58,8 @@ class InTime:
 def runtime_folder(create: bool = True) -> Path:
     """Return the folder of the daemon's socket, key and log: only this user may enter it.
 
-    ``STATICLLM_RUNTIME_DIR`` names another one.
-
-    Raises:
-        EndpointError: it is relative, it cannot be made, or others own it or may enter it.
+    ``STATICLLM_RUNTIME_DIR`` names another one. Raises ``EndpointError`` (it is relative, it cannot be made, or others own
+    it or may enter it).
     """
     folder = _folder_path()
     if not folder.is_absolute():  # the daemon and child processes have other working directories
@@ -99,11 +93,7 @@ def _folder_path() -> Path:
 
 
 def address(folder: Path) -> str:
-    """Return the address of the daemon of this folder.
-
-    Raises:
-        EndpointError: the path is too long for a socket, or no daemon has written its pipe's name yet.
-    """
+    """Return the address of the daemon of this folder. Raises ``EndpointError``."""
     if sys.platform == "win32":
         try:
             return (folder / "pipe").read_text("ascii")
@@ -118,11 +108,7 @@ def address(folder: Path) -> str:
 
 
 def read_key(folder: Path) -> bytes:
-    """Return the key that both sides must know.
-
-    Raises:
-        EndpointError: there is none yet, or it is damaged.
-    """
+    """Return the key that both sides must know. Raises ``EndpointError`` (there is none yet, or it is damaged)."""
     try:
         key = (folder / "key").read_bytes()
     except OSError as error:
@@ -134,7 +120,8 @@ def read_key(folder: Path) -> bytes:
 
 def make_key(folder: Path) -> bytes:
     """Write a new key, which only this user may read, and return it. Called by a daemon when it starts."""
-    key, path = secrets.token_bytes(KEY_BYTES), folder / "key"
+    key = secrets.token_bytes(KEY_BYTES)
+    path = folder / "key"
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -167,11 +154,9 @@ def stopped_pid(folder: Path) -> int | None:
 def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
     """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
 
-    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of Windows). A
-    signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when it returns.
-
-    Raises:
-        EndpointError, OSError: the address cannot be used.
+    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
+    Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when
+    it returns. Raises ``EndpointError``, ``OSError`` (the address cannot be used).
     """
     if sys.platform == "win32":
         listener = mp.Listener(rf"\\.\pipe\staticllm-{secrets.token_hex(16)}", "AF_PIPE")
@@ -191,12 +176,11 @@ def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
 def connect(folder: Path) -> Any:
     """Return a connection to the daemon of this folder; both sides have proved that they know the key.
 
-    Raises:
-        SilentError: the daemon does not answer.
-        GoneError: no daemon listens there, or it ended meanwhile.
-        EndpointError: it does not know the key, or it belongs to another user.
+    Raises ``SilentError`` (the daemon does not answer), ``GoneError`` (no daemon listens there, or it ended meanwhile) and
+    ``EndpointError`` (it does not know the key, or it belongs to another user).
     """
-    where, key = address(folder), read_key(folder)
+    where = address(folder)
+    key = read_key(folder)
     try:
         connection = _dial(where)
     except BlockingIOError:
@@ -223,17 +207,12 @@ def connect(folder: Path) -> Any:
 
 
 def _dial(where: str) -> Any:
-    """Connect without proving anything.
-
-    Raises:
-        BlockingIOError: nobody accepted those who came before, within ``ANSWER_SECONDS``.
-        OSError: nobody listens.
-    """
+    """Connect without proving anything. Raises ``BlockingIOError`` and ``OSError``."""
     if sys.platform == "win32":
         return mp.Client(where)
     end = time.monotonic() + ANSWER_SECONDS
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.setblocking(False)  # or connect() would wait for ever for a place among those who wait
+        peer.setblocking(False)  # or connect() would wait without limit for a place in the backlog
         while True:
             try:
                 peer.connect(where)
@@ -246,18 +225,15 @@ def _dial(where: str) -> Any:
                 return mp.Connection(peer.detach())
 
 
-def check_answers(folder: Path) -> None:
-    """Return if the daemon of a folder answers a new connection, or has ended.
-
-    Raises:
-        SilentError: it does not answer within ``ANSWER_SECONDS``.
-    """
+def listens(folder: Path) -> bool:
+    """Return whether a daemon listens in a folder. Raises ``SilentError`` if one does, but does not answer."""
     try:
         connect(folder).close()
     except SilentError:
         raise
-    except EndpointError:
-        pass
+    except (EndpointError, OSError):
+        return False
+    return True
 
 
 def silence_of(where: object) -> str:
@@ -269,11 +245,7 @@ def silence_of(where: object) -> str:
 
 
 def knock(folder: Path) -> None:
-    """Connect and leave at once, so that a listener wakes.
-
-    Raises:
-        EndpointError, OSError: nobody listens.
-    """
+    """Connect and leave at once, so that a listener wakes. Raises ``EndpointError``, ``OSError`` (no daemon listens)."""
     if sys.platform == "win32":
         mp.Client(address(folder)).close()
         return
@@ -294,11 +266,7 @@ def identity(folder: Path) -> os.stat_result | None:
 
 
 def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
-    """Close a listener. ``leaves_socket``: the file of that name belongs to another one.
-
-    Raises:
-        OSError: the socket cannot be removed.
-    """
+    """Close a listener. ``leaves_socket``: the file of that name belongs to another one. Raises ``OSError``."""
     if leaves_socket:
         listener._listener._unlink.cancel()  # type: ignore[attr-defined]
         listener._listener._unlink = None  # type: ignore[attr-defined]
@@ -306,11 +274,7 @@ def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
 
 
 def welcome(connection: Any, key: bytes) -> None:
-    """Check on the daemon's side that the peer belongs to this user and knows the key.
-
-    Raises:
-        EndpointError: it does not.
-    """
+    """Check on the daemon's side that the peer belongs to this user and knows the key. Raises ``EndpointError``."""
     check_peer(connection)
     try:
         mp.deliver_challenge(connection, key)
@@ -320,14 +284,40 @@ def welcome(connection: Any, key: bytes) -> None:
 
 
 def check_peer(connection: Any) -> None:
-    """Check that the peer of a socket belongs to this user, where the system tells.
-
-    Raises:
-        EndpointError: it does not.
-    """
+    """Check that the peer of a socket belongs to this user, where the system tells. Raises ``EndpointError``."""
     if not sys.platform.startswith("linux"):
         return
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
         _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.getuid():
         raise EndpointError(f"the peer belongs to the user {uid}, not to {os.getuid()}")
+
+
+class SilenceWatch:
+    """Finds out whether a daemon that lets its callers wait still runs: its process may be suspended. Any thread may call.
+
+    The thread that answers them does nothing else, so a daemon that computes or compiles, however long, is not silent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._looked = float("-inf")
+        self._found: SilentError | None = None
+
+    def check(self) -> None:
+        """Return if the daemon answers, or if it has ended, which connections tell by themselves.
+
+        What another thread has found within ``PROBE_SECONDS`` counts as well. Raises ``SilentError`` (it does not answer in
+        time).
+        """
+        with self._lock:
+            if time.monotonic() - self._looked >= PROBE_SECONDS:
+                try:
+                    self._found = None
+                    listens(self._folder)
+                except SilentError as error:
+                    self._found = error
+                self._looked = time.monotonic()
+            if self._found is not None:
+                raise SilentError(str(self._found))

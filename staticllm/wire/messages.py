@@ -11,19 +11,25 @@ import math
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import IO, Any
 
 PROTOCOL = 6
 """The version of the messages; client and daemon must have the same."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
+MAX_PIPED = 1 << 28
+"""The most bytes of a message on a pipe to a child process, which has no shared memory."""
 MAX_INLINE = 1 << 16
 """The most bytes of tensors inside a message."""
-MAX_BODIES, MAX_TEXT = 16, 2048
-"""How many bodies of messages are kept for those that come again, and the most bytes of their text."""
+MAX_BODIES = 16
+"""The most bodies that a connection keeps for repeated messages."""
+MAX_TEXT = 2048
+"""The most bytes of the text of a body that is kept."""
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _HEADER = struct.Struct("<HHIQQd")  # kind, flags, bytes of JSON, handle, number, seconds
 HEADER_BYTES = _HEADER.size
+LENGTH = struct.Struct("!i")
+"""Before each message on a socket or pipe, as ``multiprocessing.connection`` writes it."""
 
 
 class ProtocolError(RuntimeError):
@@ -72,7 +78,7 @@ BLOCK = 2
 
 
 class Body(dict[str, Any]):
-    """The body of a message whose text comes again and again; nobody changes it.
+    """The body of a message whose text is repeated; it must not be changed.
 
     ``layout`` is what ``tensors.read`` found in it when it read the text for the first time.
     """
@@ -83,7 +89,7 @@ class Body(dict[str, Any]):
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
 class Message:
-    """One message; nobody changes it.
+    """One message; it must not be changed.
 
     ``handle`` names the object that it concerns, ``number`` the call that it belongs to, and ``time`` is a duration in seconds
     whose meaning depends on the kind. ``payload`` holds raw bytes, such as small tensors.
@@ -98,16 +104,12 @@ class Message:
     payload: bytes | memoryview = b""
 
 
-def encode(message: Message) -> bytes:
-    """Return the bytes of a message.
-
-    Raises:
-        ProtocolError: they are more than ``MAX_FRAME``.
-    """
+def encode(message: Message, limit: int = MAX_FRAME) -> bytes:
+    """Return the bytes of a message. Raises ``ProtocolError`` if they are more than ``limit``."""
     text = text_of_body(message.body)
     size = HEADER_BYTES + len(text) + len(message.payload)
-    if size > MAX_FRAME:
-        raise ProtocolError(f"a message of {size} bytes, the limit is {MAX_FRAME}: put its tensors into shared memory")
+    if size > limit:
+        raise ProtocolError(f"a message of {size} bytes, the limit is {limit}: put its tensors into shared memory")
     header = _HEADER.pack(message.kind, message.flags, len(text), message.handle, message.number, message.time)
     return b"".join((header, text, message.payload))
 
@@ -119,7 +121,8 @@ def text_of_body(body: dict[str, Any]) -> bytes:
 
 def write_header(message: Message, text_bytes: int, target: bytearray, offset: int) -> None:
     """Write the header of a message, whose text has ``text_bytes`` bytes, into ``target``."""
-    kind, flags = message.kind, message.flags
+    kind = message.kind
+    flags = message.flags
     _HEADER.pack_into(target, offset, kind, flags, text_bytes, message.handle, message.number, message.time)
 
 
@@ -127,10 +130,7 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
     """Return the message of these bytes.
 
     ``bodies`` are those of earlier calls and their results on the same connection, by their text: most have the same shapes
-    as those before.
-
-    Raises:
-        ProtocolError: they are not one.
+    as those before. Raises ``ProtocolError`` (they are not one).
     """
     if len(data) < _HEADER.size:
         raise ProtocolError(f"a message of {len(data)} bytes is shorter than its header")
@@ -149,6 +149,27 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
     else:
         body = _body(text)
     return Message(known, handle, number, time, flags, body, memoryview(data)[end:])
+
+
+def write_message(stream: IO[bytes], message: Message) -> None:
+    """Write a message to a pipe and flush it. Raises ``ProtocolError`` and ``OSError``."""
+    data = encode(message, MAX_PIPED)
+    stream.write(LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> Message | None:
+    """Return the next message of a pipe; None at its end. Raises ``ProtocolError``."""
+    start = stream.read(LENGTH.size)
+    if not start:
+        return None
+    size = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else -1
+    if not 0 <= size <= MAX_PIPED:
+        raise ProtocolError(f"{start!r} is not the start of a message")
+    data = stream.read(size)
+    if len(data) < size:
+        raise ProtocolError("the pipe ended within a message")
+    return decode(data)
 
 
 def _repeated_body(text: bytes, bodies: dict[bytes, Body]) -> Body:
@@ -174,11 +195,7 @@ def _body(text: bytes) -> dict[str, Any]:
 
 
 def text_of(message: Message, name: str, limit: int = 4096) -> str:
-    """Return a text of at most ``limit`` characters from a message's body.
-
-    Raises:
-        ProtocolError: it is missing or something else.
-    """
+    """Return a text of at most ``limit`` characters from a message's body. Raises ``ProtocolError``."""
     value = message.body.get(name)
     if not isinstance(value, str) or len(value) > limit or "\0" in value:
         raise ProtocolError(f"{message.kind.name}: {name} must be a text of at most {limit} characters")
@@ -186,11 +203,7 @@ def text_of(message: Message, name: str, limit: int = 4096) -> str:
 
 
 def whole_of(message: Message, name: str, most: int, default: int | None = None) -> int:
-    """Return a whole number from 0 to ``most`` from a message's body.
-
-    Raises:
-        ProtocolError: it is missing, and there is no default, or it is something else.
-    """
+    """Return a whole number from 0 to ``most`` from a message's body. Raises ``ProtocolError``."""
     value = message.body.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
         raise ProtocolError(f"{message.kind.name}: {name} must be a whole number from 0 to {most}")

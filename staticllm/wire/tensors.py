@@ -26,7 +26,8 @@ def size_of(arrays: Sequence[Array]) -> int:
 
 def describe(arrays: Sequence[Array], names: Sequence[int | str]) -> list[list[Any]]:
     """Return the description of arrays that lie one behind the other: name, element type, shape, offset in bytes."""
-    described, offset = [], 0
+    described = []
+    offset = 0
     for name, array in zip(names, arrays, strict=True):
         described.append([name, array.dtype.str, array.shape, offset])
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
@@ -43,7 +44,8 @@ def views(arrays: Sequence[Array], target: memoryview | bytearray, offset: int) 
     """Return the parts of ``target``, from ``offset`` on, into which ``write`` copies arrays."""
     found: list[Array] = []
     for array in arrays:
-        shape, dtype = array.shape, array.dtype
+        shape = array.shape
+        dtype = array.dtype
         found.append(np.ndarray(shape, dtype, target, offset) if array.nbytes else np.empty(shape, dtype))
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     return found
@@ -62,8 +64,7 @@ def inline(arrays: Sequence[Array]) -> bytearray | None:
 def read(message: Message, block: memoryview | None) -> list[tuple[int | str, Array]]:
     """Return the tensors of a message as views of its payload, or of ``block`` if the message says so.
 
-    Raises:
-        ProtocolError: a description is not one, or reaches beyond the memory.
+    Raises ``ProtocolError`` (a description is not one, or reaches beyond the memory).
     """
     body = message.body
     layout = body.layout if isinstance(body, Body) else None

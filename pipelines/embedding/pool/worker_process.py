@@ -1,6 +1,6 @@
 """A worker process: one instance of an encoder, with its threads bound to its own cores before OpenVINO is loaded.
 
-It reads frames from its standard input and writes the answers to its standard output, whose place stderr takes for everything
+It reads messages from its standard input and writes the answers to its standard output, whose place stderr takes for everything
 that others print. It ends when its standard input does, also in the middle of a call: its parent has closed it, or is gone.
 """
 
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from staticllm.errors import as_ours, to_wire
-from staticllm.pipelines.embedding.pool.frames import Frame, FrameError, read_frame, write_frame
+from staticllm.children.answers import failed
+from staticllm.children.child import take_pipes
+from staticllm.errors import as_ours
 from staticllm.pipelines.embedding.windve.affinity import bind_process
+from staticllm.wire.messages import Kind, Message, ProtocolError, read_message, write_message
 
 if TYPE_CHECKING:
     from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
@@ -27,51 +26,33 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Load the model that the first frame names, then embed the texts of each further frame."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the parent closes this one
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    _keep_to_itself(answers)
-    spec = read_frame(sys.stdin.buffer)
+    """Load the model that the first message names, then embed the texts of each further message."""
+    questions, answers = take_pipes()
+    spec = read_message(questions)
     if spec is None:
         return
-    frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     try:
-        if spec.header["cores"]:
-            bind_process(spec.header["cores"])
-        threading.Thread(target=_read, args=(sys.stdin.buffer, frames), name="frames", daemon=True).start()
-        loaded = _load(spec.header)
+        if spec.body["cores"]:
+            bind_process(spec.body["cores"])
+        threading.Thread(target=_read, args=(questions, messages), name="questions", daemon=True).start()
+        loaded = _load(spec.body)
     except Exception as error:
-        write_frame(answers, _problem(error))
+        write_message(answers, failed(as_ours(error)))
         os._exit(1)  # the thread that reads would keep the interpreter from its end
     from staticllm.pipelines.embedding.pool.instances import EncoderInfo, costs_of, encode_costs
 
     info = asdict(EncoderInfo.of(loaded))
-    write_frame(answers, {"info": info, "costs": encode_costs(costs_of(loaded.runner))})
+    write_message(answers, Message(Kind.OK, body={"info": info, "costs": encode_costs(costs_of(loaded.runner))}))
     while True:
-        header, body = _answer(loaded.runner, frames.get())
-        write_frame(answers, header, body)
+        write_message(answers, _answer(loaded.runner, messages.get()))
 
 
-def _keep_to_itself(answers: BinaryIO) -> None:
-    """Close the pipes in every process that is forked from this one: if this one is killed, its parent must see their end.
-
-    OpenVINO's telemetry forks when it is imported, on a thread. The parent has reported the start, so a worker does not.
-    """
-    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
-    if hasattr(os, "register_at_fork"):
-        pipes = answers.fileno(), 0
-        for pipe in pipes:
-            os.register_at_fork(after_in_child=partial(os.close, pipe))
-
-
-def _read(stream: BinaryIO, frames: queue.SimpleQueue[Frame]) -> None:
+def _read(questions: BinaryIO, messages: queue.SimpleQueue[Message]) -> None:
     try:
-        while (frame := read_frame(stream)) is not None:
-            frames.put(frame)
-    except (FrameError, OSError):
+        while (message := read_message(questions)) is not None:
+            messages.put(message)
+    except (ProtocolError, OSError):
         pass
     finally:
         os._exit(0)
@@ -89,20 +70,12 @@ def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
     return load_encoder(Path(spec["directory"]), spec["device"], EncoderChoices(**choices))
 
 
-def _answer(runner: EncoderRunner, frame: Frame) -> tuple[dict[str, Any], bytes]:
-    from staticllm.pipelines.embedding.pool.instances import (
-        costs_of,
-        decode_texts,
-        embed_texts,
-        encode_costs,
-    )
+def _answer(runner: EncoderRunner, message: Message) -> Message:
+    from staticllm.pipelines.embedding.pool.instances import costs_of, decode_texts, embed_texts, encode_costs
 
     try:
-        vectors = embed_texts(runner, list(decode_texts(frame.header, frame.body)))
+        vectors = embed_texts(runner, list(decode_texts(message.body, bytes(message.payload))))
     except Exception as error:
-        return _problem(error), b""
-    return {"costs": encode_costs(costs_of(runner))}, vectors.astype("<f4").tobytes()
-
-
-def _problem(error: Exception) -> dict[str, Any]:
-    return {"error": to_wire(as_ours(error))}
+        return failed(as_ours(error))
+    body = {"costs": encode_costs(costs_of(runner))}
+    return Message(Kind.DONE, body=body, payload=vectors.astype("<f4").tobytes())

@@ -19,7 +19,8 @@ class Loader:
     """Runs a module as its own loader does, and changes it after that."""
 
     def __init__(self, loader: "Any", package: str) -> None:
-        self._loader, self._package = loader, package
+        self._loader = loader
+        self._package = package
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -45,7 +46,8 @@ class Finder:
     """Finds the watched modules, each once, in the way of the other finders. ``package`` holds the modules that change them."""
 
     def __init__(self, package: str) -> None:
-        self._package, self._left = package, set(WATCHED)
+        self._package = package
+        self._left = set(WATCHED)
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         """Return how the module is loaded; None for all other modules."""
@@ -88,7 +90,9 @@ def _run_hidden() -> None:
     if spec is None or spec.loader is None or spec.origin == __file__:
         return
     module = type(sys)("sitecustomize")
-    module.__spec__, module.__file__, module.__loader__ = spec, spec.origin, spec.loader
+    module.__spec__ = spec
+    module.__file__ = spec.origin
+    module.__loader__ = spec.loader
     sys.modules["sitecustomize"] = module
     spec.loader.exec_module(module)
 

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.packed.state_guard import StateGuard
+from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, EngineId
+from staticllm.devices import get_core
 from staticllm.errors import ClosedError
 from staticllm.pipelines.costs.calls import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
-from staticllm.pipelines.scheduling.device_turns import Ask, DeviceTurns
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 
 Array = NDArray[Any]
@@ -33,40 +34,53 @@ class RowLog:
     mask: list[bool] = field(default_factory=list)
 
     def copy(self) -> RowLog:
-        """Return a copy that can go on by itself."""
         return RowLog(list(self.ids), list(self.mask))
 
 
 class OriginalModel:
     """The original model, compiled on the thread of the first request that needs it. Any thread may call; they take turns.
 
-    ``turns`` and ``compiling`` may be set before the first call: those of a device that others use too, and a lock that is held
-    while anything is compiled.
+    Args:
+        model: The graph as it was read; its weights must stay.
+        device: The name that the client gave.
+        properties: OpenVINO's properties of the compilation.
+        turns: Those of the device.
+        compiling: Held while the model is compiled.
+        engine: Pays for requests of no client; its number is the model's.
+        num_bytes: The bytes of the weights that each call reads.
     """
 
-    def __init__(self, model: ov.Model, core: ov.Core, device: str, properties: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: ov.Model,
+        device: str,
+        properties: Mapping[str, Any],
+        *,
+        turns: DeviceTurns,
+        compiling: threading.Lock,
+        engine: EngineId,
+        num_bytes: int,
+    ) -> None:
+        self.turns = turns
+        self.engine = engine
+        self.num_bytes = num_bytes
+        self.costs = CallCosts()
         self._model: ov.Model | None = model
-        self._core, self._device, self._properties = core, device, dict(properties)
+        self._device = device
+        self._properties = dict(properties)
+        self._compiling = compiling
         self._compiled: ov.CompiledModel | None = None
         self._lock = threading.Lock()
         self._is_closed = False
-        self.turns, self.costs, self.compiling = DeviceTurns(), CallCosts(), threading.Lock()
-        self.number = self.num_bytes = (
-            0  # the model's number, and the bytes of its weights, in what is said of its calls
-        )
 
     def open(self) -> ov.InferRequest:
-        """Return a new infer request of the compiled model.
-
-        Raises:
-            RuntimeError: the device refuses the model.
-            ClosedError: the model was closed.
-        """
+        """Return a new infer request of the compiled model. Raises ``RuntimeError`` and ``ClosedError``."""
         with self._lock:
-            compiled, model = self._compiled, self._model
+            compiled = self._compiled
+            model = self._model
             if compiled is None and model is not None and not self._is_closed:
-                with self.compiling:
-                    compiled = self._core.compile_model(model, self._device, self._properties)
+                with self._compiling:
+                    compiled = get_core().compile_model(model, self._device, self._properties)
                 self._compiled = compiled
         if self._is_closed or compiled is None:
             self._compiled = None
@@ -75,23 +89,21 @@ class OriginalModel:
 
     def close(self) -> None:
         """Release the model. Does not wait for a compilation in progress, which ends with a ``ClosedError``."""
-        self._is_closed, self._compiled, self._model = True, None, None
+        self._is_closed = True
+        self._compiled = None
+        self._model = None
 
 
 @dataclass
 class Asker:
-    """Who asks for the calls of a replay: the client that pays for them, its priority now, and whether it has gone."""
+    """The client that pays for the calls of a replay (None: the engine), its priority now, and whether it has gone."""
 
-    owner: int = 0
+    client: ClientId | None = None
     priority: int = 0
     is_cancelled: bool = False
 
     def check(self) -> None:
-        """Check that the next call may begin.
-
-        Raises:
-            ClosedError: the request was cancelled.
-        """
+        """Check that the next call may begin. Raises ``ClosedError`` (the request was cancelled)."""
         if self.is_cancelled:
             raise ClosedError("the request was cancelled")
 
@@ -104,7 +116,8 @@ class Replay:
     """
 
     def __init__(self, original: OriginalModel, asker: Asker) -> None:
-        self._original, self._asker = original, asker
+        self._original = original
+        self._asker = asker
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
         self._vocab_size = _vocab_size(self._request)
@@ -135,10 +148,8 @@ class Replay:
     def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
         """Run a call as the original model does, and return its logits ``[B, S, V]``, or ``[B, 1, V]`` if the last are wanted.
 
-        Raises:
-            PromptError: the inputs do not fit the states.
-            RuntimeError: OpenVINO refused the inputs.
-            ClosedError: the request was cancelled; the states may be those of a part of the call.
+        Raises ``PromptError`` (the inputs do not fit the states), ``RuntimeError`` (OpenVINO refused the inputs) and
+        ``ClosedError`` (the request was cancelled; the states may be those of a part of the call).
         """
         known = {name: np.array(array) for name, array in inputs.items() if name in self._names}
         self._guard.check(known)
@@ -153,53 +164,37 @@ class Replay:
             raise
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def reset_state(self) -> None:
-        """Set all states back."""
+    def reset(self) -> None:
         self._request.reset_state()
         self._guard.reset()
 
     def states(self) -> list[Any]:
-        """Return the states of the original model."""
         return list(self._request.query_state())
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state.
-
-        Raises:
-            PromptError: its type or shape is not that of the state.
-            IndexError: there is no such state.
-        """
         self._guard.check_state(index, values)
         self._guard.forget()
         self._request.query_state()[index].state = ov.Tensor(np.array(values))
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state.
-
-        Raises:
-            PromptError: its type or shape is not that of the state.
-            IndexError: there is no such state.
-        """
         self._guard.write_state(index, values)
 
-    def reset_one_state(self, index: int) -> None:
-        """Set one state back.
-
-        Raises:
-            IndexError: there is no such state.
-        """
+    def reset_state(self, index: int) -> None:
         self._guard.forget()
         self._request.query_state()[index].reset()
 
     def _run(self, feeds: Mapping[str, Array]) -> Array:
         """Make one device call, and return a copy of its logits."""
-        original, asker = self._original, self._asker
+        original = self._original
+        asker = self._asker
         asker.check()
         shapes = tuple(array.shape for array in feeds.values())
         rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
         phase = "prefill" if rows > len(feeds.get(BEAM_IDX, ())) else "decode"
-        ask = Ask(asker.owner, original.costs.expected(shapes), asker.priority, original.number)
-        ask.phase, ask.rows, ask.num_bytes = phase, rows, original.num_bytes
+        ask = Ask(
+            asker.client or original.engine, original.costs.expected(shapes), asker.priority, original.engine.model,
+            phase=phase, rows=rows, num_bytes=original.num_bytes,
+        )  # fmt: skip
         with original.turns.turn(ask):
             asker.check()
             start = time.perf_counter()
@@ -215,7 +210,9 @@ class Replay:
         if not self._can_be_cut(inputs):
             yield inputs
             return
-        ids, mask, positions = inputs[INPUT_IDS], inputs[ATTENTION_MASK], inputs.get(POSITION_IDS)
+        ids = inputs[INPUT_IDS]
+        mask = inputs[ATTENTION_MASK]
+        positions = inputs.get(POSITION_IDS)
         num_past = self._guard.num_columns or 0
         for start in range(0, ids.shape[1], REPLAY_COLUMNS):
             end = min(start + REPLAY_COLUMNS, ids.shape[1])
@@ -231,10 +228,14 @@ class Replay:
 
         The keys of hidden tokens depend on the columns of their call, and a call that is refused must change no state.
         """
-        ids, mask, num_past = inputs.get(INPUT_IDS), inputs.get(ATTENTION_MASK), self._guard.num_columns
+        ids = inputs.get(INPUT_IDS)
+        mask = inputs.get(ATTENTION_MASK)
+        num_past = self._guard.num_columns
         if ids is None or mask is None or num_past is None or ids.ndim != 2 or ids.shape[1] <= REPLAY_COLUMNS:
             return False
-        positions, beams, count = inputs.get(POSITION_IDS), inputs.get(BEAM_IDX), ids.shape[1]
+        positions = inputs.get(POSITION_IDS)
+        beams = inputs.get(BEAM_IDX)
+        count = ids.shape[1]
         return (
             mask.shape == (ids.shape[0], num_past + count)
             and bool((mask[:, num_past:] == 1).all())

@@ -33,11 +33,7 @@ class StateGuard:
         self.batch: int | None = None
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """Check the inputs of the next call.
-
-        Raises:
-            PromptError: a size or a beam does not fit the states, or there are no tokens.
-        """
+        """Check the inputs of the next call. Raises ``PromptError``."""
         if self.num_columns is None:
             self._look()
         ids, mask, beams = (inputs.get(name) for name in (INPUT_IDS, ATTENTION_MASK, BEAM_IDX))
@@ -57,11 +53,10 @@ class StateGuard:
     def check_state(self, index: int, values: Array) -> None:
         """Check the value of a state. A state of floats takes smaller types, too: the device converts them.
 
-        Raises:
-            PromptError: its type or shape is not that of the state.
-            IndexError: there is no such state.
+        Raises ``PromptError`` (its type or shape is not that of the state) and ``IndexError`` (there is no such state).
         """
-        state, empty = self._request.query_state()[index].state, self._empty[index]
+        state = self._request.query_state()[index].state
+        empty = self._empty[index]
         fits = values.ndim == len(empty) and all(
             size in (given, 0) or place == 0
             for place, (size, given) in enumerate(zip(empty, values.shape, strict=True))
@@ -75,9 +70,7 @@ class StateGuard:
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state, as a program does natively. Whether that changes the state is the device's.
 
-        Raises:
-            PromptError: the type or shape is not that of the state.
-            IndexError: there is no such state.
+        Raises ``PromptError`` (the type or shape is not that of the state) and ``IndexError`` (there is no such state).
         """
         target = self._request.query_state()[index].state.data
         if (values.dtype, values.shape) != (target.dtype, target.shape):
@@ -96,18 +89,16 @@ class StateGuard:
 
     def reset(self) -> None:
         """Note that all states were set back."""
-        self.num_columns, self.batch = 0, None
+        self.num_columns = 0
+        self.batch = None
 
     def forget(self) -> None:
         """Note that the states were changed, or that a call has failed: their sizes are looked up before the next call."""
-        self.num_columns = self.batch = None
+        self.num_columns = None
+        self.batch = None
 
     def _look(self) -> None:
-        """Find the sizes of the states.
-
-        Raises:
-            PromptError: their sizes differ.
-        """
+        """Find the sizes of the states. Raises ``PromptError`` (their sizes differ)."""
         shapes = [tuple(each.state.shape) for each in self._request.query_state()]
         grown = [shape for shape in shapes if 0 not in shape]
         rows = {shape[0] for shape in grown if shape}
@@ -119,7 +110,8 @@ class StateGuard:
         }
         if len(rows) > 1 or len(columns) > 1:
             raise PromptError(f"the states have {sorted(rows)} rows and {sorted(columns)} columns: reset them")
-        self.num_columns, self.batch = max(columns, default=0), max(rows, default=None)
+        self.num_columns = max(columns, default=0)
+        self.batch = max(rows, default=None)
 
     def _check_beams(self, beams: Array, ids: Array | None) -> None:
         if beams.ndim != 1 or (ids is not None and len(beams) != len(ids)):

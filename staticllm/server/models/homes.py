@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import secrets
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from staticllm.children.child import Child, daemon_command
 from staticllm.errors import ClosedError, ProcessLostError
 from staticllm.pipelines.artifacts.crashes import LIMIT, count_crash, crash_name, quarantine_text
 from staticllm.pipelines.artifacts.used_sets import forget_sets, read_sets
-from staticllm.pipelines.daemon_client.daemon_home import UserDaemon
-from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
+from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine, UserDaemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import EndpointError
 
 START_SECONDS = 60.0
 """Seconds in which a worker process must listen; it loads its model later."""
-LOOK_SECONDS = 0.02
 END_SECONDS = 10.0
-"""Seconds that a worker process has to end before it is killed."""
+"""Grace period for a worker process that was told to end, in seconds."""
 DEAD_SECONDS = 2.0
-"""Seconds until a process whose connections have ended must have ended itself."""
+"""Grace period for a process whose connections have ended, in seconds."""
 PREFIX = "w"
 _log = logging.getLogger("staticllm.server")
 
@@ -51,8 +46,11 @@ class ModelHome(UserDaemon):
         self._engine: RemoteEngine | None = None
 
     def adopt(self, engine: RemoteEngine) -> None:
-        """Note the engine of the model."""
-        self._engine, engine.on_lost = engine, self._on_lost
+        self._engine = engine
+
+    def on_lost(self) -> object:
+        """Tell the server that the process has ended. Runs on the thread of the engine's connection."""
+        return self._on_lost()
 
     @property
     def is_lost(self) -> bool:
@@ -62,8 +60,7 @@ class ModelHome(UserDaemon):
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of the model does, from the call ``number`` on. Any thread may call.
 
-        Raises:
-            ClosedError: no model is loaded, or its process has ended.
+        Raises ``ClosedError`` (no model is loaded, or its process has ended).
         """
         engine = self._engine
         if engine is None:
@@ -71,11 +68,7 @@ class ModelHome(UserDaemon):
         return engine.calls_after(number)
 
     def reconnect(self) -> None:
-        """Load the model again. Takes as long as loading.
-
-        Raises:
-            StaticLLMError: that failed.
-        """
+        """Load the model again. Takes as long as loading. Raises ``StaticLLMError`` (that failed)."""
         assert self._engine is not None, "no model was loaded"
         self._engine.reconnect()
 
@@ -94,15 +87,11 @@ class WorkerHome(ModelHome):
     def __init__(self, name: str, on_lost: Callable[[], object]) -> None:
         super().__init__(name, on_lost)
         self._folder: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     @property
     def folder(self) -> Path:
-        """The private runtime folder of the process.
-
-        Raises:
-            EndpointError: it cannot be made.
-        """
+        """The private runtime folder of the process. Raises ``EndpointError`` (it cannot be made)."""
         if self._folder is None:
             base = endpoint.runtime_folder()
             _sweep(base)
@@ -123,32 +112,19 @@ class WorkerHome(ModelHome):
     def start(self) -> None:
         """Start the process; after a crash of the one before, that is counted against its blob set.
 
-        Raises:
-            EndpointError: it does not listen in time.
-            ProcessLostError: it crashed or was killed meanwhile.
+        Raises ``EndpointError`` (it does not listen in time) and ``ProcessLostError`` (it crashed or was killed meanwhile).
         """
         self._bury()
         folder = self.folder
-        environment = {name: value for name, value in os.environ.items() if name != "STATICLLM_ATTACH"}
-        flags = 0
-        if sys.platform == "win32":
-            flags = subprocess.CREATE_NEW_PROCESS_GROUP
+        command = [*daemon_command(), "--worker-of", str(os.getpid())]
         try:
-            self._process = subprocess.Popen(
-                worker_command(os.getpid()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, creationflags=flags,
-                start_new_session=sys.platform != "win32",  # Ctrl-C is for the server, which ends the process afterwards
-                env={**environment, "STATICLLM_RUNTIME_DIR": str(folder)},
-            )  # fmt: skip
+            process = self._process = Child(command, environment={"STATICLLM_RUNTIME_DIR": str(folder)})
         except OSError as error:
             raise EndpointError(f"the process of {self.name!r} cannot be started: {error.strerror}") from None
-        _log.info("process %d runs %r", self._process.pid, self.name)
-        moment = time.monotonic() + START_SECONDS
-        while time.monotonic() < moment and self._process.poll() is None:
-            with contextlib.suppress(EndpointError, OSError):
-                endpoint.connect(folder).close()
-                return
-            time.sleep(LOOK_SECONDS)
-        code = self._process.poll()
+        _log.info("process %d runs %r", process.pid, self.name)
+        if process.wait_until(partial(endpoint.listens, folder), START_SECONDS):
+            return
+        code = process.exit_code
         if code is not None and (code < 0 or crash_name(code) is not None):
             raise ProcessLostError(
                 f"the process of {self.name!r} was ended while it started ({code}): send the request again"
@@ -161,8 +137,7 @@ class WorkerHome(ModelHome):
         super().close()
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            _wait(process, END_SECONDS)
+            process.end(END_SECONDS)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -172,7 +147,7 @@ class WorkerHome(ModelHome):
         process, self._process = self._process, None
         if process is None or self._folder is None:
             return
-        code = _wait(process, DEAD_SECONDS)
+        code = process.wait(DEAD_SECONDS)
         crash = crash_name(code)
         _log.warning("the process of %r has ended (%s)", self.name, crash or f"exit code {code}")
         for path in read_sets(self._folder) if crash is not None else ():
@@ -180,26 +155,6 @@ class WorkerHome(ModelHome):
             if num >= LIMIT:
                 _log.error("%r: %s", self.name, quarantine_text(Path(path)))
         forget_sets(self._folder)
-
-
-def worker_command(pid: int) -> list[str]:
-    """Return the command of a worker process for process ``pid``.
-
-    A frozen application is its own interpreter: it must pass its arguments on to ``staticllm.cli.main``.
-    """
-    given = json.loads(os.environ.get("STATICLLM_DAEMON_COMMAND", "[]"))  # set by staticllm attach
-    command = [part for part in given if part != "--foreground"]
-    base = [sys.executable] if getattr(sys, "frozen", False) else [sys.executable, "-m", "staticllm"]
-    return [*(command or [*base, "daemon", "start"]), "--worker-of", str(pid)]
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for the end of a process, and kill it if that takes longer than ``seconds``; return its exit code."""
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 def _sweep(base: Path) -> None:

@@ -16,7 +16,7 @@ from staticllm.errors import ClosedError, ConfigError, ModelError, StaticLLMErro
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.arguments import expanded
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.pipelines.daemon_client.daemon_home import DaemonHome
+from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline

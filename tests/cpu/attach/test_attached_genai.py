@@ -151,15 +151,29 @@ def test_the_hint_holds_for_the_calls_of_the_loops_of_transformers_only(environm
     assert last_json(run(environment, "-c", HINTS, value, STATICLLM_HINTS=value)) == []
 
 
-def test_nothing_is_imported_for_transformers_without_openvino(environment, tmp_path):
+@pytest.mark.parametrize(
+    ("version", "more", "is_wrapped"),
+    [
+        ("5.5.4", {}, True),
+        ("5.6.0", {}, False),
+        ("4.57.1", {}, False),
+        ("", {}, False),
+        ("6.0.0.dev0", {"STATICLLM_HINTS": "1"}, True),
+        ("5.5.4", {"STATICLLM_HINTS": "0"}, False),
+    ],
+)
+def test_only_tested_versions_of_transformers_are_changed_and_nothing_is_imported(
+    environment, tmp_path, version, more, is_wrapped
+):
     package = tmp_path / "transformers" / "generation"
     package.mkdir(parents=True)
-    (tmp_path / "transformers" / "__init__.py").touch()
+    (tmp_path / "transformers" / "__init__.py").write_text(f"__version__ = {version!r}\n")
     (package / "__init__.py").touch()
     (package / "utils.py").write_text("class GenerationMixin:\n    def _sample(self): pass\n")
     program = (
-        "import sys, transformers.generation.utils as u; assert hasattr(u.GenerationMixin._sample, '__wrapped__');"
+        "import sys, transformers.generation.utils as u; "
+        f"assert hasattr(u.GenerationMixin._sample, '__wrapped__') is {is_wrapped};"
         "assert not any(name.startswith('openvino') or name == 'staticllm' for name in sys.modules); print('[]')"
     )
     path = os.pathsep.join((environment["PYTHONPATH"], str(tmp_path)))
-    assert last_json(run(environment, "-c", program, PYTHONPATH=path)) == []
+    assert last_json(run(environment, "-c", program, PYTHONPATH=path, **more)) == []

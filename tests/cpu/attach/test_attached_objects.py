@@ -218,8 +218,8 @@ x = ops.parameter([-1, 1200], np.float32, name="x")
 model = ov.Core().compile_model(ov.Model([ops.add(x, ops.constant(np.float32(1)))], [x]), "CPU")
 request = model.create_infer_request()
 request.start_async({0: np.ones((1500, 1200), np.float32)})
-request._far.poll(None)
-(kept,) = request._far.finish().outputs
+request._remote.poll(None)
+(kept,) = request._remote.finish().outputs
 del request
 gc.collect()
 print(json.dumps([float(kept.min()), float(kept.max())]))

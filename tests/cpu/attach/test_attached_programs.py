@@ -96,11 +96,11 @@ def test_ctrl_c_in_wait_loses_nothing(environment):
     model = demo_model_path() / "openvino_model.xml"
     code = STEPS + (
         "def interrupt():\n"
-        "    far, finish = request._far, type(request._far._place).finish\n"
+        "    remote, finish = request._remote, type(request._remote._place).finish\n"
         "    def once(self):\n"
         "        type(self).finish = finish\n"
         "        self._exchange(lambda: signal.raise_signal(signal.SIGINT))\n"
-        "    type(far._place).finish = once\n"
+        "    type(remote._place).finish = once\n"
         "    try:\n"
         "        request.wait()\n"
         "    except KeyboardInterrupt:\n"
@@ -119,12 +119,12 @@ def test_a_forked_child_has_a_connection_of_its_own(environment):
     model = demo_model_path() / "openvino_model.xml"
     code = STEPS + (
         "before = answer(4)\n"
-        "place = request._far._place\n"  # both would read the answers to both on this one
+        "place = request._remote._place\n"  # both would read the answers to both on this one
         "child = os.fork()\n"
         "if not child:\n"
-        "    os._exit(0 if answer(4) == before and request._far._place is not place else 3)\n"
+        "    os._exit(0 if answer(4) == before and request._remote._place is not place else 3)\n"
         "after = answer(4)\n"
-        "is_kept = request._far._place is place\n"
+        "is_kept = request._remote._place is place\n"
         "print([before == after, is_kept, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])])\n"
     )
     done = run(environment, "-c", code, model)

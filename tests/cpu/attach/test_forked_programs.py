@@ -34,19 +34,19 @@ queue.set_callback(lambda request, _: (may_end.wait(100), ended.append(1)))
 queue.start_async([row])
 assert [answer(each) for each in (request, waiting)] == [2.0, 2.0] and is_in_callback.wait(100)
 waiting.start_async([row])
-far, client = model._far, model._far._client
-channels = client._control, request._far._place._channel
-held = [client._lock, far._lock, request._lock, queue._change, *(channel._closing for channel in channels)]
+remote, client = model._remote, model._remote._client
+channels = client._control, request._remote._place._channel
+held = [client._lock, remote._lock, request._lock, queue._change, *(channel._closing for channel in channels)]
 are_held = threading.Event()
 
 def hold():
     for lock in held:
         lock.acquire()
     request._is_running = True  # as in the middle of a call
-    request._far._pending = {0: row}
+    request._remote._pending = {0: row}
     are_held.set()
     may_end.wait(100)
-    request._is_running, request._far._pending = False, None
+    request._is_running, request._remote._pending = False, None
     for lock in reversed(held):
         lock.release()
 

@@ -7,7 +7,8 @@ import openvino as ov
 import openvino.opset13 as op
 import pytest
 
-from staticllm.daemon.packed.packed_model import PackedModel
+from staticllm.daemon.packed.model import PackedModel
+from staticllm.daemon.sharing.device_turns import ClientId
 from staticllm.wire.messages import Kind
 from tests.support.attach.daemons import RawClient, daemon_thread
 from tests.support.attach.packed_programs import EXACT, SHORT, Original, Program
@@ -72,7 +73,7 @@ def program_on(loaded):
 
     def program(name, seed=0):
         model, compiled = loaded(name)
-        requests.append(model.open())
+        requests.append(model.open(ClientId(1)))
         return Program(requests[-1], Original(compiled), seed=seed)
 
     yield program

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import numpy as np
 import openvino as ov
 import openvino.opset13 as op
 import pytest
 
-from staticllm.daemon.compiling import compile_model
-from staticllm.daemon.model_source import ModelSource
+from staticllm.children.child import Child, ChildLostError
+from staticllm.daemon.models.compiling import compile_model
+from staticllm.daemon.models.sources import ModelSource
 from staticllm.errors import DeviceError
 
 
@@ -40,7 +39,9 @@ def test_what_the_compiler_refuses_is_told_in_one_line(source):
 
 
 def test_a_compiler_that_crashes_ends_only_the_child(source, monkeypatch):
-    crashed = subprocess.CompletedProcess([], -11, "", "")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: crashed)
+    def crash(child, message, seconds):
+        raise ChildLostError("by signal 11", -11)
+
+    monkeypatch.setattr(Child, "ask", crash)
     with pytest.raises(DeviceError, match=r"the compiler of CPU crashed on model\.xml \(exit code -11\)"):
         compile_model(source, in_child=True)

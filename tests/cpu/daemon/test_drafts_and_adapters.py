@@ -13,7 +13,7 @@ from support.models.adapter_models import answer, config_of
 
 import staticllm
 from staticllm import Adapter, AdapterConfig, AdapterError, ConfigError, StaticLLMPipeline, draft_model
-from staticllm.daemon.language_source import language_source_of
+from staticllm.daemon.models.sources import language_source_of
 from staticllm.errors import GenerationConfigError, ModelError, PromptError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams

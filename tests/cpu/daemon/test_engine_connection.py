@@ -8,6 +8,7 @@ from multiprocessing import Pipe
 
 import pytest
 
+from staticllm.children.answers import check, failed, refused
 from staticllm.core import FinishReason
 from staticllm.errors import (
     BusyError,
@@ -21,7 +22,6 @@ from staticllm.errors import (
 )
 from staticllm.pipelines.daemon_client import engine_connection
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.pipelines.daemon_client.failures import check, failed, refused
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
 from staticllm.pipelines.engine.request import EngineRequest
@@ -40,7 +40,8 @@ class Peer:
         self.ours, self.channel = Channel(ours), Channel(theirs)
         self.is_closed = False
 
-    def connect(self):
+    @property
+    def connection(self):
         return self.ours
 
     def check_silence(self):
@@ -148,8 +149,7 @@ def test_a_loss_that_a_send_sees_first_is_a_loss(peer):
         connections.append(EngineConnection(peer if not connections else second, 1, on_lost))
         return connections[-1]
 
-    engine = RemoteEngine(connect)
-    engine.on_lost = lambda: lost.append(True)
+    engine = RemoteEngine(connect, on_lost=lambda: lost.append(True))
     queue = OutputQueue()
     thread, results = run(lambda: engine.submit(EngineRequest((1,)), queue))
     assert second.answer().kind is Kind.SUBMIT

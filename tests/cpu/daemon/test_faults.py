@@ -17,7 +17,7 @@ import pytest
 
 import staticllm
 from staticllm import StaticLLMPipeline
-from staticllm.daemon import server
+from staticllm.daemon.process import daemon as process
 from staticllm.wire import endpoint
 from staticllm.wire.messages import MAX_FRAME, Kind, Message, encode
 from tests.support.attach.daemons import RawClient, daemon_process, daemon_thread, wait_for
@@ -83,7 +83,7 @@ def test_a_frame_that_is_too_long_is_not_read(honest, length):
 
 
 def test_a_client_that_stalls_in_a_frame_harms_only_itself(honest, monkeypatch):
-    monkeypatch.setattr(server, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(process, "HELLO_SECONDS", 0.2)
     raw = endpoint.connect(endpoint.runtime_folder())
     with socket.socket(fileno=os.dup(raw.fileno())) as peer:
         peer.sendall(struct.pack("!i", 100) + b"half")
@@ -95,7 +95,7 @@ def test_a_client_that_stalls_in_a_frame_harms_only_itself(honest, monkeypatch):
 
 
 def test_a_peer_that_does_not_answer_the_challenge_is_dropped(honest, monkeypatch, tmp_path):
-    monkeypatch.setattr(server, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(process, "HELLO_SECONDS", 0.2)
     raw = mp.Client(endpoint.address(tmp_path / "run"))
     raw.recv_bytes()  # the challenge
     wait_for(lambda: raw.poll(0.1), 5)
@@ -218,7 +218,7 @@ def fail(*_):
 
 @pytest.mark.parametrize("what", ["close", "drop_idle"])
 def test_a_model_that_cannot_be_dropped_keeps_no_daemon(monkeypatch, tmp_path, plain_model, what):
-    monkeypatch.setattr(server, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(process, "TICK_SECONDS", 0.05)
     limits = {"idle_seconds": 0.5, "idle_model_seconds": 0.0}
     with daemon_thread(monkeypatch, tmp_path / "run", **limits) as daemon, monkeypatch.context() as change:
         client = RawClient()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import staticllm
-from staticllm.daemon import server
+from staticllm.daemon.process import daemon as process
 from staticllm.pipelines.daemon_client.remote_launch import _plain
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.launch.arguments import resolve_candidates
@@ -200,7 +200,7 @@ def honest(path, daemon):
 
 @pytest.mark.parametrize("mode", ["plain", "stateful", "packed", "language"])
 def test_damaged_messages_harm_no_other_client_and_leave_nothing(mode, monkeypatch, tmp_path, plain_path, num_cases):
-    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(process, "TICK_SECONDS", 0.1)
     path = staticllm.demo_model_path() / "openvino_model.xml"
     with (
         daemon_thread(monkeypatch, tmp_path / "run", clients=8, block_bytes=1 << 24, idle_model_seconds=0.2) as daemon,

@@ -11,7 +11,7 @@ from support.helpers import EXACT, SHORT, tokens_of
 from support.server.held import check_gives_back, programs
 
 from staticllm import ClosedError, StaticLLMPipeline, demo_model_path
-from staticllm.daemon.packed.packed_model import PackedModel
+from staticllm.daemon.packed.model import PackedModel
 from tests.support.attach.packed_programs import Program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")

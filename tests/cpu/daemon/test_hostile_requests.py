@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from staticllm.daemon.language_models import LanguageModel
+from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams

@@ -15,7 +15,7 @@ import pytest
 
 import staticllm
 from staticllm import StaticLLMPipeline
-from staticllm.daemon import lifetime
+from staticllm.daemon.process import lifetime
 from staticllm.errors import (
     ClosedError,
     ConfigError,

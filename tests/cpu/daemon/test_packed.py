@@ -7,7 +7,7 @@ import numpy as np
 import openvino as ov
 import pytest
 
-from staticllm.daemon.packed.packed_model import PackedModel
+from staticllm.daemon.packed.model import PackedModel
 from staticllm.errors import ClosedError, PromptError
 from tests.support.attach.packed_programs import EXACT, SHORT, TOLERANCE, Original, Program
 
@@ -141,7 +141,7 @@ def test_states_are_those_of_the_original(program_on):
     for index in range(len(states)):
         ours.set_state(index, ours.get_state(index))
     program.step(2, 1)
-    ours.reset_one_state(0)
+    ours.reset_state(0)
     native.request.query_state()[0].reset()
     assert not ours.get_state(0).size
     program.reset()

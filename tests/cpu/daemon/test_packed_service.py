@@ -120,7 +120,7 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
         requests = [client.request(client.model(path, config=CONFIG).body["model"]) for client in (one, other)]
         for request in requests:
             request.infer(*call_of(native, PROMPT, 0))
-        engine = daemon.models.served()[0][1].model.engine
+        engine = daemon.models.served()[0][1].engine
         gate, found = threading.Event(), []
         engine.call_soon(gate.wait)  # the engine is busy until both tokens have arrived
         wait_for(lambda: not engine._callbacks)
@@ -153,15 +153,14 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
 def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, native, path, monkeypatch):
     with RawClient(priority=100 + 3) as client:
         handle = client.model(path, config=CONFIG).body["model"]
-        engine = daemon.models.served()[0][1].model.engine
-        turns = engine._device_use.turns
+        engine, turns = daemon.models.served()[0][1].engine, daemon.devices.turns("CPU")
         asked, take = [], turns.take
         monkeypatch.setattr(turns, "take", lambda ask: (asked.append(ask), take(ask))[1])
         (session,) = daemon._sessions.values()
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
             asks = [ask for ask in asked if ask.payers]
-            assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.owner)] * len(asks) != []
+            assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.client)] * len(asks) != []
             (state,) = engine.kv_manager.away._states.values()
             assert state.request.priority == 3
             assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
@@ -182,7 +181,7 @@ def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
     client = RawClient()
     request = client.request(client.model(path, config=CONFIG).body["model"])
     ((slot, service),) = daemon.models.served()
-    engine, gate = service.model.engine, threading.Event()
+    engine, gate = service.engine, threading.Event()
     engine.call_soon(gate.wait)  # the engine is busy until the program has gone
     wait_for(lambda: not engine._callbacks)
     before = engine.stats().num_steps

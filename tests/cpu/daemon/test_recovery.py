@@ -9,12 +9,12 @@ from queue import SimpleQueue
 
 import pytest
 
+from staticllm.children.answers import refused
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, ClosedError, DeviceError, ProcessLostError
 from staticllm.pipelines.daemon_client import recovery
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.pipelines.daemon_client.failures import refused
-from staticllm.pipelines.daemon_client.live_request import MAX_LOSSES, LiveRequest
+from staticllm.pipelines.daemon_client.recovery import MAX_LOSSES, LiveRequest
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
 from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput, output_to_dict
 from staticllm.pipelines.engine.request import EngineRequest
@@ -38,7 +38,8 @@ class Peer:
         ours, theirs = Pipe()
         self.ours, self.channel = Channel(ours), Channel(theirs)
 
-    def connect(self):
+    @property
+    def connection(self):
         return self.ours
 
     def check_silence(self):

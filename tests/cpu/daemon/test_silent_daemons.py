@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from staticllm.daemon import lifetime
+from staticllm.daemon.process import lifetime
 from staticllm.errors import DeviceError, StaticLLMError
-from staticllm.pipelines.daemon_client.daemon_home import UserDaemon
 from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
+from staticllm.pipelines.daemon_client.remote_engine import UserDaemon
 from staticllm.wire import endpoint
-from staticllm.wire.silence import SilenceWatch
+from staticllm.wire.endpoint import SilenceWatch
 from tests.support.helpers import one_line
 
 
@@ -94,8 +94,8 @@ def test_a_place_among_too_many_who_wait_has_a_limit(silent):
 def test_one_look_serves_all_who_wait_and_a_daemon_that_has_ended_is_not_silent(silent, monkeypatch):
     looks = []
     monkeypatch.setattr(endpoint, "PROBE_SECONDS", 1000.0)
-    watch, check = SilenceWatch(endpoint.runtime_folder()), endpoint.check_answers
-    monkeypatch.setattr(endpoint, "check_answers", lambda folder: (looks.append(folder), check(folder)))
+    watch, check = SilenceWatch(endpoint.runtime_folder()), endpoint.listens
+    monkeypatch.setattr(endpoint, "listens", lambda folder: (looks.append(folder), check(folder)))
 
     def ask():
         with pytest.raises(endpoint.SilentError, match="has not answered"):

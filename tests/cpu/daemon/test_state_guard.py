@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import openvino as ov
 import pytest
 
-from staticllm.daemon.devices import Devices
+from staticllm.daemon.models.plain import PlainModel
 from staticllm.daemon.packed.replay import Asker, OriginalModel, Replay
-from staticllm.daemon.plain import PlainModel
+from staticllm.daemon.sharing.device_turns import DeviceTurns, EngineId
+from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import PromptError
 from tests.support.attach.packed_programs import EXACT
 
@@ -29,14 +32,15 @@ def request_of(request, model_path):
     """A function that runs a call, one that sets a state, and one that reads its shape, of the same original model."""
     xml = str(model_path("llama") / "openvino_model.xml")
     if request.param == "a replay":
-        replay = Replay(OriginalModel(ov.Core().read_model(xml), ov.Core(), "CPU", EXACT), Asker())
+        own = {"turns": DeviceTurns(), "compiling": threading.Lock(), "engine": EngineId(1), "num_bytes": 0}
+        replay = Replay(OriginalModel(ov.Core().read_model(xml), "CPU", EXACT, **own), Asker())
         return replay.infer, replay.set_state, lambda: tuple(replay.states()[0].state.shape)
     model = PlainModel(1, ov.Core().compile_model(xml, "CPU", EXACT), "CPU", Devices(), 0)
     own = model.open(1)
 
     def infer(inputs):
         places = {model.names.index(name): array for name, array in inputs.items() if name in model.names}
-        return own.infer(places)[0][0].copy()
+        return own.call(places).outputs[0].copy()
 
     return infer, own.set_state, lambda: own.get_state(0).shape
 
@@ -95,12 +99,12 @@ def test_a_state_takes_the_types_that_openvino_converts(kind, model_path):
 
     def after(*types):
         own = model.open(1)
-        own.infer({model.names.index(name): array for name, array in call(0, 5).items() if name in model.names})
+        own.call({model.names.index(name): array for name, array in call(0, 5).items() if name in model.names})
         for index in range(len(own.state_names()) if types else 0):
             values = np.random.default_rng(index).integers(0, 3, own.get_state(index).shape)
             own.set_state(index, values.astype(types[0]))
         inputs = {model.names.index(name): array for name, array in call(5, 1).items() if name in model.names}
-        return own.infer(inputs)[0][0].copy()
+        return own.call(inputs).outputs[0].copy()
 
     assert np.array_equal(after(kind), after(np.float32))
     assert not np.allclose(after(kind), after(), atol=1e-3), "the state makes a difference"

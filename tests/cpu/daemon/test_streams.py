@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from staticllm.core import FinishReason
-from staticllm.daemon import connection, streams
-from staticllm.daemon.connection import ClientConnection
-from staticllm.daemon.streams import OutputStream
+from staticllm.daemon.clients import connection, streams
+from staticllm.daemon.clients.connection import Connection
+from staticllm.daemon.clients.streams import OutputStream
+from staticllm.daemon.sharing.device_turns import ClientId
 from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.wire.channel import Channel
@@ -51,7 +52,13 @@ def stream(monkeypatch):
     monkeypatch.setattr(streams, "MAX_BACKLOG", 20_000)
     ours, theirs = map(Channel, Pipe())
     engine = Engine()
-    session = SimpleNamespace(priority=0, owner=1, usage=SimpleNamespace(add_calls=lambda *_: None))
+    session = SimpleNamespace(
+        priority=0,
+        client=ClientId(1),
+        usage=SimpleNamespace(add_calls=lambda *_: None),
+        follow=lambda *_: None,
+        count_block=lambda _: None,
+    )
     model = SimpleNamespace(id=1, engine=engine, request_of=lambda _: EngineRequest((1,)))
     stream = OutputStream(ours, threading.Lock(), session)
     for number in (1, 2):
@@ -78,8 +85,9 @@ def blocked(stream):
 
 def serve(blocked):
     """Serve the connection of the stream on a thread, and return it."""
-    served = ClientConnection(blocked.ours, None)
-    served._send_lock, served._stream = blocked.lock, blocked.stream
+    served = Connection(blocked.ours, None, blocked.stream._session, is_first=False)
+    served._send_lock = blocked.lock
+    served._requests._stream = blocked.stream
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     return thread

@@ -17,6 +17,10 @@ from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.launch.engine import launch
 
 
+def _sent(target):
+    return replace(target, adapters=tuple(json.loads(json.dumps(target.adapters))))
+
+
 class JSONClient:
     """An engine behind a wire: requests and outputs cross it as JSON text, and requests have other ids on each side."""
 
@@ -51,11 +55,11 @@ class JSONClient:
     def record(self, max_records=1000):
         return self._engine.record(max_records)
 
-    def save_snapshot(self, tokens, path, identity, key=b"", adapters=()):
-        return self._engine.save_snapshot(tokens, path, identity, key, tuple(json.loads(json.dumps(adapters))))
+    def save_snapshot(self, tokens, target):
+        return self._engine.save_snapshot(tokens, _sent(target))
 
-    def load_snapshot(self, path, identity, key=b"", adapters=()):
-        return self._engine.load_snapshot(path, identity, key, tuple(json.loads(json.dumps(adapters))))
+    def load_snapshot(self, target):
+        return self._engine.load_snapshot(_sent(target))
 
     def close(self, drain=False):
         self.num_closed += 1

@@ -23,7 +23,7 @@ sys.exit(not seen)
         "staticllm.pipelines.llm_pipeline",
         "staticllm.pipelines.text_embedding_pipeline",
         "staticllm.pipelines.text_rerank_pipeline",
-        "staticllm.daemon.server",
+        "staticllm.daemon.process.daemon",
     ],
 )
 def test_a_first_tensor_is_read_on_import(module):

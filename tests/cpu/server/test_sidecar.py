@@ -113,7 +113,7 @@ def test_it_ends_with_its_parent(tmp_path):
 
 
 def test_a_watch_reports_the_end_once_and_can_be_closed():
-    from staticllm.system.parent_watch import ParentWatch
+    from staticllm.children.parent_watch import ParentWatch
 
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ends = []

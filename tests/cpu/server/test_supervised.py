@@ -22,7 +22,7 @@ import psutil  # noqa: E402
 from support.attach.daemons import daemon_process, wait_for  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.daemon import lifetime  # noqa: E402
+from staticllm.daemon.process import lifetime  # noqa: E402
 from staticllm.pipelines.artifacts.crashes import num_crashes  # noqa: E402
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
 from staticllm.server.models.homes import WorkerHome  # noqa: E402

@@ -22,7 +22,7 @@ ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
 LEVELS = (
     "core errors version wire",
     "attach devices metrics system",
-    "model_paths",
+    "children model_paths",
     "adapters",
     "config",
     "properties ports",
@@ -46,7 +46,6 @@ LEVELS = (
     "pipelines.chat_session pipelines.snapshots pipelines.text_embedding_pipeline pipelines.text_rerank_pipeline",
     "pipelines.llm_pipeline",
     "pipelines.simulator pipelines.diagnostics",
-    "daemon.packed",
     "daemon server",
     "cli pyinstaller",
     "testing __main__",

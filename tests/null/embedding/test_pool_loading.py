@@ -1,4 +1,4 @@
-"""Tests what a pool is made of: its properties, its devices, and the frames between it and its worker processes."""
+"""Tests what a pool is made of: its properties, its devices, and the messages between it and its worker processes."""
 
 import io
 import sys
@@ -12,13 +12,13 @@ from staticllm.errors import ConfigError, DeviceError, StaticLLMError, Unsupport
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_loader
-from staticllm.pipelines.embedding.pool.frames import MAX_HEADER_BYTES, FrameError, read_frame, write_frame
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError, decode_texts, encode_texts
 from staticllm.pipelines.embedding.pool.pool_loader import depths_key, devices_of, make_state, needs_pool, take_options
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec
 from staticllm.pipelines.embedding.windve.depth_file import write_estimates
 from staticllm.pipelines.embedding.windve.device_load import Line
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
+from staticllm.wire.messages import Kind, Message, read_message, write_message
 
 
 @pytest.mark.parametrize(
@@ -87,28 +87,19 @@ def test_frames_and_texts_come_back_as_they_were():
     texts = [TokenizedText(np.arange(1, n)) for n in (2, 9, 4)]
     typed = [TokenizedText(np.arange(3), np.array([0, 1, 1])), TokenizedText(np.arange(2), num_prompt=1)]
     for group in (texts, typed):
-        write_frame(stream, *encode_texts(group))
+        body, payload = encode_texts(group)
+        write_message(stream, Message(Kind.INFER, body=body, payload=payload))
     stream.seek(0)
     for group in (texts, typed):
-        frame = read_frame(stream)
-        for text, found in zip(group, decode_texts(frame.header, frame.body), strict=True):
+        message = read_message(stream)
+        for text, found in zip(group, decode_texts(message.body, bytes(message.payload)), strict=True):
             np.testing.assert_array_equal(text.ids, found.ids)
             assert text.types is None or text.types.tolist() == found.types.tolist()
             assert text.num_prompt == found.num_prompt
-    assert read_frame(stream) is None
+    assert read_message(stream) is None
 
 
-def test_damaged_frames_are_refused():
-    stream = io.BytesIO()
-    write_frame(stream, {"a": 1}, b"body")
-    whole = stream.getvalue()
-    for cut in range(1, len(whole)):
-        with pytest.raises(FrameError, match="ended within"):
-            read_frame(io.BytesIO(whole[:cut]))
-    with pytest.raises(FrameError, match="not the start"):
-        read_frame(io.BytesIO(b"print(1) \n" * 3))
-    with pytest.raises(FrameError, match="at most"):
-        read_frame(io.BytesIO(whole[:4] + (MAX_HEADER_BYTES + 1).to_bytes(4, "little") + bytes(4)))
+def test_damaged_texts_are_refused():
     with pytest.raises(ValueError, match="message of"):
         list(decode_texts({"num_texts": 1, "has_types": False}, b"\1\0\0\0abc"))
 
@@ -174,11 +165,11 @@ def test_depths_that_cannot_be_written_get_one_line(tmp_path, monkeypatch, name)
 REPORTER = """
 import sys
 from staticllm.errors import *
-from staticllm.pipelines.embedding.pool.frames import read_frame, write_frame
-from staticllm.pipelines.embedding.pool.worker_process import _problem
-read_frame(sys.stdin.buffer)
-write_frame(sys.stdout.buffer, {report})
-read_frame(sys.stdin.buffer)
+from staticllm.children.answers import failed
+from staticllm.wire.messages import Kind, Message, read_message, write_message
+read_message(sys.stdin.buffer)
+write_message(sys.stdout.buffer, {report})
+read_message(sys.stdin.buffer)
 """
 
 
@@ -196,14 +187,14 @@ def reported(report):
 
 
 def test_an_error_of_a_worker_keeps_its_class_and_fields():
-    error = reported("_problem(UnsupportedModelError('add_pooling', 'no output'))")
+    error = reported("failed(UnsupportedModelError('add_pooling', 'no output'))")
     assert type(error) is UnsupportedModelError
     assert (str(error), error.stage, error.reason) == ("CPU#1: add_pooling: no output", "add_pooling", "no output")
-    error = reported("_problem(OSError('the driver is gone'))")
+    error = reported("failed(as_ours(OSError('the driver is gone')))")
     assert type(error) is DeviceError
     assert str(error) == "CPU#1: the device failed: the driver is gone"
 
 
-@pytest.mark.parametrize("report", ["{'error': 'text'}", "{'error': {'type': 5}}"])
+@pytest.mark.parametrize("report", ["Message(Kind.FAILED)", "Message(Kind.FAILED, body={'type': 5})"])
 def test_a_worker_that_reports_something_else_is_lost(report):
     assert type(reported(report)) is WorkerLostError

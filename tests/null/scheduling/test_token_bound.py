@@ -6,10 +6,10 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.pipelines.engine.device_use import DeviceUse
+from staticllm.daemon.sharing.device_turns import DeviceTurns, EngineId
+from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.device_turns import DeviceTurns
 from staticllm.pipelines.scheduling.interface import (
     OWN_BOUND,
     SHARED_BOUND,
@@ -77,7 +77,7 @@ def test_prompts_jobs_and_other_programs_keep_the_same_bound(bound, tpot_ms, ste
 
     def engine_needs_the_device():
         turns = DeviceTurns()
-        use = DeviceUse(turns, -1)
+        use = DeviceUse(turns, EngineId(1))
         use._step_seconds = step
         return use._due([LAST_TOKEN + 1, LAST_TOKEN], limits) - LAST_TOKEN
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from staticllm.core import FinishReason, Variant
-from staticllm.daemon import call_watch
-from staticllm.daemon.call_watch import CallWatch
+from staticllm.daemon.models import language_model
+from staticllm.daemon.models.language_model import CallWatch
 from staticllm.pipelines.profiling.engine_watch import KEPT
 from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
@@ -80,14 +80,14 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on():
     seen = 0
     for _ in range(KEPT):
         state = mirror.read(process)
-        assert len(state.requests) == call_watch.MAX_REQUESTS
+        assert len(state.requests) == language_model.MAX_REQUESTS
         found = mirror.log.since(seen)
         assert found.num_dropped == 0
         seen = found.cursor
         if seen == KEPT:
             break
     assert [call["start"] for call in mirror.log.since(0).calls] == [float(start) for start in range(KEPT)]
-    assert len(process.asked) > KEPT / call_watch.MAX_ENTRIES
+    assert len(process.asked) > KEPT / language_model.MAX_ENTRIES
 
 
 def test_what_was_lost_before_it_was_read_is_counted():
@@ -107,15 +107,15 @@ def test_what_was_lost_before_it_was_read_is_counted():
 
 def test_the_engine_is_watched_only_while_somebody_asks(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(call_watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(language_model.time, "monotonic", lambda: now[0])
     engine = Engine()
     watch = CallWatch(engine)
     engine.step()
     assert engine.profiler.watcher is None and watch.after(0)["entries"] == []
-    now[0] += call_watch.WATCH_SECONDS - 1
+    now[0] += language_model.WATCH_SECONDS - 1
     engine.step()
     assert len(watch.after(0)["entries"]) == 1
-    now[0] += call_watch.WATCH_SECONDS + 1
+    now[0] += language_model.WATCH_SECONDS + 1
     engine.step()
     assert engine.profiler.watcher is None, "nobody asked"
     assert len(watch.after(0)["entries"]) == 1

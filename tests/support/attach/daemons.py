@@ -13,7 +13,7 @@ from dataclasses import replace
 import openvino as ov
 
 from staticllm.daemon.limits import default_limits
-from staticllm.daemon.server import Daemon
+from staticllm.daemon.process.daemon import Daemon
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import PROTOCOL, Kind, Message

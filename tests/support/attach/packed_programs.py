@@ -21,7 +21,7 @@ class Original:
         self.request.infer({name: array for name, array in inputs.items() if name in self.names})
         return self.request.get_tensor("logits").data.copy()
 
-    def reset_state(self):
+    def reset(self):
         self.request.reset_state()
 
 
@@ -61,4 +61,4 @@ class Program:
     def reset(self):
         self.mask = None
         for request in self.requests:
-            request.reset_state()
+            request.reset()

@@ -1,0 +1,422 @@
+"""The classes of OpenVINO that an attached program gets: their ports, tensors, checks and casts are those of a placeholder."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from openvino._ov_api import CompiledModel, InferRequest, Model
+from openvino._pyopenvino import CompiledModel as CompiledModelBase
+from openvino._pyopenvino import ProfilingInfo, Tensor
+from openvino.utils.data_helpers import OVDict
+from openvino.utils.data_helpers.data_dispatcher import _data_dispatch
+
+from ..wire.channel import renew_in_children
+from ..wire.tensors import Array
+from .completions import Completions
+from .remote_model import MovableRequest, RemoteModel
+
+
+class AttachedState:
+    """One state of a request of the daemon."""
+
+    def __init__(self, request: MovableRequest, index: int, name: str) -> None:
+        self._request = request
+        self._index = index
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def state(self) -> Tensor:
+        values = self._request.get_state(self._index)
+        return Tensor(values, shared_memory=True) if values.size else Tensor(values)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"a state must be an openvino.Tensor, not {type(value).__name__}")
+        self._request.set_state(self._index, value.data)
+
+    def reset(self) -> None:
+        self._request.reset_state(self._index)
+
+    def __repr__(self) -> str:
+        return f"<VariableState: {self.name}>"
+
+
+def states_of(request: MovableRequest) -> list[AttachedState]:
+    """Return the states of a request."""
+    names = request.state_names() if request.model.is_stateful else []
+    return [AttachedState(request, index, name) for index, name in enumerate(names)]
+
+
+MAX_TIMEOUT = (1 << 31) - 1
+"""The longest time that ``wait_for`` of OpenVINO takes, in ms."""
+
+
+def _forwarded(name: str, prepare: str) -> Any:
+    """Return a method that calls ``prepare`` of the request, and then method ``name`` of its placeholder."""
+
+    @functools.wraps(getattr(InferRequest, name))
+    def call(self: AttachedInferRequest, *args: Any, **kwargs: Any) -> Any:
+        getattr(self, prepare)()
+        return getattr(self._placeholder, name)(*args, **kwargs)
+
+    return call
+
+
+def _forwarded_property(name: str, prepare: str) -> Any:
+    """Return a property, as ``_forwarded`` returns a method."""
+
+    def read(self: AttachedInferRequest) -> Any:
+        getattr(self, prepare)()
+        return getattr(self._placeholder, name)
+
+    return property(read, doc=getattr(InferRequest, name).__doc__)
+
+
+class AttachedInferRequest(InferRequest):  # type: ignore[misc]
+    """An infer request whose calls run in the daemon.
+
+    ``on_end`` is called at the end of each ``start_async``, after the callback, with the exception that was raised or None.
+
+    Outputs are copied into the placeholder's tensors when the program asks for them. Once it has a tensor, which natively shows
+    the newest values, they are copied at the end of each call.
+    """
+
+    def __init__(self, placeholder: Any, request: MovableRequest, make_compiled: Callable[[Any], Any]) -> None:
+        super().__init__(placeholder)
+        self._remote = request
+        self._make_compiled = make_compiled
+        self._placeholder = InferRequest(placeholder)  # the same tensors, without the checks of this class
+        self._num_inputs = len(self._placeholder.model_inputs)
+        self._ports = self._placeholder.model_outputs
+        self._input_names = frozenset(name for port in self._placeholder.model_inputs for name in port.get_names())
+        self._lock = threading.RLock()
+        self._is_running = False
+        self._is_interrupted = False
+        self._is_cancelled = False
+        self._outputs: list[Array] | None = None  # of the last call, and not in the placeholder's tensors yet
+        self._given_out = False
+        self._error: Exception | None = None
+        self._latency = 0.0
+        self._callback: Callable[[Any], object] | None = None
+        self._userdata: Any = None
+        self._completions: Completions | None = None
+        self._has_run = False
+        self.on_end: Callable[[Exception | None], object] | None = None
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Make the lock anew in a forked child. A call that another thread was waiting for belongs to the parent.
+
+        One that was only started is run again in the child if that waits for it.
+        """
+        if not self._lock.acquire(blocking=False):
+            self.forget_call()
+        self._lock = threading.RLock()
+        self._completions = None
+
+    def forget_call(self) -> None:
+        self._is_running = False
+        self._is_interrupted = False
+        self._remote.forget_call()
+
+    def __repr__(self) -> str:
+        return str(super().__repr__()).replace(AttachedInferRequest.__name__, InferRequest.__name__, 1)
+
+    # calls
+
+    def infer(
+        self,
+        inputs: Any = None,
+        share_inputs: bool = False,
+        share_outputs: bool = False,
+        *,
+        decode_strings: bool = True,
+    ) -> OVDict:
+        with self._lock:
+            self._start(inputs, share_inputs)
+            self._take_result()
+            return self._results(share_outputs)
+
+    def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
+        with self._lock:
+            if userdata is not None:
+                if self._callback is None:
+                    warnings.warn("There is no callback function!", RuntimeWarning, stacklevel=2)
+                self._userdata = userdata
+            self._start(inputs, share_inputs)
+            if self._callback is not None or self.on_end is not None:
+                if self._completions is None:
+                    self._completions = Completions()
+                self._completions.put(self._complete)
+
+    def wait(self) -> None:
+        """Wait for the end of the call. Raises ``RuntimeError``."""
+        if self._completions is not None and not self._completions.is_current_thread():
+            self._completions.join(None)
+        with self._lock:
+            if self._is_running or self._is_interrupted:
+                self._finish()
+            if self._error is not None:
+                raise self._error
+
+    def wait_for(self, timeout: Any) -> bool:
+        """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result.
+
+        Raises ``RuntimeError`` (the time is negative, or as for ``wait``).
+        """
+        if (milliseconds := operator.index(timeout)) > MAX_TIMEOUT:
+            raise TypeError(f"wait_for({milliseconds}): must be at most {MAX_TIMEOUT} ms")
+        if milliseconds < 0:
+            raise RuntimeError(f"wait_for({milliseconds}): must not be negative")
+        if self._completions is not None and not self._completions.is_current_thread():
+            if not self._completions.join(milliseconds / 1000):
+                return False
+        elif self._is_running and not self._remote.poll(milliseconds / 1000):
+            return False
+        if not self._has_run:
+            return False
+        self.wait()
+        return True
+
+    def cancel(self) -> None:
+        self._is_cancelled = self._is_running
+
+    def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
+        self._check_idle()
+        self._callback = check_callback(callback)
+        self._userdata = userdata
+
+    def reset_state(self) -> None:
+        self._check_idle()
+        self._remote.reset()
+
+    def query_state(self) -> list[Any]:
+        self._check_idle()
+        return states_of(self._remote)
+
+    # tensors
+
+    def get_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_idle()
+        key = next(iter((*args, *kwargs.values())), None)
+        if not isinstance(key, str) or key not in self._input_names:
+            self._show_outputs()
+        return self._placeholder.get_tensor(*args, **kwargs)
+
+    set_tensor = _forwarded("set_tensor", "_give_out")
+    set_tensors = _forwarded("set_tensors", "_give_out")
+    set_output_tensor = _forwarded("set_output_tensor", "_give_out")
+    set_output_tensors = _forwarded("set_output_tensors", "_give_out")
+    set_input_tensor = _forwarded("set_input_tensor", "_check_idle")
+    set_input_tensors = _forwarded("set_input_tensors", "_check_idle")
+    get_input_tensor = _forwarded("get_input_tensor", "_check_idle")
+    get_output_tensor = _forwarded("get_output_tensor", "_give_outputs")
+    input_tensors = _forwarded_property("input_tensors", "_check_idle")
+    output_tensors = _forwarded_property("output_tensors", "_give_outputs")
+    results = _forwarded_property("results", "_give_outputs")
+
+    # what is known of the last call
+
+    @property
+    def userdata(self) -> Any:
+        return self._userdata
+
+    @property
+    def latency(self) -> float:
+        return self._latency
+
+    @property
+    def profiling_info(self) -> list[ProfilingInfo]:
+        self._check_idle()
+        return [_profiling_info(node) for node in self._remote.profile()]
+
+    def get_profiling_info(self) -> list[ProfilingInfo]:
+        return self.profiling_info
+
+    def get_compiled_model(self) -> Any:
+        return self._make_compiled(self._placeholder.get_compiled_model())
+
+    # the work
+
+    def _give_out(self) -> None:
+        self._check_idle()
+        self._given_out = True
+
+    def _give_outputs(self) -> None:
+        self._check_idle()
+        self._show_outputs()
+
+    def _check_idle(self) -> None:
+        if not self._is_running and not self._is_interrupted:
+            return
+        by_callback = self._completions is not None and self._completions.is_busy
+        if by_callback or (self._is_running and not self._remote.poll(0)):
+            raise RuntimeError("Infer Request is busy")
+        with self._lock:
+            if self._is_running or self._is_interrupted:
+                self._finish()
+
+    def _start(self, inputs: Any, is_shared: bool) -> None:
+        if self._is_running:
+            self._check_idle()
+        placeholder = self._placeholder
+        given = _data_dispatch(placeholder, inputs, is_shared=is_shared)
+        if isinstance(given, Tensor):
+            placeholder.set_input_tensor(given)
+        else:
+            for key, tensor in given.items():
+                if isinstance(key, int):
+                    placeholder.set_input_tensor(key, tensor)
+                else:
+                    placeholder.set_tensor(key, tensor)
+        self._error = None
+        self._outputs = None
+        self._is_cancelled = False
+        self._is_interrupted = False
+        self._remote.start({index: placeholder.get_input_tensor(index).data for index in range(self._num_inputs)})
+        self._is_running = True
+        self._has_run = True
+
+    def _finish(self) -> None:
+        """Wait for the result of the running call, and show it in the tensors that the program has.
+
+        Raises ``Exception`` (the call failed; ``wait`` raises it again).
+        """
+        self._take_result()
+        if self._given_out:
+            try:
+                self._show_outputs()
+            except Exception as error:
+                self._error = error
+                raise
+
+    def _take_result(self) -> None:
+        """Wait for the result of the running call, and keep it.
+
+        Raises ``Exception`` (the call failed; ``wait`` raises it again).
+        """
+        try:
+            result = self._remote.finish()
+        except Exception as error:
+            self._is_running = False
+            self._is_interrupted = False
+            self._error = error
+            raise
+        except BaseException:  # Ctrl-C: the request knows how to go on
+            self._is_running = False
+            self._is_interrupted = True
+            raise
+        self._is_running = False
+        self._is_interrupted = False
+        self._latency = result.device_us / 1000
+        self._outputs = result.outputs
+        if self._is_cancelled:
+            self._error = RuntimeError("Infer Request was canceled")
+            raise self._error
+
+    def _complete(self) -> None:
+        try:
+            with self._lock:
+                if self._is_running:
+                    self._finish()
+            if self._callback is not None:
+                self._callback(self._userdata)
+        except Exception as error:
+            self._error = error if self._error is error else RuntimeError(f"{type(error).__name__}: {error}")
+        if self.on_end is not None:
+            self.on_end(self._error)
+
+    def _results(self, share: bool) -> OVDict:
+        outputs = self._outputs
+        if outputs is not None and not share and not self._given_out:
+            return OVDict({port: array.copy() for port, array in zip(self._ports, outputs, strict=True)})
+        try:
+            shown = self._show_outputs()
+        except Exception as error:
+            self._error = error
+            raise
+        return OVDict({port: (data if share else data.copy()) for port, data in zip(self._ports, shown, strict=True)})
+
+    def _show_outputs(self) -> list[Array]:
+        self._given_out = True
+        outputs, self._outputs = self._outputs, None
+        if outputs is None:
+            return [self._placeholder.get_output_tensor(index).data for index in range(len(self._ports))]
+        shown = []
+        for index, array in enumerate(outputs):
+            tensor = self._placeholder.get_output_tensor(index)
+            target = tensor.data
+            if target.shape != array.shape:  # ``tensor.shape`` takes 17 us
+                tensor.shape = array.shape
+                target = tensor.data
+            target[...] = array
+            shown.append(target)
+        return shown
+
+
+def check_callback(callback: Any) -> Callable[..., object]:
+    """Return a callback, which must be a function. Raises ``TypeError`` (it is not)."""
+    if not callable(callback):
+        raise TypeError(f"a callback must be a function, not {type(callback).__name__}")
+    function: Callable[..., object] = callback
+    return function
+
+
+def _profiling_info(node: dict[str, Any]) -> ProfilingInfo:
+    info = ProfilingInfo()
+    for name in ("node_name", "node_type", "exec_type"):
+        setattr(info, name, str(node.get(name, "")))
+    info.status = getattr(ProfilingInfo.Status, str(node.get("status")), ProfilingInfo.Status.NOT_RUN)
+    info.real_time = timedelta(microseconds=int(node.get("real_us", 0)))
+    info.cpu_time = timedelta(microseconds=int(node.get("cpu_us", 0)))
+    return info
+
+
+class AttachedCompiledModel(CompiledModel):  # type: ignore[misc]
+    """A compiled model that the daemon serves."""
+
+    def __init__(self, placeholder: Any, model: RemoteModel) -> None:
+        super().__init__(placeholder)
+        self._remote = model
+
+    def __repr__(self) -> str:
+        return str(super().__repr__()).replace(AttachedCompiledModel.__name__, CompiledModel.__name__, 1)
+
+    def create_infer_request(self) -> AttachedInferRequest:
+        model = self._remote
+        base = CompiledModelBase.create_infer_request(self)
+        return AttachedInferRequest(
+            base, MovableRequest(model), lambda placeholder: AttachedCompiledModel(placeholder, model)
+        )
+
+    def get_property(self, property: str) -> Any:
+        if not isinstance(property, str):
+            return CompiledModelBase.get_property(self, property)  # raises as natively
+        return self._remote.get_property(property)
+
+    def set_property(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # checks the arguments; the placeholder's own properties mean nothing
+            CompiledModelBase.set_property(self, *args, **kwargs)
+        given = next(iter((*args, *kwargs.values())))
+        self._remote.set_property(dict([given] if isinstance(given, tuple) else given))
+
+    def export_model(self, *args: Any, **kwargs: Any) -> Any:
+        return self._remote.native().export_model(*args, **kwargs)
+
+    def get_runtime_model(self) -> Model:
+        return self._remote.native().get_runtime_model()
+
+    def release_memory(self) -> None:
+        CompiledModelBase.release_memory(self)

@@ -1,1 +1,0 @@
-"""OpenVINO's classes as an attached program sees them."""

@@ -1,0 +1,36 @@
+"""Errors as answers of another process: what it sends if a call failed or is refused, and what its clients raise."""
+
+from __future__ import annotations
+
+from staticllm.errors import MAX_SENT, DeviceError, StaticLLMError, from_wire, last_line, to_wire
+from staticllm.wire.messages import Kind, Message
+
+
+def failed(error: BaseException) -> Message:
+    """Return the answer to a call that raised an error."""
+    return Message(Kind.FAILED, body=to_wire(error))
+
+
+def refused(error: BaseException) -> Message:
+    """Return the answer to a client, model or request that the daemon does not take; an attached program runs it natively."""
+    return Message(Kind.REFUSED, body={**to_wire(error), "reason": last_line(error)})
+
+
+def check(answer: Message) -> None:
+    """Raise the ``StaticLLMError`` that an answer reports."""
+    try:
+        error = error_of(answer)
+    except ValueError as damaged:
+        raise DeviceError(f"the daemon's answer is damaged: {damaged}") from damaged
+    if error is not None:
+        raise error
+
+
+def error_of(answer: Message, origin: str = "") -> StaticLLMError | None:
+    """Return the error that an answer reports, with ``origin`` before its text; None for a result.
+
+    Raises ``ValueError`` (the error is damaged).
+    """
+    if answer.kind is Kind.REFUSED and "type" not in answer.body:  # a daemon of another protocol says only the reason
+        return StaticLLMError(str(answer.body.get("reason", "the daemon refused"))[:MAX_SENT])
+    return from_wire(answer.body, origin) if answer.kind in (Kind.REFUSED, Kind.FAILED) else None

@@ -1,0 +1,164 @@
+"""One client of the daemon: the objects that it has, by handles that mean nothing to others, and what it used."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from staticllm.daemon.limits import Limits
+from staticllm.daemon.models.language_model import LanguageModel
+from staticllm.daemon.models.plain import PlainModel
+from staticllm.daemon.models.table import ModelTable, ServedModel, Source
+from staticllm.daemon.packed.model import PackedModel
+from staticllm.daemon.sharing.device_turns import ClientId
+from staticllm.daemon.sharing.devices import Devices
+from staticllm.errors import BusyError, ConfigError
+
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """A model that a client holds: its key in the table of models, and the model."""
+
+    key: tuple[object, ...]
+    model: ServedModel
+
+
+class Session:
+    """A client: a program with one or more connections. Any of their threads may call the methods."""
+
+    def __init__(
+        self,
+        pid: int,
+        program: str,
+        priority: int,
+        table: ModelTable,
+        devices: Devices,
+        limits: Limits,
+        *,
+        watches: bool = False,
+    ) -> None:
+        """``watches``: it only asks for statistics, and is no program that uses a device."""
+        self.client = ClientId(next(_numbers))
+        self.token = secrets.token_hex(16)
+        self.pid = pid
+        self.program = program
+        self.priority = priority
+        self.watches = watches
+        self.usage = devices.open(self.client, f"{program} {pid}")
+        self._started = time.monotonic()
+        self._table = table
+        self._devices = devices
+        self._limits = limits
+        self._models: dict[int, HeldModel] = {}
+        self._handles = count(1)
+        self._num_requests = 0
+        self._block_bytes = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._followers: dict[object, Callable[[int], None]] = {}  # by the object that they belong to
+
+    def hold(self, source: Source) -> tuple[int, ServedModel]:
+        """Compile a model, or share one that is compiled, and return its handle and the model. Raises ``BusyError``."""
+        with self._lock:
+            if len(self._models) >= self._limits.models:
+                raise BusyError(
+                    f"this program has {len(self._models)} models, the limit is {self._limits.models}: drop one"
+                )
+        key, model = self._table.acquire(source)
+        with self._lock:
+            if not self._is_closed:
+                handle = next(self._handles)
+                self._models[handle] = HeldModel(key, model)
+                return handle, model
+        self._table.release(key)
+        raise BusyError("the program has gone while its model was compiled")
+
+    def model(self, handle: int) -> ServedModel:
+        """Return one of the client's models. Raises ``ConfigError`` if it has none with this handle."""
+        with self._lock:
+            held = self._models.get(handle)
+        if held is None:
+            raise ConfigError(f"this program has no model {handle}")
+        return held.model
+
+    def infer_model(self, handle: int) -> PlainModel | PackedModel:
+        """Return a model that has infer requests. Raises ``ConfigError`` if it is another one."""
+        model = self.model(handle)
+        if not isinstance(model, (PlainModel, PackedModel)):
+            raise ConfigError(f"model {handle} has no infer requests: it was loaded as a language model")
+        return model
+
+    def language_model(self, handle: int) -> LanguageModel:
+        """Return a language model with an engine. Raises ``ConfigError`` if it is another one."""
+        model = self.model(handle)
+        if not isinstance(model, LanguageModel):
+            raise ConfigError(f"model {handle} takes no requests: it was not loaded as a language model")
+        return model
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the client's calls, also of those that wait or run in an engine."""
+        self.priority = priority
+        self._devices.hurry(self.client, priority)
+        with self._lock:
+            followers = tuple(self._followers.values())
+        for follow in followers:
+            follow(priority)
+
+    def follow(self, key: object, on_priority: Callable[[int], None] | None) -> None:
+        """Call ``on_priority`` whenever the priority changes; None ends that. ``key`` names the follower."""
+        with self._lock:
+            self._followers.pop(key, None)
+            if on_priority is not None:
+                self._followers[key] = on_priority
+
+    def release(self, handle: int) -> None:
+        """Give a model back; an unknown handle is ignored."""
+        with self._lock:
+            held = self._models.pop(handle, None)
+        if held is not None:
+            self._table.release(held.key)
+
+    def count_request(self, change: int) -> None:
+        """Count an infer request that is opened (1) or closed (-1). Raises ``BusyError`` (the client has too many)."""
+        with self._lock:
+            if self._num_requests + change > self._limits.requests:
+                raise BusyError(
+                    f"this program has {self._num_requests} infer requests, the limit is {self._limits.requests}: drop some"
+                )
+            self._num_requests += change
+
+    def count_block(self, change: int) -> None:
+        """Count the bytes of shared memory that are added or, if negative, freed. Raises ``BusyError``."""
+        with self._lock:
+            if self._block_bytes + change > self._limits.block_bytes:
+                raise BusyError(
+                    f"this program needs {(self._block_bytes + change) >> 20} MiB of shared memory for tensors, the limit is "
+                    f"{self._limits.block_bytes >> 20} MiB: use smaller tensors or fewer requests"
+                )
+            self._block_bytes += change
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            held = list(self._models.values())
+            self._models.clear()
+        for each in held:
+            self._table.release(each.key)
+        self._devices.forget(self.client)
+
+    def describe(self) -> dict[str, object]:
+        """Return what ``staticllm daemon top`` shows of the client, as JSON types."""
+        with self._lock:
+            models = [held.model.id for held in self._models.values()]
+        since = time.time() - (time.monotonic() - self._started)  # the clock may have been set meanwhile
+        return {
+            "pid": self.pid, "program": self.program, "priority": self.priority, "since": since, "models": models,
+            "requests": self._num_requests, "block_bytes": self._block_bytes, **self.usage.to_dict(),
+        }  # fmt: skip

@@ -1,0 +1,177 @@
+"""Sends the tokens of a client's requests over its connection, on a thread of its own, so that no engine waits for a client."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from staticllm.core import FinishReason
+from staticllm.daemon.clients.session import Session
+from staticllm.daemon.models.language_model import LanguageModel
+from staticllm.errors import BusyError, ClosedError
+from staticllm.pipelines.engine.output_queue import (
+    CompileTimes,
+    Finished,
+    Output,
+    OutputQueue,
+    TokenOutput,
+    output_to_dict,
+)
+from staticllm.system.threads import start_thread
+from staticllm.wire.channel import Channel
+from staticllm.wire.messages import LAST, Kind, Message
+
+MAX_RUNNING = 256
+"""The most requests of one connection that have not ended."""
+MAX_OUTPUTS = 512
+"""The most outputs in one message."""
+MAX_BACKLOG = 1 << 16
+"""The most outputs that wait for a client to read; beyond them its requests are cancelled."""
+
+
+@dataclass
+class Running:
+    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left."""
+
+    model: LanguageModel
+    id: int
+    priority: int
+    num_left: int
+    submitted: float
+    has_begun: bool = False
+
+
+class OutputStream:
+    """The requests of one connection. ``submit`` and ``cancel`` run on the connection's thread."""
+
+    def __init__(self, channel: Channel, lock: threading.Lock, session: Session) -> None:
+        self._channel = channel
+        self._channel_lock = lock
+        self._session = session
+        self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
+        self._running: dict[int, Running] = {}  # by the client's number
+        self._is_broken = False
+        self._breaking = threading.Lock()
+        self._thread = start_thread(self._run, "staticllm-stream")
+
+    def submit(self, model: LanguageModel, number: int, values: Mapping[str, Any]) -> CompileTimes | None:
+        """Submit a request of the client; its outputs follow under the client's own ``number``.
+
+        Return what its grammar took to compile; None without one. Raises ``BusyError`` (the client or the engine has too
+        many requests) and ``PromptError``, ``ConfigError`` (the request is not one).
+        """
+        if len(self._running) >= MAX_RUNNING:
+            raise BusyError(f"this program has {MAX_RUNNING} requests that have not ended: wait for one")
+        if number in self._running:
+            raise BusyError(f"request {number} has not ended")
+        request = model.request_of(values)
+        asked = request.priority
+        session = self._session
+        request = replace(request, priority=asked + session.priority, owner=session.client.number)
+        outputs = OutputQueue()
+        outputs.add_listener(lambda output: self._add(number, output))
+        self._running[number] = Running(model, request.id, asked, request.num_sequences, time.perf_counter())
+        try:
+            model.engine.submit(request, outputs)
+        except BaseException:
+            del self._running[number]
+            raise
+        return outputs.compile_times
+
+    def cancel(self, number: int, index: int | None, reason: FinishReason) -> None:
+        """End a request, or one of its answers; unknown ones are ignored."""
+        if (found := self._running.get(number)) is not None:
+            found.model.engine.cancel(found.id, index, reason)
+
+    def set_priority(self, priority: int) -> None:
+        """Change the client's priority in its requests that have not ended. Any thread may call."""
+        for each in tuple(self._running.values()):
+            with suppress(ClosedError):  # the model was dropped meanwhile
+                each.model.engine.set_priority(each.id, each.priority + priority)
+
+    def stop(self) -> None:
+        """Cancel all requests, and begin no further message."""
+        with self._breaking:
+            self._is_broken = True
+        self._cancel_all()
+
+    def close(self) -> None:
+        """Cancel all requests, and end the thread and the connection, in which the thread may wait."""
+        self.stop()
+        self._channel.shut()
+        self._outputs.put(None)
+        self._thread.join()
+
+    def _add(self, number: int, output: Output) -> None:
+        """Add an output; runs on the engine's thread, because the stream's own waits in ``send`` if the client does not read."""
+        self._outputs.put((number, output))
+        if self._outputs.qsize() > MAX_BACKLOG:
+            self._break()
+
+    def _break(self) -> None:
+        """End the connection, so that a send that waits ends, and cancel all requests. A second call does nothing."""
+        with self._breaking:
+            if self._is_broken:  # after ``stop`` the channel may be closed, and its number may be another connection's
+                return
+            self._is_broken = True
+            self._channel.shut()
+        self._cancel_all()
+
+    def _cancel_all(self) -> None:
+        for each in tuple(self._running.values()):
+            each.model.engine.cancel(each.id)
+
+    def _run(self) -> None:
+        while (first := self._outputs.get()) is not None:
+            batch, is_ended = self._batch(first)
+            for number, outputs in batch.items():
+                self._send(number, outputs)
+            if is_ended:
+                break
+
+    def _batch(self, first: tuple[int, Output]) -> tuple[dict[int, list[Output]], bool]:
+        """Return what waits, by request, and whether the stream ends after it."""
+        batch: dict[int, list[Output]] = {first[0]: [first[1]]}
+        for _ in range(MAX_OUTPUTS):
+            try:
+                item = self._outputs.get_nowait()
+            except queue.Empty:
+                return batch, False
+            if item is None:
+                return batch, True
+            batch.setdefault(item[0], []).append(item[1])
+        return batch, False
+
+    def _send(self, number: int, outputs: list[Output]) -> None:
+        self._count_tokens(number, outputs)
+        flags = LAST if self._count_ends(number, outputs) else 0
+        if self._is_broken:
+            return
+        body = {"outputs": [output_to_dict(output) for output in outputs]}
+        try:
+            with self._channel_lock:
+                self._channel.send(Message(Kind.OUTPUT, number=number, flags=flags, body=body))
+        except OSError:  # the client has gone; its connection's thread sees it too
+            self._break()
+
+    def _count_tokens(self, number: int, outputs: list[Output]) -> None:
+        running = self._running[number]
+        tokens = [each for each in outputs if isinstance(each, TokenOutput)]
+        queued = 0.0
+        if tokens and not running.has_begun:  # what is not its prompt's own calls was spent waiting for others
+            running.has_begun = True
+            queued = max(0.0, tokens[0].time - running.submitted - tokens[0].device_seconds)
+        self._session.usage.add_calls(len(tokens), queued, 0)
+
+    def _count_ends(self, number: int, outputs: list[Output]) -> bool:
+        running = self._running[number]
+        running.num_left -= sum(isinstance(output, Finished) for output in outputs)
+        if running.num_left:
+            return False
+        del self._running[number]
+        return True

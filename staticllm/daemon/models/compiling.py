@@ -1,0 +1,90 @@
+"""Compiles a model in a child process, because the compiler of a device may crash, and hands the blob back.
+
+As a module (``python -m staticllm.daemon.models.compiling``) it is that child: one message with the source, and one answer.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import openvino as ov
+
+from staticllm.children.answers import check, failed
+from staticllm.children.child import Child, ChildLostError, take_pipes
+from staticllm.daemon.models.sources import ModelSource
+from staticllm.daemon.sharing.devices import is_virtual
+from staticllm.devices import get_core, kind
+from staticllm.errors import DeviceError, StaticLLMError, last_line
+from staticllm.wire.messages import Kind, Message, read_message, write_message
+
+IN_PROCESS = ("CPU",)
+"""Kinds of devices whose blobs are compiled again when they are imported, and whose compilers run in this process."""
+MAX_SECONDS = 1800.0
+END_SECONDS = 5.0
+
+
+def compile_model(source: ModelSource, in_child: bool | None = None) -> ov.CompiledModel:
+    """Return the compiled model of a source; ``in_child`` says where it is compiled, None for as the device needs it.
+
+    Raises ``DeviceError`` (the compiler crashed or refused the model) and ``RuntimeError`` (the same, for devices that
+    compile in this process).
+    """
+    if in_child is None:
+        in_child = kind(source.device) not in IN_PROCESS and not is_virtual(source.device)
+    core = get_core()
+    config = dict(source.config)
+    if not in_child:
+        return core.compile_model(read(source.xml, source.weights), source.device, config)
+    with tempfile.TemporaryDirectory(prefix="staticllm-") as folder:
+        blob = Path(folder) / "model.blob"
+        _run_child(source, blob)
+        return core.import_model(blob.read_bytes(), source.device, config)
+
+
+def read(xml: Path, weights: Path) -> ov.Model:
+    """Return a model as OpenVINO reads it; ``weights`` may be missing."""
+    return get_core().read_model(xml, weights if weights.is_file() else "")
+
+
+def _run_child(source: ModelSource, blob: Path) -> None:
+    body = {
+        "xml": str(source.xml), "weights": str(source.weights), "device": source.device, "config": dict(source.config),
+        "blob": str(blob),
+    }  # fmt: skip
+    child = Child(
+        [sys.executable, "-m", "staticllm.daemon.models.compiling"], has_pipes=True, errors=blob.with_suffix(".err")
+    )
+    try:
+        check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
+    except TimeoutError:
+        raise DeviceError(f"{source.xml.name} was not compiled for {source.device} in {MAX_SECONDS:g} s") from None
+    except ChildLostError as error:
+        raise DeviceError(
+            f"the compiler of {source.device} crashed on {source.xml.name} (exit code {error.code})"
+        ) from None
+    except StaticLLMError as error:
+        raise DeviceError(f"{source.device} refused {source.xml.name}: {error}") from None
+    finally:
+        child.end(END_SECONDS)
+
+
+def _child() -> None:
+    questions, answers = take_pipes()
+    message = read_message(questions)
+    if message is None:
+        return
+    told = message.body
+    try:
+        model = read(Path(told["xml"]), Path(told["weights"]))
+        compiled = get_core().compile_model(model, told["device"], told["config"])
+        Path(told["blob"]).write_bytes(compiled.export_model().getvalue())
+    except Exception as error:
+        write_message(answers, failed(DeviceError(last_line(error))))
+    else:
+        write_message(answers, Message(Kind.OK))
+
+
+if __name__ == "__main__":
+    _child()

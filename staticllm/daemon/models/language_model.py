@@ -1,0 +1,224 @@
+"""Language models with an engine in the daemon: programs submit requests, and share calls, weights and cached prefixes."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import openvino_genai as genai
+
+from staticllm.core import OnProgress
+from staticllm.daemon.models.sources import LanguageSource
+from staticllm.daemon.sharing.device_turns import EngineId
+from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.sharing.devices import Devices
+from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
+from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
+from staticllm.pipelines.engine.client import SnapshotTarget
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.request import EngineRequest, EngineText
+from staticllm.pipelines.grammars.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.vocabulary import read_vocabulary
+from staticllm.pipelines.launch.arguments import read_tokenizer
+from staticllm.pipelines.launch.draft_source import use_draft
+from staticllm.pipelines.launch.engine import Launched, launch
+from staticllm.pipelines.profiling.engine_watch import EngineWatch
+from staticllm.pipelines.profiling.records import Record
+from staticllm.pipelines.scheduling.interface import SHARED_BOUND
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.wire.messages import Message, ProtocolError, text_of
+
+WATCH_SECONDS = 15.0
+"""Seconds without a reader after which an engine is no longer watched."""
+MAX_BYTES = 256 << 10
+"""About the most bytes of the calls in an answer, and of its requests; the next answer has the next calls."""
+MAX_ENTRIES = 256
+MAX_REQUESTS = 512
+
+
+class CallWatch:
+    """What an engine does, for any number of readers. It costs nothing without one.
+
+    The engine's thread only appends; the thread of any connection may read.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._watch = EngineWatch(1, origin=0.0)
+        self._name = secrets.token_hex(8)  # of the numbers: another process begins again
+        self._until = 0.0
+
+    def append(self, record: Record) -> None:
+        """Keep a record, or end the watch without readers. Runs on the engine's thread."""
+        if time.monotonic() > self._until:
+            self._engine.profiler.watcher = None
+        else:
+            self._watch.append(record)
+
+    def after(self, number: int) -> dict[str, Any]:
+        """Return the calls and answers after a number, the requests that run, and the statistics, as JSON types.
+
+        Moments are those of this process's ``time.perf_counter``, of which ``now`` is one. ``cursor`` is the number for the
+        next reading; what is more than an answer may hold comes then.
+        """
+        self._until = time.monotonic() + WATCH_SECONDS
+        if self._engine.profiler.watcher is not self:
+            self._watch.restart()
+            self._engine.profiler.watcher = self
+        entries, cursor, num_dropped = self._watch.entries_after(number)
+        found = _first_of(entries)
+        progress = self._engine.progress()
+        return {
+            "watch": self._name,
+            "now": time.perf_counter(),
+            "entries": found,
+            "more": len(found) < len(entries),
+            "cursor": found[-1]["number"] if found else cursor,
+            "dropped": num_dropped,
+            "requests": [asdict(request) for request in progress.requests[:MAX_REQUESTS]],
+            "num_slots": progress.num_slots,
+            "stats": asdict(self._engine.stats()),
+        }
+
+
+def _first_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return as many of the first entries as one message may hold."""
+    size = 0
+    for index, entry in enumerate(entries[:MAX_ENTRIES]):
+        size += _size_of(entry)
+        if index and size > MAX_BYTES:
+            return entries[:index]
+    return entries[:MAX_ENTRIES]
+
+
+def _size_of(entry: Mapping[str, Any]) -> int:
+    """Return about the bytes of an entry as JSON."""
+    return (
+        400
+        + 12 * sum(len(entry.get(name, ())) for name in ("decode", "preempted"))
+        + 30 * len(entry.get("prefill", ()))
+    )
+
+
+class LanguageModel:
+    """A language model that an engine of the daemon serves. Its steps take turns with the other calls on its device."""
+
+    mode = "engine"
+
+    def __init__(self, id: int, launched: Launched, devices: Devices, num_bytes: int = 0) -> None:
+        self.id = id
+        self.launched = launched
+        self.device = launched.device
+        self.engine = launched.engine
+        self.engine.share_device(DeviceUse(devices.turns(launched.device), EngineId(id), num_bytes))
+        self.calls = CallWatch(self.engine)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a client's pipeline must know of the model, as JSON types."""
+        config = self.launched.config
+        return {
+            "device": self.launched.device, "vocab_size": self.launched.vocab_size, "kv_type": self.launched.kv_type,
+            "has_mapped_weights": self.launched.has_mapped_weights,
+            "max_prompt_len": config.max_prompt_len, "min_response_len": config.min_response_len,
+        }  # fmt: skip
+
+    def request_of(self, values: Mapping[str, Any]) -> EngineRequest:
+        """Return the checked request of a client. Raises ``PromptError`` and ``ConfigError``."""
+        try:
+            request = EngineRequest.from_dict(values)
+            check_fields(request, self._num_adapters)
+        except StaticLLMError:
+            raise
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"a request with wrong fields: {error}") from None
+        vocab = self.launched.vocab_size
+        limit = self.launched.config.max_seq_len
+        ids = request.prompt
+        if not 0 < len(ids) <= limit or not all(type(id) is int and 0 <= id < vocab for id in ids):
+            raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {vocab - 1}")
+        return request
+
+    @property
+    def _num_adapters(self) -> int:
+        """The number of adapters that requests can choose from."""
+        adapters = self.launched.config.adapters
+        return 0 if adapters is None or adapters.is_fused else len(adapters.adapters)
+
+    def get_property(self, name: str) -> object:
+        """Raise an error: an engine has several programs, with properties of their own. Raises ``ConfigError``."""
+        raise ConfigError(f"a language model with an engine has no property {name!r}")
+
+    def snapshot(self, message: Message) -> int:
+        """Save or load a snapshot as a client's message says, and return its number of tokens.
+
+        Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``SnapshotError`` (it cannot be saved or
+        loaded).
+        """
+        path = text_of(message, "path")
+        key = text_of(message, "key")
+        identity = message.body.get("identity")
+        tokens = message.body.get("tokens")
+        if not isinstance(identity, dict) or not isinstance(tokens, list) or not Path(path).is_absolute():
+            raise ProtocolError("SNAPSHOT: path must be absolute, identity an object, tokens a list")
+        scales = message.body.get("adapters", [])
+        if not isinstance(scales, list):
+            raise ProtocolError("SNAPSHOT: adapters must be a list")
+        check_scales(scales, self._num_adapters)
+        texts = {str(name): str(value) for name, value in identity.items()}
+        target = SnapshotTarget(Path(path), texts, bytes.fromhex(key), tuple(scales))
+        if text_of(message, "action", 8) == "save":
+            return self.engine.save_snapshot([int(token) for token in tokens], target)
+        return self.engine.load_snapshot(target)
+
+    def close(self) -> None:
+        self.launched.close()
+
+
+def compile_language_model(
+    source: LanguageSource, id: int, devices: Devices, on_progress: OnProgress = lambda event: None
+) -> LanguageModel:
+    """Load a language model on the first of its devices that can run it, with its draft model, and start its engine.
+
+    Raises:
+        ModelError, UnsupportedModelError, ConfigError, AdapterError, BlobError, DeviceError: as for ``StaticLLMPipeline``.
+    """
+    candidates = source.loadable()
+    policy = make_policy(candidates[0].config.scheduler)
+    tokenizer = LazyTokenizer(source.directory)
+    launched = launch(source.directory, candidates, policy, on_progress, tokenizer.engine_text, SHARED_BOUND)
+    if source.draft is not None:
+        use_draft(source.draft, launched, tokenizer.read(), on_progress)
+    return LanguageModel(id, launched, devices, source.num_bytes)
+
+
+class LazyTokenizer:
+    """The tokenizer in a model directory, read when it is first needed. Any thread may call the methods."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._tokenizer: genai.Tokenizer | None = None
+
+    def read(self) -> genai.Tokenizer:
+        """Return the tokenizer. Raises ``ModelError`` (it cannot be read)."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = read_tokenizer(self._directory)
+            return self._tokenizer
+
+    def engine_text(self) -> EngineText:
+        """Return what an engine needs of the tokenizer."""
+        return EngineText(self.decode, GrammarCompiler(lambda: read_vocabulary(self.read())))
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens. Raises ``ModelError`` (the tokenizer cannot be read, or cannot decode them)."""
+        try:
+            text: str = self.read().decode(tokens)
+        except RuntimeError as error:
+            raise ModelError(f"the tokenizer cannot decode {len(tokens)} tokens: {last_line(error)}") from error
+        return text

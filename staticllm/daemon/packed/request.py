@@ -1,0 +1,254 @@
+"""An infer request of a program on a stateful model: sequences of our engine, or a replay on the original model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from staticllm.daemon.infer_request import CallResult
+from staticllm.daemon.packed.call import EngineLimits, PackedCall, UnusualCallError, logs_of, read_call
+from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
+from staticllm.daemon.sharing.device_turns import Call, ClientId
+from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed
+from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted
+from staticllm.pipelines.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Packed(Protocol):
+    """What a request uses of its model: ``PackedModel`` describes it."""
+
+    engine: Engine | None
+    reason: str | None
+    limits: EngineLimits
+    input_names: tuple[str, ...]
+
+    def replay(self, asker: Asker) -> Replay:
+        """Return a request on the original model."""
+        ...
+
+
+class PackedRequest:
+    """An infer request of one client on a ``PackedModel``. One thread at a time may call.
+
+    Each row of a batch is a sequence of the engine. A call that the engine cannot serve as the original would goes to a replay
+    on the original model, and so do all later calls until ``reset_state``. ``fallback`` is the reason; None in the engine. A
+    replay is compiled and runs on the calling thread; its calls take turns with those of the engine.
+    """
+
+    def __init__(self, model: Packed, client: ClientId | None = None) -> None:
+        self._model = model
+        self._asker = Asker(client)
+        self.fallback = model.reason
+        self.times = Call()
+        self._sequences: list[FedSequence] = []
+        self._logs: list[RowLog] = []
+        self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
+        self._replay: Replay | None = None
+        self._fed: Sequence[FedSequence] = ()  # by the call in progress
+        self._is_running = threading.Lock()
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority, also of a call that runs; requests of a higher one go first. Any thread may call."""
+        if priority == self._asker.priority:
+            return
+        self._asker.priority = priority
+        for sequence in {*self._sequences, *self._fed}:
+            sequence.set_priority(priority)
+        if self._fed and self._model.engine is not None:
+            self._model.engine.hurry(priority, self._client_number)
+
+    def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
+        self.set_priority(priority)
+        names = self._model.input_names
+        named = {names[index]: array for index, array in inputs.items() if 0 <= index < len(names)}
+        logits = self.infer(named, "last" if wants_last else "all")
+        return CallResult([logits], self.times)
+
+    def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
+        """Run a call of the original's inputs, and return its logits.
+
+        Args:
+            inputs: ``input_ids [B, S]``, ``attention_mask [B, P+S]``, ``position_ids [B, S]`` and ``beam_idx [B]``.
+            wanted: Which logits are returned: after all tokens, ``[B, S, V]``, or after the last one, ``[B, 1, V]``.
+
+        The rows of tokens that the mask hides are zeros.
+
+        Raises:
+            PromptError: ``beam_idx`` names a row that the last call did not have.
+            RuntimeError: OpenVINO refused the inputs.
+            ClosedError: the model was closed, or the request was cancelled.
+        """
+        with self._is_running:
+            if self.fallback is None:
+                try:
+                    return self._in_engine(self._checked(inputs, wanted))
+                except UnusualCallError as error:
+                    self._fall_back(str(error))
+            return self._on_original(lambda replay: replay.infer(inputs, wanted))
+
+    def reset(self) -> None:
+        """Forget all tokens. The sequences stay cached for later ones that begin alike."""
+        with self._is_running:
+            self._close_sequences(self._sequences, is_reusable=True)
+            self._sequences = []
+            self._logs = []
+            self._apart = {}
+            if self._replay is not None and self._model.reason is None:
+                self._replay = None
+            elif self._replay is not None:
+                self._replay.reset()
+            self.fallback = self._model.reason
+
+    def state_names(self) -> list[str]:
+        return [str(name) for name in self._on_states(lambda replay: [state.name for state in replay.states()])]
+
+    def get_state(self, index: int) -> Array:
+        values: Array = self._on_states(lambda replay: replay.states()[index].state.data.copy())
+        return values
+
+    def set_state(self, index: int, values: Array) -> None:
+        self._on_states(lambda replay: replay.set_state(index, values))
+
+    def write_state(self, index: int, values: Array) -> None:
+        self._on_states(lambda replay: replay.write_state(index, values))
+
+    def reset_state(self, index: int) -> None:
+        self._on_states(lambda replay: replay.reset_state(index))
+
+    def profile(self) -> list[dict[str, object]]:
+        """Raise a ``RuntimeError``: the nodes of our programs are not those of the client's model."""
+        raise RuntimeError("the model shares calls with other programs: profile it without the daemon, or with --exact")
+
+    def cancel(self) -> None:
+        """End the call before its next device call; later ones fail. Any thread may call."""
+        self._asker.is_cancelled = True
+        self._close_sequences(self._fed, is_reusable=False)
+
+    def close(self) -> None:
+        self._close_sequences(self._sequences, is_reusable=True)
+        self._sequences = []
+        self._replay = None
+
+    @property
+    def _client_number(self) -> int:
+        return 0 if self._asker.client is None else self._asker.client.number
+
+    def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> PackedCall:
+        return read_call(inputs, self._logs, self._model.limits, wanted)
+
+    def _in_engine(self, call: PackedCall) -> Array:
+        """Run a checked call in the engine. Raises ``UnusualCallError``."""
+        engine = self._model.engine
+        assert engine is not None, "there is no engine"
+        sequences, unused = self._continued(call, engine)
+        self._fed = sequences
+        try:
+            self._asker.check()
+            results = _feed(engine, sequences, call)
+        except BaseException:  # closed, or interrupted while the feeds are in progress
+            self._fall_back("a call was interrupted")
+            self._close_sequences(sequences, is_reusable=False)
+            raise
+        failed = next((result.error for result in results if result is not None and result.error is not None), None)
+        if failed is not None:
+            self._close_sequences([*sequences, *unused], is_reusable=False)
+            self._sequences = []
+            if self._asker.is_cancelled:
+                raise failed
+            raise UnusualCallError(f"the engine failed: {failed}") from failed
+        self._close_sequences(unused, is_reusable=False)
+        if any(not all(row.mask) for row in call.rows):
+            first = len(self._logs[0].ids) if self._logs else 0
+            self._apart[first] = first + len(call.rows[0].ids)
+        self._sequences, self._logs = sequences, logs_of(call, self._logs)
+        done = [result for result in results if result is not None]
+        self.times = Call(
+            max((result.queued_seconds for result in done), default=0.0),
+            max((result.device_seconds for result in done), default=0.0),
+        )
+        if not all(result.is_finite for result in done):  # these are the answer; what follows is the original's
+            self._fall_back("its logits are not finite")
+        return _placed(call, results, self._model.limits.vocab_size)
+
+    def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
+        """Return the sequence that each row continues, and the sequences that none does."""
+        if not self._sequences:
+            return [engine.open_fed(self._asker.priority, self._client_number) for _ in call.rows], []
+        free = list(self._sequences)
+        last_use = {row.source: index for index, row in enumerate(call.rows)}
+        continued = [
+            free[row.source] if last_use[row.source] == index else free[row.source].fork()
+            for index, row in enumerate(call.rows)
+        ]
+        return continued, [sequence for index, sequence in enumerate(free) if index not in last_use]
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on in the original model, until the next reset."""
+        log.info("a request goes on in the original model: %s", reason)
+        self.fallback = reason
+        self._close_sequences(self._sequences, is_reusable=False)
+        self._sequences = []
+
+    def _on_original(self, function: Callable[[Replay], Result]) -> Result:
+        """Call ``function`` with the request on the original, whose states are those of all calls so far."""
+
+        asked = time.perf_counter()
+        replay = self._replay
+        used_before = 0.0 if replay is None else replay.device_seconds
+        if replay is None:
+            replay = self._model.replay(self._asker)
+            replay.repeat(self._logs, self._apart)
+            self._replay = replay
+        result = function(replay)
+        seconds = replay.device_seconds - used_before
+        self.times = Call(max(0.0, time.perf_counter() - asked - seconds), seconds)
+        return result
+
+    def _on_states(self, function: Callable[[Replay], Result]) -> Result:
+        with self._is_running:
+            if self.fallback is None:
+                self._fall_back("the program reads its states")
+            return self._on_original(function)
+
+    def _close_sequences(self, sequences: Sequence[FedSequence], is_reusable: bool) -> None:
+        for sequence in sequences:
+            sequence.close(is_reusable)
+
+
+def _feed(engine: Engine, sequences: Sequence[FedSequence], call: PackedCall) -> list[FeedResult | None]:
+    """Feed all rows together, and wait for their results; None for a row without tokens."""
+    results: list[FeedResult | None] = [None] * len(call.rows)
+    fed = [index for index, row in enumerate(call.rows) if row.tokens]
+    is_done = threading.Semaphore(0)
+
+    def on_done(index: int, result: FeedResult) -> None:
+        results[index] = result
+        is_done.release()
+
+    engine.feed(
+        [Feed(sequences[index], call.rows[index].tokens, partial(on_done, index), call.wanted) for index in fed]
+    )
+    for _ in fed:
+        is_done.acquire()
+    return results
+
+
+def _placed(call: PackedCall, results: Sequence[FeedResult | None], vocab_size: int) -> Array:
+    """Return the logits ``[B, S, V]`` or ``[B, 1, V]``, each row at the place of its token."""
+    given = [result.logits for result in results if result is not None and result.logits is not None]
+    if len(given) == 1 == len(call.rows) and given[0].shape[0] == call.num_columns:
+        return given[0][None]
+    logits = np.zeros((len(call.rows), call.num_columns, vocab_size), np.float32)
+    for lines, row, result in zip(logits, call.rows, results, strict=True):
+        if result is not None and result.logits is not None:
+            lines[list(row.columns) if call.wanted == "all" else slice(-1, None)] = result.logits
+    return logits

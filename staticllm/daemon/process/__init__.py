@@ -1,0 +1,1 @@
+"""The daemon's process: how it starts and ends, and what it serves."""

@@ -1,0 +1,1 @@
+"""Devices that several programs use: which call runs next, and what each client used."""
