@@ -79,14 +79,18 @@ Parsed = list[dict[str, object]]
 """What ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of each answer."""
 
 
+def _class_in_genai(own: type) -> type:
+    """Return GenAI's class of the same name if the program has imported GenAI, else our own class."""
+    found = getattr(sys.modules.get("openvino_genai"), own.__name__, own)
+    return found if isinstance(found, type) else own
+
+
 class _LikeGenAI(_Common):
     """A dataclass that is an instance of GenAI's class of the same name if the program has imported GenAI."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        own = type(self)
-        found = getattr(sys.modules.get("openvino_genai"), own.__name__, own)
-        return found if isinstance(found, type) else own
+        return _class_in_genai(type(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         own: Any = type(self)
