@@ -32,7 +32,7 @@ _NAMES = {
     "fenced": re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII),
     "recipients": re.compile(r"[!-~]+"),
     "harmony": re.compile(r"[\w.-]+", re.ASCII),
-    "learnt": re.compile(r"[!#-;=?-Z\\^-~]+"),
+    "learnt": re.compile(r"[!#-;=?-Z\\^-z|}~]+"),
 }
 """The names of functions and parameters that can be written in a syntax; all in those that are not listed."""
 

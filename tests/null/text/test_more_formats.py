@@ -153,6 +153,7 @@ def test_arguments_stream_as_they_come_and_a_broken_call_says_so():
         ("glm", "a b", "x"),
         ("glm", "f", "a<b"),
         ("deepseek", "f<g", "x"),
+        ("deepseek31", "f{g", "x"),
         ("minicpm", "f", "a-b"),
         ("functionary3", "a\nb", "x"),
     ],
