@@ -60,7 +60,6 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.hub.start()
         yield
-        state.scheduler.close()
         await state.hub.close()
         state.workers.close()
         state.observers.close()

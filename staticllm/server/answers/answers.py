@@ -171,7 +171,7 @@ class Answers:
             for output in [] if answer.ask.is_search else outputs:
                 answer.timer.end(output.token_times)
             self._count(outputs)
-            self._claim(handle, outputs[0])
+            self._keep(handle)
             yield [*last, AnswerEnd(answer.index, outputs)]
         finally:
             self._leave(answer)
@@ -184,15 +184,12 @@ class Answers:
         metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
         current_record().note_outputs(outputs)
 
-    def _claim(self, handle: GenerationHandle, output: RequestOutput) -> None:
+    def _keep(self, handle: GenerationHandle) -> None:
         """Keep the conversation of a session that the client has named (``x-session-affinity``) longer than others."""
-        session, engine = current_record().session, self._model.local_engine
-        if session is None or engine is None:
-            return
-        name = f"{self._client}\n{session}"
-        tokens = [*handle.prompt_tokens, *output.tokens]
-        with contextlib.suppress(ClosedError):
-            engine.call_soon(lambda: engine.kv_manager.host_pool.claim(name, tokens, handle.adapter_scales))
+        session = current_record().session
+        if session is not None:
+            with contextlib.suppress(ClosedError):
+                handle.keep(f"{self._client}\n{session}")
 
     async def close(self) -> None:
         """Give up what still runs: each answer is cancelled before the next device call, and its place is free."""

@@ -111,10 +111,20 @@ class ServedModel:
     @property
     def local_engine(self) -> Engine | None:
         """The engine of a chat model that is loaded; None if it is in another process."""
-        try:
-            return self.chat.engine
-        except ConfigError:
-            return None
+        return self.chat.engine if self.home is None else None
+
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
+
+        Raises:
+            ClosedError: it is not loaded, or its process has ended.
+        """
+        home, pipeline = self.home, self.pipeline
+        if home is not None:
+            return home.calls_after(number)
+        if not isinstance(pipeline, StaticLLMPipeline):
+            raise ClosedError("the model is not loaded")
+        return pipeline.engine.calls_after(number)
 
     @property
     def embedding(self) -> StaticEmbeddingPipeline:

@@ -1,4 +1,4 @@
-"""Tests how calls of an engine in another process are watched there, sent in bounded pieces, and mirrored here."""
+"""Tests how the calls of an engine are told in bounded pieces, also to another process, and mirrored."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import time
 import pytest
 
 from staticllm.core import FinishReason, Variant
-from staticllm.daemon.models import language_model
-from staticllm.daemon.models.language_model import CallWatch
-from staticllm.pipelines.profiling.engine_watch import KEPT
+from staticllm.pipelines.profiling.call_watch import KEPT, MAX_ENTRIES, MAX_REQUESTS, CallWatch
 from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
-from staticllm.server.feed import mirror as remote_watch
-from staticllm.server.feed.mirror import RemoteWatch
+from staticllm.server.feed.feed import Mirror
 from staticllm.wire.messages import Kind, Message, decode, encode
+
+PAUSE = 1e-9
 
 
 class Engine:
@@ -42,97 +41,80 @@ class Process:
     """Another process with an engine: what it answers goes over the wire."""
 
     def __init__(self, engine):
-        self.calls, self.asked = CallWatch(engine), []
+        self.engine, self.asked = engine, []
+        self.calls = CallWatch(engine.profiler.ring, time.perf_counter)
 
     def calls_after(self, number):
         self.asked.append(number)
-        return decode(encode(Message(Kind.OK, body=self.calls.after(number)))).body
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(remote_watch, "PULL_SECONDS", 0.0)
+        body = self.calls.after(number, self.engine.progress(), self.engine.stats())
+        return decode(encode(Message(Kind.OK, body=body))).body
 
 
 def test_calls_and_answers_are_mirrored_in_their_order_with_numbers_of_their_own():
     engine = Engine(num_requests=1)
-    process, mirror = Process(engine), RemoteWatch(origin=0.5)
-    assert mirror.read(process).num_slots == 64
+    process, mirror = Process(engine), Mirror(origin=0.5)
+    assert mirror.read(process.calls_after, PAUSE).num_slots == 64
     engine.step(start=1.0)
     engine.profiler.record(RequestRecord(1, 0.9, 1.0, (1.01,), 5, 2, FinishReason.STOP, 1.02))
     engine.step(start=2.0, decode=(2,))
-    state = mirror.read(process)
-    found = mirror.log.since(0)
-    assert [(call["number"], call["start"]) for call in found.calls] == [(1, 0.5), (3, 1.5)]
-    assert [(one["number"], one["end"], one["reason"]) for one in found.ended] == [(2, 0.52, "stop")]
+    state = mirror.read(process.calls_after, PAUSE)
+    found = mirror.log.after(0)
+    assert [(call["number"], call["start"]) for call in found.entries if "rows" in call] == [(1, 0.5), (3, 1.5)]
+    assert [(one["number"], one["end"], one["reason"]) for one in found.entries if "rows" not in one] == [
+        (2, 0.52, "stop")
+    ]
     assert state.stats.num_steps == 2 and state.stats.num_requests == 1
     assert [(one.id, one.arrival, one.first_token) for one in state.requests] == [(0, 5.0, None)]
-    mirror.read(process)
-    assert mirror.log.since(found.cursor).calls == []
+    mirror.read(process.calls_after, PAUSE)
+    assert mirror.log.after(found.cursor).entries == []
 
 
 def test_an_answer_is_bounded_and_the_next_one_goes_on():
     engine = Engine(num_requests=5000)
-    process, mirror = Process(engine), RemoteWatch(origin=0.0)
-    mirror.read(process)
+    process, mirror = Process(engine), Mirror(origin=0.0)
+    mirror.read(process.calls_after, PAUSE)
     for start in range(KEPT):
         engine.step(float(start), decode=range(1000))  # 12 MB in all: encode refuses a message of more than 1 MiB
     seen = 0
     for _ in range(KEPT):
-        state = mirror.read(process)
-        assert len(state.requests) == language_model.MAX_REQUESTS
-        found = mirror.log.since(seen)
+        state = mirror.read(process.calls_after, PAUSE)
+        assert len(state.requests) == MAX_REQUESTS
+        found = mirror.log.after(seen)
         assert found.num_dropped == 0
         seen = found.cursor
         if seen == KEPT:
             break
-    assert [call["start"] for call in mirror.log.since(0).calls] == [float(start) for start in range(KEPT)]
-    assert len(process.asked) > KEPT / language_model.MAX_ENTRIES
+    assert [call["start"] for call in mirror.log.after(0).entries] == [float(start) for start in range(KEPT)]
+    assert len(process.asked) > KEPT / MAX_ENTRIES
 
 
 def test_what_was_lost_before_it_was_read_is_counted():
     engine = Engine()
-    process, mirror = Process(engine), RemoteWatch(origin=0.0)
+    process, mirror = Process(engine), Mirror(origin=0.0)
     engine.step()
-    mirror.read(process)
+    mirror.read(process.calls_after, PAUSE)
     engine.step()
-    mirror.read(process)
+    mirror.read(process.calls_after, PAUSE)
     for start in range(KEPT + 10):
         engine.step(float(start))
     for _ in range(2):
-        mirror.read(process)
-    found = mirror.log.since(1)
-    assert found.num_dropped == 10 and len(found.calls) == KEPT and found.cursor == KEPT + 11
-
-
-def test_the_engine_is_watched_only_while_somebody_asks(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(language_model.time, "monotonic", lambda: now[0])
-    engine = Engine()
-    watch = CallWatch(engine)
-    engine.step()
-    assert engine.profiler.watcher is None and watch.after(0)["entries"] == []
-    now[0] += language_model.WATCH_SECONDS - 1
-    engine.step()
-    assert len(watch.after(0)["entries"]) == 1
-    now[0] += language_model.WATCH_SECONDS + 1
-    engine.step()
-    assert engine.profiler.watcher is None, "nobody asked"
-    assert len(watch.after(0)["entries"]) == 1
-    engine.step()
-    assert len(watch.after(0)["entries"]) == 2
+        mirror.read(process.calls_after, PAUSE)
+    found = mirror.log.after(1)
+    assert found.num_dropped == 11
+    assert len(found.entries) == KEPT
+    assert found.cursor == KEPT + 12
 
 
 def test_another_process_begins_again_and_the_numbers_here_go_on():
-    mirror = RemoteWatch(origin=0.0)
+    mirror = Mirror(origin=0.0)
     first, second = Process(Engine()), Process(Engine())
     for process, count in ((first, 3), (second, 5)):
-        process.calls.after(0)
+        process.calls_after(0)
         for start in range(count):
-            process.calls._engine.step(float(start))
-        mirror.read(process)
-    assert [call["start"] for call in mirror.log.since(0).calls] == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 3.0, 4.0]
-    assert mirror.log.since(3).cursor == 8
+            process.engine.step(float(start))
+        mirror.read(process.calls_after, PAUSE)
+    assert [call["start"] for call in mirror.log.after(0).entries] == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+    assert mirror.log.after(3).cursor == 8
 
 
 def test_another_clock_is_translated():
@@ -142,18 +124,18 @@ def test_another_clock_is_translated():
             return {**found, "now": found["now"] - 1000.0}
 
     engine = Engine(num_requests=1)
-    process, mirror = Elsewhere(engine), RemoteWatch(origin=0.0)
-    mirror.read(process)
+    process, mirror = Elsewhere(engine), Mirror(origin=0.0)
+    mirror.read(process.calls_after, PAUSE)
     engine.step(start=1.0)
-    (request,) = mirror.read(process).requests
-    (call,) = mirror.log.since(0).calls
+    (request,) = mirror.read(process.calls_after, PAUSE).requests
+    (call,) = mirror.log.after(0).entries
     assert call["start"] == pytest.approx(1001.0, abs=1) and request.arrival == pytest.approx(1005.0, abs=1)
 
 
 def test_a_process_that_does_not_answer_holds_one_thread_only():
     engine, gate, is_asked = Engine(), threading.Event(), threading.Event()
-    process, mirror = Process(engine), RemoteWatch(origin=0.0)
-    known = mirror.read(process)
+    process, mirror = Process(engine), Mirror(origin=0.0)
+    known = mirror.read(process.calls_after, PAUSE)
 
     class Stuck:
         def calls_after(self, number):
@@ -161,12 +143,12 @@ def test_a_process_that_does_not_answer_holds_one_thread_only():
             assert gate.wait(60)
             return process.calls_after(number)
 
-    thread = threading.Thread(target=mirror.read, args=(Stuck(),))
+    thread = threading.Thread(target=mirror.read, args=(Stuck().calls_after, PAUSE))
     thread.start()
     try:
         assert is_asked.wait(60)
         start = time.monotonic()
-        assert mirror.read(Stuck()) is known and time.monotonic() - start < 30
+        assert mirror.read(Stuck().calls_after, PAUSE) is known and time.monotonic() - start < 30
     finally:
         gate.set()
         thread.join()
@@ -177,4 +159,4 @@ def test_a_daemon_of_an_earlier_version_is_not_known():
         def calls_after(self, number):
             return {"pid": 1, "models": []}
 
-    assert RemoteWatch(origin=0.0).read(Earlier()) is None
+    assert Mirror(origin=0.0).read(Earlier().calls_after) is None
