@@ -13,9 +13,9 @@ from staticllm.errors import ClosedError
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
 from staticllm.server.answers.asks import Ask
+from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
-from staticllm.server.telemetry.metrics import AnswerTimer
 from staticllm.server.telemetry.record import current_record
 
 

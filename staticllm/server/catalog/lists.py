@@ -94,13 +94,14 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "is_sleeping": pipeline is None,
     }
     tokenizer = _tokenizer_of(pipeline)
-    if isinstance(pipeline, StaticLLMPipeline) and tokenizer is not None:
+    loaded = model.loaded
+    if isinstance(pipeline, StaticLLMPipeline) and loaded is not None and tokenizer is not None:
         config = pipeline.get_generation_config()
         params = {name: getattr(config, name) for name in _PARAMS}
         if params["top_k"] == UNLIMITED:
             params["top_k"] = 0  # llamacpp's value for all tokens
         found["default_generation_settings"]["params"] = params if config.do_sample else {**params, "temperature": 0.0}
-        found["total_slots"] = model.num_seqs(state.settings.device)
+        found["total_slots"] = loaded.num_seqs
         found["bos_token"], found["eos_token"] = tokenizer.get_bos_token(), tokenizer.get_eos_token()
     return found
 

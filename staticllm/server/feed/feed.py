@@ -109,22 +109,23 @@ class SchedulerFeed:
         self._origin = time.perf_counter()
         self._mirrors: dict[str, Mirror] = {}
 
-    def reader(self, model: ServedModel, device: str, after: int) -> Callable[[], dict[str, Any]]:
+    def reader(self, model: ServedModel, after: int) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the state of a chat model as JSON, with what came after the record ``after``.
 
-        It may run in any thread, and waits for the process of the model. ``device``: that of the server's settings.
+        It may run in any thread, and waits for the process of the model.
         """
         pause = 0.0 if model.home is None else PULL_SECONDS
         mirror = self._mirrors.setdefault(model.spec.name, Mirror(self._origin))
-        source, admission, now = model.calls_after, model.admission, time.perf_counter()
-        if admission is None:
+        source, loaded, now = model.calls_after, model.loaded, time.perf_counter()
+        if loaded is None:
             return lambda: self._document(mirror, after)
-        waiting = [round((now - since) * 1e3, 3) for since in admission.waiting_since]
+        waiting = [round((now - since) * 1e3, 3) for since in loaded.admission.waiting_since]
+        limits = loaded.admission.limits
         bounds = {
-            "num_seqs": model.num_seqs(device),
-            "max_running": admission.limits.max_running,
-            "max_per_client": admission.limits.max_per_client,
-            "max_waiting": admission.limits.max_waiting,
+            "num_seqs": loaded.num_seqs,
+            "max_running": limits.max_running,
+            "max_per_client": limits.max_per_client,
+            "max_waiting": limits.max_waiting,
             "kv_slots": None,
         }
 

@@ -19,7 +19,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec  # noqa: E402
+from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, load_pipeline  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 6000}
@@ -273,10 +273,9 @@ def test_after_the_grace_answers_are_cut_off_with_a_reason():
 
 def test_health_says_what_is_loading():
     release = threading.Event()
-    model = ServedModel(demo_spec())
 
     def load(device, properties):
-        pipeline = model.load(device, properties)
+        pipeline = load_pipeline(demo_spec(), device, properties, lambda event: None)
         release.wait(30)
         return pipeline
 
