@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from staticllm.children.child import start_daemon
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery

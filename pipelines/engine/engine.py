@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.beams import new_state
 from staticllm.pipelines.engine.callbacks import Callbacks
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
