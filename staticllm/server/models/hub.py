@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -156,6 +156,15 @@ class ModelHub:
     def release(self, model: ServedModel) -> None:
         """End the use that ``acquire`` began."""
         model.leave()
+
+    @contextlib.asynccontextmanager
+    async def using(self, model: ServedModel) -> AsyncIterator[None]:
+        """Keep a model loaded during a block, as ``acquire`` and ``release`` do."""
+        await self.acquire(model)
+        try:
+            yield
+        finally:
+            self.release(model)
 
     @property
     def loading(self) -> list[ServedModel]:

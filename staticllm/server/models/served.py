@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, is_lowered_as, kind_of
 from staticllm.core import OnProgress, ProgressEvent
@@ -32,6 +32,8 @@ from staticllm.server.models.homes import ModelHome
 
 Kind = Literal["chat", "embedding", "rerank"]
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
+LoadPipeline: TypeAlias = Callable[..., Pipeline]
+"""Loads a model, with the arguments of ``load_pipeline``."""
 DEMO_NAME = "demo"
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
@@ -256,20 +258,6 @@ def num_seqs_of(pipeline: Pipeline, device: str) -> int:
     config = pipeline.config
     mode = default_mode(_first_device(device)) if config.programs == "auto" else config.programs
     return config.num_seqs("separate" if mode == "separate" else "shared")
-
-
-class LoadPipeline(Protocol):
-    """Loads a model, as ``load_pipeline`` does."""
-
-    def __call__(
-        self,
-        spec: ModelSpec,
-        device: str,
-        properties: Mapping[str, object],
-        on_progress: OnProgress,
-        daemon: bool | DaemonHome,
-        is_apart: bool,
-    ) -> Pipeline: ...
 
 
 def load_pipeline(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from staticllm.server.answers.answers import Answers
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
-from staticllm.server.answers.respond import Close, Handles, respond_with
+from staticllm.server.answers.respond import Close, Handles, respond
 from staticllm.server.catalog.facts import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response
@@ -171,7 +171,7 @@ async def _answer(
         return LineStream(call, _pieces(maker, answers), close)
 
     field = "prompt" if form == "generate" else "messages"
-    return await respond_with(call, model, asks, field, whole, stream if body.stream else None)
+    return await respond(call, model, asks, field, whole, stream if body.stream else None)
 
 
 def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:

@@ -88,8 +88,8 @@ class Replica:
 
         async def load(name: str) -> LoadedModel:
             model = hub.named(name)
-            await hub.acquire(model)
-            hub.release(model)
+            async with hub.using(model):
+                pass
             return LoadedModel(name, self._state)
 
         return load

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
-from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
+from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
 from staticllm.server.answers.respond import Close, Handles, respond
 from staticllm.server.answers.results import finish_reason
 from staticllm.server.answers.stream import ChunkStream, EventFrame
@@ -22,7 +22,7 @@ from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.models.served import ServedModel
 from staticllm.server.responses.events import EventMaker
-from staticllm.server.responses.fields import ResponsesRequest, TextFormat
+from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id, resolved
 from staticllm.server.responses.store import ResponseStore, StoredResponse
 
@@ -51,6 +51,7 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
 
     asked = asked_of(body, context_length(model, call.state.settings))
     asks = [Ask.of([*system, *conversation], asked, priority=body.priority)]
+    await call.acquire(model)
     return await respond(call, model, asks, "input", maker.whole, stream if body.stream else None)
 
 
@@ -77,7 +78,7 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
         numbers=numbers_of(body, "responses"),
         stop=body.stop,
         max_tokens=max_seq_len if limit is None and is_truncated else limit,
-        json_schema=_schema_of(body.text.format),
+        json_schema=schema_of(body.text.format.type, body.text.format.schema_),
         tools=[
             {"type": "function", "function": tool.model_dump(include=_TOOL, exclude_none=True)} for tool in body.tools
         ],
@@ -85,18 +86,6 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
         context={**(body.chat_template_kwargs or {}), **({} if effort is None else {"reasoning_effort": effort})},
         is_truncated=is_truncated,
     )
-
-
-def _schema_of(format: TextFormat) -> dict[str, Any] | None:
-    if format.type == "text":
-        return None
-    if format.type == "json_object":
-        return {"type": "object"}
-    if format.schema_ is None:
-        raise ApiError(
-            400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
-        )
-    return format.schema_
 
 
 def _tool_choice(choice: Any) -> Any:
