@@ -57,7 +57,8 @@ class CallLog:
     def after(self, number: int) -> Entries:
         """Return what came after the entry of this number; all that is kept if there is no such entry yet."""
         with self._lock:
-            entries, end = list(self._entries), self._end
+            entries = list(self._entries)
+            end = self._end
         number = number if number <= end else 0
         oldest = entries[0]["number"] if entries else end + 1
         found = [entry for entry in entries if entry["number"] > number]

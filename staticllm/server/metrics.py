@@ -62,8 +62,10 @@ class AnswerTimer:
     """Measures one answer: the time to its first token, and the gaps between its tokens."""
 
     def __init__(self, metrics: ServerMetrics, model: str) -> None:
-        self._ttft, self._gap = metrics.ttft.labels(model), metrics.gap.labels(model)
-        self._start, self._has_begun = time.perf_counter(), False
+        self._ttft = metrics.ttft.labels(model)
+        self._gap = metrics.gap.labels(model)
+        self._start = time.perf_counter()
+        self._has_begun = False
 
     def begin(self) -> None:
         """Note that tokens have come now. Calls after the first do nothing."""
@@ -97,7 +99,9 @@ class _Engines(Collector):
         calls = CounterMetricFamily("staticllm_device_calls", "Device calls.", labels=["model", "result"])
         preemptions = CounterMetricFamily("staticllm_preemptions", "Preempted requests.", labels=["model"])
         for model in list(self._models()):
-            name, pipeline, admission = model.spec.name, model.pipeline, model.admission
+            name = model.spec.name
+            pipeline = model.pipeline
+            admission = model.admission
             if admission is not None:
                 waiting.add_metric([name], admission.num_waiting)
             if not isinstance(pipeline, StaticLLMPipeline):

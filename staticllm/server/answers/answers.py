@@ -69,8 +69,10 @@ class Answers:
         self._first = await self._enter(0)
 
     async def _enter(self, index: int) -> _Answer:
-        name, metrics = self._model.spec.name, self._state.metrics
-        start, timer = time.perf_counter(), metrics.timer(name)
+        name = self._model.spec.name
+        metrics = self._state.metrics
+        start = time.perf_counter()
+        timer = metrics.timer(name)
         ask = self._asks[index]
         num_places = await self._admission.enter(self._client, index == 0, ask.priority, ask.num_beams)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
@@ -177,7 +179,8 @@ class Answers:
             self._leave(answer)
 
     def _count(self, outputs: list[RequestOutput]) -> None:
-        name, metrics = self._model.spec.name, self._state.metrics
+        name = self._model.spec.name
+        metrics = self._state.metrics
         usage = Usage.of([outputs], 1)
         metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
         metrics.output_tokens.labels(name).inc(usage.completion_tokens)

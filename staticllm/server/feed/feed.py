@@ -116,7 +116,9 @@ class SchedulerFeed:
         """
         pause = 0.0 if model.home is None else PULL_SECONDS
         mirror = self._mirrors.setdefault(model.spec.name, Mirror(self._origin))
-        source, loaded, now = model.calls_after, model.loaded, time.perf_counter()
+        source = model.calls_after
+        loaded = model.loaded
+        now = time.perf_counter()
         if loaded is None:
             return lambda: self._document(mirror, after)
         waiting = [round((now - since) * 1e3, 3) for since in loaded.admission.waiting_since]

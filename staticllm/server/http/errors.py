@@ -53,8 +53,13 @@ class ApiError(Exception):
         knob: str = "",
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
-        self.headers, self.knob = dict(headers or {}), knob
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        self.knob = knob
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body of the answer: OpenAI's error object, or for a ``path`` of Ollama's API only the message."""

@@ -224,7 +224,8 @@ class ModelHub:
         Raises:
             StaticLLMError: it cannot be loaded.
         """
-        settings, home = self._settings, self._home_of(model)
+        settings = self._settings
+        home = self._home_of(model)
         is_apart = settings.runs_in == "worker" and model.spec.kind != "chat"
 
         def on_progress(event: ProgressEvent) -> None:  # on the thread that loads

@@ -243,7 +243,8 @@ class ServedModel:
         Raises:
             ClosedError: it is not loaded, or its process has ended.
         """
-        home, pipeline = self.home, self.pipeline
+        home = self.home
+        pipeline = self.pipeline
         if home is not None:
             return home.calls_after(number)
         if not isinstance(pipeline, StaticLLMPipeline):

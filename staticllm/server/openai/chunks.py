@@ -41,7 +41,8 @@ class ChatChunks:
             "created": int(time.time()),
             "model": model,
         }
-        self._has_usage, self._decode = has_usage, decode
+        self._has_usage = has_usage
+        self._decode = decode
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens that had no text yet, by answer
 
     def begin(self, index: int) -> Iterable[Chunk]:
@@ -121,7 +122,8 @@ class TextChunks:
             last = self._chunk(part.index, "", reason=finish_reason(part.outputs[0].finish_reason))
             yield last if self._has_usage else {**last, "timings": timings_of(part.outputs[0])}
         else:
-            delta, start = part.delta, self._lengths.get(part.index, 0)
+            delta = part.delta
+            start = self._lengths.get(part.index, 0)
             self._lengths[part.index] = start + len(delta.text)
             logprobs = None if self._decode is None else text_logprobs(delta, self._decode, start)
             if delta.text or logprobs:

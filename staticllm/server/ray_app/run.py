@@ -34,7 +34,8 @@ def settings_of(values: dict[str, Any]) -> ClusterSettings:
         return ClusterSettings(**values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}: {message}" if where else message) from None
 
 

@@ -72,7 +72,8 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
-    is_truncated, effort = body.truncation != "disabled", body.reasoning.effort
+    is_truncated = body.truncation != "disabled"
+    effort = body.reasoning.effort
     limit = body.max_output_tokens
     return AnswerFields(
         numbers=numbers_of(body, "responses"),
@@ -123,9 +124,13 @@ class ResponseMaker:
         owner: str,
         conversation: tuple[Message, ...],
     ) -> None:
-        self._body, self._model, self._store, self._owner = body, model, store, owner
+        self._body = body
+        self._model = model
+        self._store = store
+        self._owner = owner
         self._conversation = conversation
-        self._id, self._created = new_id("resp"), int(time.time())
+        self._id = new_id("resp")
+        self._created = int(time.time())
 
     def check(self) -> None:
         """Check that what the answer and the store repeat of the request can be written as JSON.
@@ -162,7 +167,8 @@ class ResponseMaker:
         return found
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        usage, message = Usage.of([[output]], 1), output.message
+        usage = Usage.of([[output]], 1)
+        message = output.message
         reasoning = message.reasoning_content if message is not None else ""
         num_reasoning = 0
         if reasoning:
@@ -218,7 +224,8 @@ class ResponseStream(ChunkStream):
     def __init__(
         self, call: Call, maker: ResponseMaker, answers: Answers, close: Callable[[], Awaitable[None]]
     ) -> None:
-        self._maker, self._number = maker, 0
+        self._maker = maker
+        self._number = 0
         super().__init__(call, _events(call, maker, answers), close)
 
     def _encoded(self, chunk: dict[str, Any]) -> bytes:
@@ -232,7 +239,8 @@ class ResponseStream(ChunkStream):
 
 
 async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
-    begun, events = maker.unfinished(), EventMaker()
+    begun = maker.unfinished()
+    events = EventMaker()
     yield [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
     async with contextlib.aclosing(answers.batches()) as batches:
         async for parts in batches:

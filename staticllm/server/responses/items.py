@@ -28,12 +28,14 @@ def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> 
     """
     if isinstance(items, str) or not any(item.type == "item_reference" for item in items):
         return items
-    found, named = list[InputItem](), set[str]()
+    found = list[InputItem]()
+    named = set[str]()
     for index, item in enumerate(items):
         if item.type != "item_reference":
             found.append(item)
             continue
-        id, where = _needed(item.id, f"input.{index}.id"), f"input.{index}.id"
+        id = _needed(item.id, f"input.{index}.id")
+        where = f"input.{index}.id"
         kept = store.item(id, owner)
         if kept is None:
             text = f"Item with id {id[:100]!r} not found: it is of no answer that is stored; send the item itself"
@@ -64,7 +66,8 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
             call_id = _needed(item.call_id, f"{where}.call_id")
             found.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif item.type == "function_call":
-            name, arguments = _needed(item.name, f"{where}.name"), _needed(item.arguments, f"{where}.arguments")
+            name = _needed(item.name, f"{where}.name")
+            arguments = _needed(item.arguments, f"{where}.arguments")
             call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function"}
             function = {"name": name, "arguments": arguments}
             message = _assistant(found)
