@@ -93,7 +93,8 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             if not any(each["dropped"] for each in seen):  # on a busy machine
                 assert ids <= {number for call in calls.values() for number, _ in call["prefill"]}
             shown = "\n".join(lines_of(served.url, seen[-1], seen[-2]))
-            assert "2 running" in shown and "KV slots" in shown
+            assert "2 running" in shown
+            assert "KV slots" in shown
         finally:
             leave.set()
             for thread in threads:
@@ -125,7 +126,8 @@ def test_numbers_go_on_when_a_worker_is_started_again(run_folder):
         until(lambda: ask() == 200 and feed(before["cursor"])["ended"])
         after = feed(before["cursor"])
         numbers = [entry["number"] for entry in after["calls"] + after["ended"]]
-        assert min(numbers) == before["cursor"] + 1 and len(set(numbers)) == len(numbers)
+        assert min(numbers) == before["cursor"] + 1
+        assert len(set(numbers)) == len(numbers)
 
 
 def test_the_first_reading_tells_what_ran_before_it(run_folder):

@@ -63,7 +63,8 @@ def test_calls_and_answers_are_mirrored_in_their_order_with_numbers_of_their_own
     assert [(one["number"], one["end"], one["reason"]) for one in found.entries if "rows" not in one] == [
         (2, 0.52, "stop")
     ]
-    assert state.stats.num_steps == 2 and state.stats.num_requests == 1
+    assert state.stats.num_steps == 2
+    assert state.stats.num_requests == 1
     assert [(one.id, one.arrival, one.first_token) for one in state.requests] == [(0, 5.0, None)]
     mirror.read(process.calls_after, PAUSE)
     assert mirror.log.after(found.cursor).entries == []
@@ -129,7 +130,8 @@ def test_another_clock_is_translated():
     engine.step(start=1.0)
     (request,) = mirror.read(process.calls_after, PAUSE).requests
     (call,) = mirror.log.after(0).entries
-    assert call["start"] == pytest.approx(1001.0, abs=1) and request.arrival == pytest.approx(1005.0, abs=1)
+    assert call["start"] == pytest.approx(1001.0, abs=1)
+    assert request.arrival == pytest.approx(1005.0, abs=1)
 
 
 def test_a_process_that_does_not_answer_holds_one_thread_only():
@@ -148,7 +150,8 @@ def test_a_process_that_does_not_answer_holds_one_thread_only():
     try:
         assert is_asked.wait(60)
         start = time.monotonic()
-        assert mirror.read(Stuck().calls_after, PAUSE) is known and time.monotonic() - start < 30
+        assert mirror.read(Stuck().calls_after, PAUSE) is known
+        assert time.monotonic() - start < 30
     finally:
         gate.set()
         thread.join()
