@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from staticllm.children.child import start_daemon
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
@@ -123,11 +124,14 @@ class RemoteEngine:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        The engine is watched from now on, until it has had no reader for 15 seconds. Raises ``ClosedError`` (the engine was
-        closed, or the daemon has ended).
+        Raises:
+            ClosedError: the engine was closed, or the daemon has ended.
         """
         self.check_process()
         return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
+
+    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
+        """Do nothing: the daemon keeps the conversations of all programs alike."""
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Raise an error: a recording holds the calls of all programs, and is made in the daemon.

@@ -96,11 +96,7 @@ def _check_stop_strings(request: EngineRequest) -> None:
 
 
 def _check_beams(request: EngineRequest) -> None:
-    """Check the parameters of a beam search from another process.
-
-    Raises:
-        ConfigError: one is wrong.
-    """
+    """Check the parameters of a beam search from another process. Raises ``ConfigError`` if one is wrong."""
     beams = request.beams
     if beams is None:
         return
@@ -121,11 +117,7 @@ def _check_beams(request: EngineRequest) -> None:
 
 
 def _check_drafts(request: EngineRequest) -> None:
-    """Check how the tokens of a request from another process are drafted.
-
-    Raises:
-        ConfigError: a parameter is wrong.
-    """
+    """Check how the tokens of a request from another process are drafted. Raises ``ConfigError`` if a parameter is wrong."""
     drafts = request.drafts
     if drafts is None:
         return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import AdapterScales
@@ -72,6 +72,24 @@ class EngineClient(Protocol):
 
     def stats(self) -> Stats:
         """Return statistics of all requests and calls since the engine was made."""
+        ...
+
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the engine has done since the call or answer of this number: ``CallWatch.after`` says how.
+
+        Raises:
+            ClosedError: the engine was closed, or its process has ended.
+        """
+        ...
+
+    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
+        """Keep the conversation that begins with ``tokens`` longer than those that no session has claimed.
+
+        It replaces the session's earlier claim. An engine in another process keeps all conversations alike.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
         ...
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:

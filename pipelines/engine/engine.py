@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
+from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed, begin_feeds
@@ -25,6 +26,7 @@ from staticllm.pipelines.engine.options import EngineOptions, Switch
 from staticllm.pipelines.engine.request import Decode, EngineRequest, EngineText, OutputQueue
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.engine.state import PreparedGrammar, RequestState, prepare_grammar, progress_of
+from staticllm.pipelines.profiling.call_watch import CallWatch
 from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
@@ -116,6 +118,7 @@ class Engine:
         self._pid = os.getpid()
         self._device_use = SoleUse()
         self._text = text
+        self._calls = CallWatch(self._core.profiler.ring, clock)
 
     def submit(
         self, request: EngineRequest, queue: OutputQueue | None = None, processors: UserProcessors = ()
@@ -196,6 +199,18 @@ class Engine:
     def progress(self) -> EngineProgress:
         """Return how far each request is. Any thread may call; the engine's thread does not wait for it."""
         return progress_of((*self._inbox.values(), *self._core.requests.values()), self._core.runner)
+
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the engine has done since the call or answer of this number: ``CallWatch.after`` says how."""
+        return self._calls.after(number, self.progress(), self.stats())
+
+    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
+        """Keep the conversation that begins with ``tokens`` longer than those that no session has claimed.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        self.call_soon(lambda: self.kv_manager.host_pool.claim(session, tokens, adapters))
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Record every step of a ``with`` block.

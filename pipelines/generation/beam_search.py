@@ -142,7 +142,10 @@ class BeamSearch:
     """
 
     def __init__(self, params: BeamParams, prompt: Sequence[int], limits: Limits, ending: Ending | None = None) -> None:
-        self._params, self._prompt, self._limits, self._ending = params, tuple(prompt), limits, ending
+        self._params = params
+        self._prompt = tuple(prompt)
+        self._limits = limits
+        self._ending = ending
         self._stop_tokens = np.array(sorted(limits.stop_token_ids), np.intp)
         self._groups = [_Group([_Beam()]) for _ in range(params.num_beam_groups)]
         self._parents = [[0] for _ in self._groups]  # by group: the index of each beam in progress
@@ -227,7 +230,8 @@ class BeamSearch:
 
         So at least one per beam does not end in a stop token. Each is made when it is asked for: few of them go on.
         """
-        beams, parents = self._groups[number].beams, self._parents[number]
+        beams = self._groups[number].beams
+        parents = self._parents[number]
         penalized = np.array([candidate.token for candidate in chosen], np.intp)
         following = [self._following(parent, penalized) for parent in parents]
         owners = np.repeat(np.arange(len(beams)), [len(tokens.ids) for tokens in following])
@@ -258,7 +262,8 @@ class BeamSearch:
 
     def _next_beams(self, group: _Group, candidates: Iterable[_Candidate]) -> list[_Candidate]:
         """Return the candidates that go on. Those that end become hypotheses, if they are among the best ``group_size``."""
-        size, kept = self._params.group_size, list[_Candidate]()
+        size = self._params.group_size
+        kept = list[_Candidate]()
         for place, candidate in enumerate(candidates):
             if not self._is_over(candidate):
                 kept.append(candidate)
@@ -277,7 +282,8 @@ class BeamSearch:
             group.is_done = True
         if group.is_done or len(group.finished) < self._params.group_size:
             return
-        criteria, length = self._params.stop_criteria, self._length - 1
+        criteria = self._params.stop_criteria
+        length = self._length - 1
         if criteria == "early":
             group.is_done = True
             return
@@ -315,7 +321,8 @@ def repeating_tokens(tokens: Sequence[int], size: int | None) -> set[int]:
         return set()
     if size == 1:
         return set(tokens)
-    known, tail = np.asarray(tokens), np.asarray(tokens[len(tokens) - size + 1 :])
+    known = np.asarray(tokens)
+    tail = np.asarray(tokens[len(tokens) - size + 1 :])
     windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size - 1)
     places = np.flatnonzero((windows == tail).all(axis=1)) + size - 1
     return set(known[places].tolist())

@@ -118,7 +118,8 @@ class PromptLookup:
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Add the n-grams that end in tokens after those that are indexed."""
-        places, found = self._places, self._found
+        places = self._places
+        found = self._found
         if len(tokens) - self._num_indexed > MANY_TOKENS:
             self._index_many(tokens[:-1])
         for end in range(self._num_indexed + 1, len(tokens) + 1):
@@ -150,13 +151,16 @@ class AcceptanceRates:
     ``others``, the average over requests, or ``OPTIMISM``. ``kept`` is the share of earlier observations that a draft leaves.
     """
 
-    OPTIMISM, MOST = 0.6, 0.8
-    """The rate before any observation, and the highest initial rate of a request: another text may be quite different."""
+    OPTIMISM = 0.6
+    """The rate before any observation."""
+    MOST = 0.8
+    """The highest initial rate of a request: another text may be quite different."""
     WEIGHT = 1.0
     """The number of tokens for which the initial rate counts."""
 
     def __init__(self, others: AcceptanceRates | None = None, kept: float = 0.9) -> None:
-        self._others, self._kept = others, kept
+        self._others = others
+        self._kept = kept
         self._counts: dict[str, tuple[float, float]] = {}  # by kind: tokens that were checked, and accepted ones
 
     def rate(self, draft: Draft) -> float:
@@ -207,7 +211,8 @@ class AnswerDrafts:
 
     def pause(self, longest: int) -> None:
         """Let drafts pause for twice as many steps as the last time, and at most ``longest``; 0 if the last one pays."""
-        self._pause, self._num_paused = min(2 * self._pause + 1, longest), 0
+        self._pause = min(2 * self._pause + 1, longest)
+        self._num_paused = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """Return the draft of the first drafter that has one, with at most ``limit`` tokens."""

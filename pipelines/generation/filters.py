@@ -39,7 +39,8 @@ def largest(values: Logits, count: int) -> IntArray:
     candidates = np.flatnonzero(values >= np.float32(_lower_bound(values, count)))
     found = values[candidates]
     border = np.partition(found, len(found) - count)[len(found) - count]
-    above, equal = np.flatnonzero(found > border), np.flatnonzero(found == border)
+    above = np.flatnonzero(found > border)
+    equal = np.flatnonzero(found == border)
     chosen: IntArray = np.sort(np.concatenate([above, equal[: count - len(above)]]))
     return candidates[chosen]
 
@@ -53,7 +54,8 @@ def nucleus(weights: Logits, share: float) -> Mask:
     sums = _bin_sums(weights, weights, NUM_BINS)[::-1].cumsum()
     mass = share * float(sums[-1])
     place = min(int(np.searchsorted(sums, mass)), NUM_BINS - 1)
-    border, rest = NUM_BINS - 1 - place, mass - (float(sums[place - 1]) if place else 0.0)
+    border = NUM_BINS - 1 - place
+    rest = mass - (float(sums[place - 1]) if place else 0.0)
     least, above = (np.array([border, border + 1], np.uint32) << BIN_SHIFT).view(np.float32)
     kept: Mask = weights >= above
     members = np.flatnonzero((weights >= least) & ~kept)

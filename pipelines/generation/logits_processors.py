@@ -121,7 +121,8 @@ class PresenceFrequencyPenalty:
     remedy = ""
 
     def __init__(self, presence: float, frequency: float) -> None:
-        self._presence, self._frequency = presence, frequency
+        self._presence = presence
+        self._frequency = frequency
         self._counts: dict[int, int] = {}  # how often each token was generated
 
     @property

@@ -116,7 +116,9 @@ class DryPenalty:
         breakers: Iterable[Sequence[int]],
         prompt: Sequence[int],
     ) -> None:
-        self._multiplier, self._base, self._allowed = multiplier, base, allowed_length
+        self._multiplier = multiplier
+        self._base = base
+        self._allowed = allowed_length
         self._last_n = 1 << 62 if last_n < 0 else last_n
         self._most = MAX_EXPONENT / float(np.log(base)) if base > 1.000001 else 0.0  # of n - allowed_length
         self._breakers: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # by their last token

@@ -43,7 +43,9 @@ class Mirostat:
     """
 
     def __init__(self, tau: float, eta: float) -> None:
-        self._tau, self._eta, self._limit = tau, eta, 2 * tau
+        self._tau = tau
+        self._eta = eta
+        self._limit = 2 * tau
 
     def draw(self, weights: Logits, uniform: float) -> Choice:
         """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and move the limit."""
@@ -114,7 +116,8 @@ class Sampler:
         return processed
 
     def _draw(self, logits: Logits) -> Choice:
-        params, uniform = self._params, self._rng.random()
+        params = self._params
+        uniform = self._rng.random()
         if self._mirostat is not None:
             return self._mirostat.draw(weights_of(logits, params.temperature), uniform)
         excludes_top = params.xtc_probability > 0 and self._rng.random() < params.xtc_probability

@@ -58,7 +58,8 @@ class _Function:
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], prompt: Sequence[int]) -> None:
-        self._function, self._history = function, TokenHistory(prompt)
+        self._function = function
+        self._history = TokenHistory(prompt)
 
     def process(self, logits: Logits) -> None:
         tokens = self._history.last(len(self._history)).astype(np.int64)
@@ -81,7 +82,8 @@ class _Guarded:
     """
 
     def __init__(self, processor: Any, name: str) -> None:
-        self._processor, self._name = processor, name
+        self._processor = processor
+        self._name = name
 
     @property
     def remedy(self) -> str:

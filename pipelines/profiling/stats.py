@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
+from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
 from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
 
 KEPT_REQUESTS = 4096
 """The number of last requests over which means, maxima and percentiles are taken."""
-PENDING_RECORDS = 8192
-"""The most records that the loop appends before it adds them up itself, so that memory stays bounded."""
 
 
 class Recorder(Protocol):
@@ -96,22 +95,22 @@ class _Totals:
 
 
 class Profiler:
-    """Collects records and adds them up. ``trace`` and ``watcher``, if set, receive every record as well."""
+    """Keeps the last records of an engine, and adds them up on request. ``trace``, if set, receives every record as well."""
 
     def __init__(self) -> None:
-        self._pending: deque[Record] = deque()
+        self.ring = RecordRing()
+        self._num_added = 0
         self._totals = _Totals()
         self._lock = threading.Lock()
         self.trace: Recorder | None = None
-        self.watcher: Recorder | None = None
 
     def record(self, record: Record) -> None:
         """Keep a record. Runs on the engine's thread, so it only appends."""
-        self._pending.append(record)
-        for recorder in (self.trace, self.watcher):  # read once: another thread may set them to None
-            if recorder is not None:
-                recorder.append(record)
-        if len(self._pending) > PENDING_RECORDS:
+        self.ring.append(record)
+        trace = self.trace  # read once: another thread may set it to None
+        if trace is not None:
+            trace.append(record)
+        if self.ring.end - self._num_added >= KEPT_RECORDS:  # the next one would drop a record that is not counted
             self._add_up()
 
     def stats(self) -> Stats:
@@ -128,8 +127,9 @@ class Profiler:
 
     def _add_up(self) -> None:
         with self._lock:
-            while self._pending:
-                record = self._pending.popleft()
+            new = self.ring.after(self._num_added)
+            self._num_added = new.end
+            for record in new.records:
                 if isinstance(record, StepRecord):
                     _add_step(self._totals, record)
                 elif isinstance(record, JobRecord):

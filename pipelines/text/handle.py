@@ -230,6 +230,17 @@ class GenerationHandle:
         """The number of prompt tokens that the prefix cache had; None before the first token of the first answer."""
         return self._processors[0].num_cached
 
+    def keep(self, session: str) -> None:
+        """Keep the keys and values of this conversation longer than others, until ``session`` keeps another one.
+
+        The first answer must have ended. An engine in another process keeps all conversations alike.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        tokens = [*self.prompt_tokens, *self._outputs[0].tokens]
+        self._client.claim(session, tokens, self._prepared.request.adapters)
+
     @property
     def adapter_scales(self) -> tuple[float, ...]:
         """The factor of each adapter that the model was loaded with; empty if the request uses none."""

@@ -60,7 +60,6 @@ def create_app(state: ServerState) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.hub.start()
         yield
-        state.scheduler.close()
         await state.hub.close()
         state.workers.close()
         state.observers.close()
@@ -167,7 +166,8 @@ def _add_heads(app: FastAPI) -> None:
 def _http_error(request: Request, error: Exception) -> ApiError:
     """Return the error for an unknown path or method, in the form of all errors."""
     assert isinstance(error, HTTPException)
-    path, method = request.scope["path"], request.method
+    path = request.scope["path"]
+    method = request.method
     is_unknown = error.status_code in (404, 405)
     shown = "".join(each if each.isprintable() else "\ufffd" for each in path[:200])
     message = f"{method} {shown} is not served: {SCHEMA} lists what is" if is_unknown else str(error.detail)

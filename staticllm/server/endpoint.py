@@ -33,7 +33,8 @@ class Call:
     """One request of a client."""
 
     def __init__(self, state: ServerState, request: Request) -> None:
-        self.state, self.request = state, request
+        self.state = state
+        self.request = request
         self.client = str(request.scope.get(CLIENT, ""))
 
     async def connected(self, work: Coroutine[Any, Any, Result]) -> Result:

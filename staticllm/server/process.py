@@ -79,7 +79,8 @@ class GracefulServer(uvicorn.Server):
     wait for their ends; ``second_signal`` is then its number."""
 
     def __init__(self, state: ServerState, on_ready: Callable[[], object] = lambda: None) -> None:
-        settings, self._on_ready = state.settings, on_ready
+        settings = state.settings
+        self._on_ready = on_ready
         self.error: StaticLLMError | None = None
         self.second_signal: int | None = None
 
@@ -134,7 +135,8 @@ class GracefulServer(uvicorn.Server):
         try:
             self._on_ready()
         except StaticLLMError as error:
-            self.error, self.should_exit = error, True
+            self.error = error
+            self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.second_signal is not None:
@@ -221,7 +223,8 @@ async def _run(
     parent_pid: int | None,
 ) -> int | None:
     """Serve, and return the number of the second signal, if there was one."""
-    state, url = ServerState.of(specs, settings), base_url(listener)
+    state = ServerState.of(specs, settings)
+    url = base_url(listener)
 
     def tell() -> None:
         key = settings.api_keys[0] if settings.api_keys else None

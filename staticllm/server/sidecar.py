@@ -42,7 +42,8 @@ class ReadySignal:
     """
 
     def __init__(self, fd: int | None = None, file: Path | None = None) -> None:
-        self._fd, self._file = fd, None if file is None else file.absolute()
+        self._fd = fd
+        self._file = None if file is None else file.absolute()
         self._is_written = False
         if fd is not None:
             _check_descriptor(fd)
@@ -64,7 +65,8 @@ class ReadySignal:
                 raise ConfigError(f"--ready-file {str(self._file)!r} cannot be written: {error.strerror}") from None
             self._is_written = True
         if self._fd is not None:
-            fd, self._fd = self._fd, None
+            fd = self._fd
+            self._fd = None
             try:
                 with os.fdopen(fd, "wb") as pipe:
                     pipe.write(data)
@@ -138,7 +140,8 @@ class PortLock:
     """
 
     def __init__(self, port: int, url: str) -> None:
-        self._lock, self._note = None, None
+        self._lock = None
+        self._note = None
         folder = _folder()
         if folder is None:
             return
@@ -149,7 +152,8 @@ class PortLock:
             raise PortInUseError(_line(folder, port)) from None
         except OSError:  # the folder is full or read-only
             return
-        self._lock, self._note = lock, folder / f"{port}.json"
+        self._lock = lock
+        self._note = folder / f"{port}.json"
         with contextlib.suppress(OSError), whole_file(self._note, mode=0o600) as file:
             file.write(json.dumps({"pid": os.getpid(), "url": url}).encode())
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from staticllm.server.feed.feed import SchedulerFeed
 from staticllm.server.http.lifecycle import Lifecycle
+from staticllm.server.metrics import ServerMetrics
 from staticllm.server.models.hub import ModelHub
-from staticllm.server.models.served import ModelSpec
+from staticllm.server.models.served import LoadPipeline, ModelSpec, load_pipeline
 from staticllm.server.models.workers import Workers
 from staticllm.server.settings import ServerSettings
-from staticllm.server.telemetry.metrics import ServerMetrics
 
 NUM_OBSERVERS = 2
 LOOK_SECONDS = 5.0
@@ -35,14 +35,16 @@ class ServerState:
     observers: Workers
 
     @classmethod
-    def of(cls, specs: Sequence[ModelSpec], settings: ServerSettings) -> ServerState:
-        """Return the state of a new server.
+    def of(
+        cls, specs: Sequence[ModelSpec], settings: ServerSettings, load: LoadPipeline = load_pipeline
+    ) -> ServerState:
+        """Return the state of a new server, which loads its models by ``load``.
 
         Raises:
             ConfigError: two models have the same name, or the settings are not safe.
         """
         settings.check()
-        hub = ModelHub(specs, settings)
+        hub = ModelHub(specs, settings, load)
         metrics = ServerMetrics(lambda: hub.loaded)
         return cls(
             settings, hub, Workers(settings.num_threads), metrics, Lifecycle(), SchedulerFeed(), Workers(NUM_OBSERVERS)

@@ -64,7 +64,8 @@ def _needed_type(name: str, value: Any) -> str:
     """Return of which type a field must be, if ``value`` is of none that GenAI reads; it ignores most lists."""
     values = value if isinstance(value, list) else [value]
     are_whole = all(type(item) is int for item in values)
-    is_list, default = isinstance(value, list), getattr(DEFAULTS, name)
+    is_list = isinstance(value, list)
+    default = getattr(DEFAULTS, name)
     if name == "eos_token_id":
         return "" if are_whole else "a token id, or a list of them"
     if name == "num_assistant_tokens":

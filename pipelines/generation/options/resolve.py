@@ -33,38 +33,13 @@ from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_g
 
 MAX_STOP_TOKEN = 2**63 - 1
 """GenAI's type of a token id. An id that the model does not have ends nothing."""
-_SUPPORTED = frozenset(
-    [
-        "max_new_tokens",
-        "max_length",
-        "min_new_tokens",
-        "eos_token_id",
-        "stop_token_ids",
-        "stop_strings",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "echo",
-        "apply_chat_template",
-        "logprobs",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "rng_seed",
-        "num_return_sequences",
-        "num_beams",
-        "max_ngram_size",
-        "num_assistant_tokens",
-        "assistant_confidence_threshold",
-        "parsers",
-        CONFIG,
-        "adapters",
-    ]
-)
+_SUPPORTED = {
+    "max_new_tokens", "max_length", "min_new_tokens", "eos_token_id", "stop_token_ids", "stop_strings",
+    "include_stop_str_in_output", "ignore_eos", "echo", "apply_chat_template", "logprobs", "do_sample",
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "rng_seed", "num_return_sequences", "num_beams", "max_ngram_size", "num_assistant_tokens",
+    "assistant_confidence_threshold", "parsers", CONFIG, "adapters",
+}  # fmt: skip
 _INERT_WITHOUT_BEAMS = frozenset(
     ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
 )

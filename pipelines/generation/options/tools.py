@@ -35,7 +35,9 @@ def tool_options(given: Mapping[str, Any]) -> ToolOptions:
     Raises:
         GenerationConfigError: a value is impossible, or options contradict each other.
     """
-    tools, parse, context = given.get("tools") or (), given.get("parse_tools"), given.get("extra_context") or {}
+    tools = given.get("tools") or ()
+    parse = given.get("parse_tools")
+    context = given.get("extra_context") or {}
     if not isinstance(tools, (list, tuple)) or not all(map(is_tool, tools)):
         raise GenerationConfigError(
             f"tools={shown(tools)}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"

@@ -285,8 +285,8 @@ class DaemonHandlers:
         if message.body.get("of") == "engine":
             return Message(Kind.OK, body=asdict(self._session.language_model(message.handle).engine.stats()))
         if message.body.get("of") == "calls":
-            calls = self._session.language_model(message.handle).calls
-            return Message(Kind.OK, body=calls.after(whole_of(message, "after", 1 << 62)))
+            engine = self._session.language_model(message.handle).engine
+            return Message(Kind.OK, body=engine.calls_after(whole_of(message, "after", 1 << 62)))
         return Message(Kind.OK, body=self._daemon.stats())
 
     def _stop(self, _: Message) -> Message:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,89 +17,15 @@ from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
 from staticllm.pipelines.engine.client import SnapshotTarget
-from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.request import EngineRequest, EngineText
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 from staticllm.pipelines.launch.arguments import read_tokenizer
 from staticllm.pipelines.launch.draft_source import use_draft
 from staticllm.pipelines.launch.engine import Launched, launch
-from staticllm.pipelines.profiling.engine_watch import EngineWatch
-from staticllm.pipelines.profiling.records import Record
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.wire.messages import Message, ProtocolError, text_of
-
-WATCH_SECONDS = 15.0
-"""Seconds without a reader after which an engine is no longer watched."""
-MAX_BYTES = 256 << 10
-"""About the most bytes of the calls in an answer, and of its requests; the next answer has the next calls."""
-MAX_ENTRIES = 256
-MAX_REQUESTS = 512
-
-
-class CallWatch:
-    """What an engine does, for any number of readers. It costs nothing without one.
-
-    The engine's thread only appends; the thread of any connection may read.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._watch = EngineWatch(1, origin=0.0)
-        self._name = secrets.token_hex(8)  # of the numbers: another process begins again
-        self._until = 0.0
-
-    def append(self, record: Record) -> None:
-        """Keep a record, or end the watch without readers. Runs on the engine's thread."""
-        if time.monotonic() > self._until:
-            self._engine.profiler.watcher = None
-        else:
-            self._watch.append(record)
-
-    def after(self, number: int) -> dict[str, Any]:
-        """Return the calls and answers after a number, the requests that run, and the statistics, as JSON types.
-
-        Moments are those of this process's ``time.perf_counter``, of which ``now`` is one. ``cursor`` is the number for the
-        next reading; what is more than an answer may hold comes then.
-        """
-        self._until = time.monotonic() + WATCH_SECONDS
-        if self._engine.profiler.watcher is not self:
-            self._watch.restart()
-            self._engine.profiler.watcher = self
-        entries, cursor, num_dropped = self._watch.entries_after(number)
-        found = _first_of(entries)
-        progress = self._engine.progress()
-        return {
-            "watch": self._name,
-            "now": time.perf_counter(),
-            "entries": found,
-            "more": len(found) < len(entries),
-            "cursor": found[-1]["number"] if found else cursor,
-            "dropped": num_dropped,
-            "requests": [asdict(request) for request in progress.requests[:MAX_REQUESTS]],
-            "num_slots": progress.num_slots,
-            "stats": asdict(self._engine.stats()),
-        }
-
-
-def _first_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return as many of the first entries as one message may hold."""
-    size = 0
-    for index, entry in enumerate(entries[:MAX_ENTRIES]):
-        size += _size_of(entry)
-        if index and size > MAX_BYTES:
-            return entries[:index]
-    return entries[:MAX_ENTRIES]
-
-
-def _size_of(entry: Mapping[str, Any]) -> int:
-    """Return about the bytes of an entry as JSON."""
-    return (
-        400
-        + 12 * sum(len(entry.get(name, ())) for name in ("decode", "preempted"))
-        + 30 * len(entry.get("prefill", ()))
-    )
 
 
 class LanguageModel:
@@ -116,7 +39,6 @@ class LanguageModel:
         self.device = launched.device
         self.engine = launched.engine
         self.engine.share_device(DeviceUse(devices.turns(launched.device), EngineId(id), num_bytes))
-        self.calls = CallWatch(self.engine)
 
     def describe(self) -> dict[str, Any]:
         """Return what a client's pipeline must know of the model, as JSON types."""

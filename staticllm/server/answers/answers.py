@@ -13,9 +13,9 @@ from staticllm.errors import ClosedError
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
 from staticllm.server.answers.asks import Ask
+from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
-from staticllm.server.telemetry.metrics import AnswerTimer
 from staticllm.server.telemetry.record import current_record
 
 
@@ -69,8 +69,10 @@ class Answers:
         self._first = await self._enter(0)
 
     async def _enter(self, index: int) -> _Answer:
-        name, metrics = self._model.spec.name, self._state.metrics
-        start, timer = time.perf_counter(), metrics.timer(name)
+        name = self._model.spec.name
+        metrics = self._state.metrics
+        start = time.perf_counter()
+        timer = metrics.timer(name)
         ask = self._asks[index]
         num_places = await self._admission.enter(self._client, index == 0, ask.priority, ask.num_beams)
         metrics.queue_time.labels(name).observe(time.perf_counter() - start)
@@ -171,28 +173,26 @@ class Answers:
             for output in [] if answer.ask.is_search else outputs:
                 answer.timer.end(output.token_times)
             self._count(outputs)
-            self._claim(handle, outputs[0])
+            self._keep(handle)
             yield [*last, AnswerEnd(answer.index, outputs)]
         finally:
             self._leave(answer)
 
     def _count(self, outputs: list[RequestOutput]) -> None:
-        name, metrics = self._model.spec.name, self._state.metrics
+        name = self._model.spec.name
+        metrics = self._state.metrics
         usage = Usage.of([outputs], 1)
         metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
         metrics.output_tokens.labels(name).inc(usage.completion_tokens)
         metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
         current_record().note_outputs(outputs)
 
-    def _claim(self, handle: GenerationHandle, output: RequestOutput) -> None:
+    def _keep(self, handle: GenerationHandle) -> None:
         """Keep the conversation of a session that the client has named (``x-session-affinity``) longer than others."""
-        session, engine = current_record().session, self._model.local_engine
-        if session is None or engine is None:
-            return
-        name = f"{self._client}\n{session}"
-        tokens = [*handle.prompt_tokens, *output.tokens]
-        with contextlib.suppress(ClosedError):
-            engine.call_soon(lambda: engine.kv_manager.host_pool.claim(name, tokens, handle.adapter_scales))
+        session = current_record().session
+        if session is not None:
+            with contextlib.suppress(ClosedError):
+                handle.keep(f"{self._client}\n{session}")
 
     async def close(self) -> None:
         """Give up what still runs: each answer is cancelled before the next device call, and its place is free."""

@@ -84,6 +84,23 @@ class Ask:
         return self.num_beams > 1
 
 
+def schema_of(kind: str, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return what a ``response_format`` of OpenAI's kinds demands of an answer; None for any text.
+
+    Raises:
+        ApiError: it is ``json_schema`` without a schema.
+    """
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if schema is None:
+        raise ApiError(
+            400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
+        )
+    return schema
+
+
 def numbers_of(body: BaseModel, api: Api) -> dict[str, float]:
     """Return the rows of the table of options that a body has.
 

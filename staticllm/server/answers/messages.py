@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -80,7 +80,9 @@ class Message(MessageFields):
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": _text_of(self.content, f"{where}.content") or self.refusal or (None if self.tool_calls else ""),
+            "content": text_of(self.content, _TEXTS, f"{where}.content")
+            or self.refusal
+            or (None if self.tool_calls else ""),
         }
         for name, value in (
             ("name", self.name),
@@ -112,20 +114,34 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return [message.as_template(f"messages.{index}") for index, message in enumerate(messages)]
 
 
-def _text_of(content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None, where: str) -> str:
-    if not isinstance(content, list):
+class Part(Protocol):
+    """A part of a message."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def shown(self) -> str | None:
+        """Its text; None without any."""
+
+
+def text_of(content: str | Sequence[Part] | None, texts: Collection[str], where: str) -> str:
+    """Return the text of a message. ``texts`` are the types of parts with text, and ``where`` names the message in errors.
+
+    Raises:
+        ApiError: a part is not text.
+    """
+    if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    found = []
     for index, part in enumerate(content):
-        text = part.shown
-        if text is None:
-            raise no_text(part.type, _TEXTS, f"{where}.{index}")
-        texts.append(text)
-    return "".join(texts)
+        if part.shown is None:
+            raise _no_text(part.type, texts, f"{where}.{index}")
+        found.append(part.shown)
+    return "".join(found)
 
 
-def no_text(kind: str, texts: Collection[str], where: str) -> ApiError:
-    """Return the error for a part without text: it is of another kind than ``texts``, or its text is missing."""
+def _no_text(kind: str, texts: Collection[str], where: str) -> ApiError:
     name = "refusal" if kind == "refusal" else "text"
     if kind == "refusal" or kind in texts:
         missing = f"{where}.{name}"

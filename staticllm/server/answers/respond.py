@@ -30,22 +30,14 @@ Stream = Callable[[Answers, Close], Response]
 async def respond(
     call: Call, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
 ) -> Response:
-    """Load the model if necessary, run the answers, and return the response: a stream if ``stream`` is given, else a whole one.
+    """Run answers on a model that the caller has acquired, and release it at the end, however the request ends.
 
-    ``field`` is the name of the field that has the prompt, for errors.
+    Return a stream if ``stream`` is given, else a whole response. ``field`` has the prompt; errors name it.
 
     Raises:
         ApiError, StaticLLMError: the request is refused, or an answer failed.
         ClientDisconnect: the client has closed the connection.
     """
-    await call.acquire(model)
-    return await respond_with(call, model, asks, field, whole, stream)
-
-
-async def respond_with(
-    call: Call, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
-) -> Response:
-    """Do as ``respond`` with a model that the caller has acquired. It is released here, however the request ends."""
     answers: Answers | None = None
     is_handed_over = False
 

@@ -66,7 +66,8 @@ async def with_progress(
 ) -> AsyncGenerator[Sequence[Part | PromptProgress], None]:
     """Yield the batches of answers, and before the first one the progress of its prompt whenever that has changed, the last time
     when all of it has run."""
-    begin, last = time.perf_counter(), PromptProgress(len(answers.first_handle.prompt_tokens), 0, -1, 0.0)
+    begin = time.perf_counter()
+    last = PromptProgress(len(answers.first_handle.prompt_tokens), 0, -1, 0.0)
     async with contextlib.aclosing(answers.batches()) as batches:
         first = asyncio.ensure_future(anext(batches))
         try:
@@ -104,7 +105,8 @@ def timings_of(output: RequestOutput) -> dict[str, float]:
     ``prompt_n`` counts the tokens of the prompt that ran, ``cache_n`` those that the prefix cache had; ``prompt_ms`` is the time
     of their device calls, which other requests may share. ``predicted_ms`` is the time from the first token to the last.
     """
-    num_run, num_predicted = output.metrics.get_num_input_tokens() - output.num_cached, len(output.token_times)
+    num_run = output.metrics.get_num_input_tokens() - output.num_cached
+    num_predicted = len(output.token_times)
     prompt_ms = sum(output.device_seconds[:1]) * 1e3
     predicted_ms = (output.token_times[-1] - output.token_times[0]) * 1e3 if output.token_times else 0.0
     return {

@@ -46,7 +46,9 @@ class StallLimit:
     """
 
     def __init__(self, send: Send, seconds: float, scope: anyio.CancelScope) -> None:
-        self._send, self._seconds, self._scope = send, seconds, scope
+        self._send = send
+        self._seconds = seconds
+        self._scope = scope
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
 
@@ -95,7 +97,9 @@ class ChunkStream(EventSourceResponse):
             sep=SEPARATOR,
             ping_message_factory=lambda: ServerSentEvent(comment="ping", sep=SEPARATOR),
         )
-        self._state, self._close, self._has_ended = call.state, close, False
+        self._state = call.state
+        self._close = close
+        self._has_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

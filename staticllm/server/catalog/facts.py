@@ -88,7 +88,8 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
         ModelError: its files are not those that the server started with, and are damaged.
     """
     try:
-        stat, weights = (spec.path / MODEL_XML).stat(), weights_of(spec.path).stat()
+        stat = (spec.path / MODEL_XML).stat()
+        weights = weights_of(spec.path).stat()
         return _read(spec, (stat.st_mtime_ns, stat.st_size, weights.st_mtime_ns, weights.st_size))
     except OSError:
         raise model_missing(spec.name) from None
@@ -173,7 +174,8 @@ def listed_facts(model: ServedModel) -> ModelFacts:
 
 def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
     """Return the most tokens of a prompt with its answer, or of a text; None if that is known only once the model is loaded."""
-    spec, pipeline = model.spec, model.pipeline
+    spec = model.spec
+    pipeline = model.pipeline
     try:
         if isinstance(pipeline, StaticLLMPipeline):
             return pipeline.config.max_seq_len

@@ -55,7 +55,8 @@ def lm_studio_list(state: ServerState) -> dict[str, Any]:
 
 def lm_studio_model(state: ServerState, model: ServedModel) -> dict[str, Any]:
     """Return one model. ``max_context_length`` is that of the server's settings; it is left out where nobody knows it yet."""
-    facts, length = listed_facts(model), context_length(model, state.settings)
+    facts = listed_facts(model)
+    length = context_length(model, state.settings)
     found: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",
@@ -82,7 +83,9 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
 
     ``model_path`` is the model's name: clients learn no paths of this machine.
     """
-    facts, length, pipeline = current_facts(model), context_length(model, state.settings), model.pipeline
+    facts = current_facts(model)
+    length = context_length(model, state.settings)
+    pipeline = model.pipeline
     found: dict[str, Any] = {
         "default_generation_settings": {"n_ctx": length, "params": {}},
         "model_alias": model.spec.name,
@@ -94,14 +97,16 @@ def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "is_sleeping": pipeline is None,
     }
     tokenizer = _tokenizer_of(pipeline)
-    if isinstance(pipeline, StaticLLMPipeline) and tokenizer is not None:
+    loaded = model.loaded
+    if isinstance(pipeline, StaticLLMPipeline) and loaded is not None and tokenizer is not None:
         config = pipeline.get_generation_config()
         params = {name: getattr(config, name) for name in _PARAMS}
         if params["top_k"] == UNLIMITED:
             params["top_k"] = 0  # llamacpp's value for all tokens
         found["default_generation_settings"]["params"] = params if config.do_sample else {**params, "temperature": 0.0}
-        found["total_slots"] = model.num_seqs(state.settings.device)
-        found["bos_token"], found["eos_token"] = tokenizer.get_bos_token(), tokenizer.get_eos_token()
+        found["total_slots"] = loaded.num_seqs
+        found["bos_token"] = tokenizer.get_bos_token()
+        found["eos_token"] = tokenizer.get_eos_token()
     return found
 
 

@@ -2,116 +2,162 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from staticllm.errors import ClosedError
-from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.profiling.engine_watch import EngineWatch, Watched
+from staticllm.pipelines.profiling.call_watch import CallLog
 from staticllm.pipelines.profiling.progress import RequestProgress
-from staticllm.pipelines.profiling.stats import Profiler, Stats
-from staticllm.server.feed.mirror import RemoteWatch
-from staticllm.server.models.homes import ModelHome
+from staticllm.pipelines.profiling.stats import Stats
 from staticllm.server.models.served import ServedModel
 
-WATCH_SECONDS = 15.0
-"""An engine is no longer watched when the feed was not read for this long."""
-NOTHING = Watched([], [], 0, 0)
+PULL_SECONDS = 0.2
+"""Another process is asked at most this often, however many read."""
+MAX_PULLS = 8
+"""Questions per pull: an answer has a bounded number of calls."""
+SAME_CLOCK_SECONDS = 1.0
+"""Processes of one machine share a clock; a larger difference than this is that of two clocks, and not of a slow answer."""
+Source = Callable[[int], dict[str, Any]]
+"""An engine's ``calls_after``; raises ``ClosedError`` if its process has ended."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The answers that run, the KV slots of the engine, and its statistics."""
+
+    requests: tuple[RequestProgress, ...]
+    num_slots: int
+    stats: Stats
+
+
+class Mirror:
+    """The last calls of a model's engines, one after the other, with numbers that go on. Any thread may call.
+
+    ``origin`` is the moment that is 0.
+    """
+
+    def __init__(self, origin: float) -> None:
+        self.log = CallLog()
+        self._origin = origin
+        self._lock = threading.Lock()
+        self._name = ""
+        self._cursor = 0
+        self._state: EngineState | None = None
+        self._pulled = float("-inf")
+
+    def read(self, source: Source, pause: float = 0.0) -> EngineState | None:
+        """Take over new calls, and return the state of the engine; None if nothing is known.
+
+        One thread asks at a time, at most every ``pause`` seconds; with a pause, others get meanwhile what is known.
+
+        Raises:
+            ClosedError: the process has ended.
+        """
+        if self._lock.acquire(blocking=self._state is None or not pause):
+            try:
+                if time.monotonic() - self._pulled >= pause:
+                    self._state = self._pull(source)
+                    self._pulled = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._state
+
+    def _pull(self, source: Source) -> EngineState | None:
+        state = None
+        for _ in range(MAX_PULLS):
+            found = source(self._cursor)
+            if "watch" not in found:  # a daemon of an earlier version
+                return None
+            if found["watch"] != self._name:  # another engine, which has numbers of its own
+                self._name = found["watch"]
+                if self._cursor:
+                    self._cursor = 0
+                    continue
+            shift = time.perf_counter() - found["now"]
+            shift = 0.0 if abs(shift) < SAME_CLOCK_SECONDS else shift
+            self._take(found, shift)
+            requests = tuple(_moved(each, shift) for each in found["requests"])
+            state = EngineState(requests, found["num_slots"], Stats(**found["stats"]))
+            if not found["more"]:
+                break
+        return state
+
+    def _take(self, found: dict[str, Any], shift: float) -> None:
+        self._cursor = found["cursor"]
+        self.log.skip(found["dropped"])
+        for entry in found["entries"]:
+            for name in ("start", "end"):
+                if entry.get(name) is not None:
+                    entry[name] = round(entry[name] + shift - self._origin, 6)
+            self.log.add(entry)
+
+
+def _moved(values: dict[str, Any], shift: float) -> RequestProgress:
+    """Return the progress of a request in the time of this process."""
+    moments = {name: values[name] for name in ("arrival", "started", "first_token")}
+    return RequestProgress(**{**values, **{name: None if at is None else at + shift for name, at in moments.items()}})
 
 
 class SchedulerFeed:
-    """The watches of one server's engines, by model. Belongs to one event loop.
-
-    An engine is watched from the first reading on, until nobody has read for ``WATCH_SECONDS``. Otherwise it costs nothing.
-    """
+    """The calls of one server's engines, by model. Belongs to one event loop. An engine that is not read costs nothing."""
 
     def __init__(self) -> None:
         self._origin = time.perf_counter()
-        self._watches: dict[str, _Watching] = {}
-        self._mirrors: dict[str, RemoteWatch] = {}  # of models in other processes
+        self._mirrors: dict[str, Mirror] = {}
 
-    def reader(self, model: ServedModel, device: str, after: int) -> Callable[[], dict[str, Any]]:
+    def reader(self, model: ServedModel, after: int) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the state of a chat model as JSON, with what came after the record ``after``.
 
-        It may run in any thread. ``device``: that of the server's settings. The engine is watched from now on.
+        It may run in any thread, and waits for the process of the model.
         """
-        pipeline, admission, now = model.pipeline, model.admission, time.perf_counter()
-        if not isinstance(pipeline, StaticLLMPipeline) or admission is None:
-            return lambda: self._document(self._known(model.spec.name, after))
-        limits, waiting = admission.limits, [round((now - since) * 1e3, 3) for since in admission.waiting_since]
+        pause = 0.0 if model.home is None else PULL_SECONDS
+        mirror = self._mirrors.setdefault(model.spec.name, Mirror(self._origin))
+        source = model.calls_after
+        loaded = model.loaded
+        now = time.perf_counter()
+        if loaded is None:
+            return lambda: self._document(mirror, after)
+        waiting = [round((now - since) * 1e3, 3) for since in loaded.admission.waiting_since]
+        limits = loaded.admission.limits
         bounds = {
-            "num_seqs": model.num_seqs(device),
+            "num_seqs": loaded.num_seqs,
             "max_running": limits.max_running,
             "max_per_client": limits.max_per_client,
             "max_waiting": limits.max_waiting,
+            "kv_slots": None,
         }
-        head = {**self._document(NOTHING), "waiting_ms": waiting}
-        if model.home is not None:  # another process knows the calls
-            mirror = self._mirrors.setdefault(model.spec.name, RemoteWatch(self._origin))
-            return self._remote_reader(
-                model, model.home, mirror, {**head, "limits": {**bounds, "kv_slots": None}}, after
-            )
-        watch = self._watch(model.spec.name, pipeline.engine.profiler)
-
-        def read() -> dict[str, Any]:
-            progress = pipeline.engine.progress()
-            return {
-                **self._document(watch.since(after)),
-                "waiting_ms": waiting,
-                "requests": [self._request(each) for each in progress.requests],
-                "totals": totals_of(pipeline.stats()),
-                "limits": {**bounds, "kv_slots": progress.num_slots},
-            }
-
-        return read
-
-    def _remote_reader(
-        self, model: ServedModel, home: ModelHome, mirror: RemoteWatch, head: dict[str, Any], after: int
-    ) -> Callable[[], dict[str, Any]]:
-        """Return the function that reads what the process ``home`` knows; it waits for an answer of that process."""
 
         def read() -> dict[str, Any]:
             state = None
-            if not model.is_lost:
-                with contextlib.suppress(ClosedError):  # it has ended just now
-                    state = mirror.read(home)
-            found = mirror.log.since(after)
-            told = {**self._document(found), **{name: head[name] for name in ("waiting_ms", "limits")}}
+            with contextlib.suppress(ClosedError):  # it has ended just now
+                state = mirror.read(source, pause)
+            told = {**self._document(mirror, after), "waiting_ms": waiting, "limits": bounds}
             if state is None:
                 return told
             return {
                 **told,
                 "requests": [self._request(each) for each in state.requests],
                 "totals": totals_of(state.stats),
-                "limits": {**head["limits"], "kv_slots": state.num_slots},
+                "limits": {**bounds, "kv_slots": state.num_slots},
             }
 
         return read
 
-    def close(self) -> None:
-        """Watch no more."""
-        for name in list(self._watches):
-            self._end(name)
-
-    def _known(self, name: str, after: int) -> Watched:
-        """Return what is known of a model that is not loaded."""
-        if name in self._mirrors:
-            return self._mirrors[name].log.since(after)
-        return self._watches[name].watch.since(after) if name in self._watches else NOTHING
-
-    def _document(self, watched: Watched) -> dict[str, Any]:
-        """Return what is known, and a moment that is later than all of it."""
+    def _document(self, mirror: Mirror, after: int) -> dict[str, Any]:
+        """Return what is known of a model that is not loaded, and a moment that is later than all of it."""
+        known = mirror.log.after(after)
         return {
             "now": round(time.perf_counter() - self._origin, 6),
-            "cursor": watched.cursor,
-            "dropped": watched.num_dropped,
+            "cursor": known.cursor,
+            "dropped": known.num_dropped,
             "waiting_ms": [],
             "requests": [],
-            "calls": watched.calls,
-            "ended": watched.ended,
+            "calls": [entry for entry in known.entries if "rows" in entry],
+            "ended": [entry for entry in known.entries if "rows" not in entry],
             "totals": None,
             "limits": None,
         }
@@ -130,43 +176,6 @@ class SchedulerFeed:
             "priority": progress.priority,
             "ttft_ms": None if first is None else round((first - progress.arrival) * 1e3, 3),
         }
-
-    def _watch(self, name: str, profiler: Profiler) -> EngineWatch:
-        """Return the watch of an engine; of one that was loaded again it goes on with the numbers of the last."""
-        found = self._watches.get(name)
-        if found is None or found.profiler is not profiler:
-            first = 1 if found is None else found.watch.next_number
-            found = self._watches[name] = _Watching(profiler, EngineWatch(first, self._origin), found)
-        found.renew(lambda: self._end(name))
-        return found.watch
-
-    def _end(self, name: str) -> None:
-        self._watches[name].end()
-
-
-class _Watching:
-    """A watch, the profiler that it is attached to while it is read, and the timer that detaches it."""
-
-    def __init__(self, profiler: Profiler, watch: EngineWatch, previous: _Watching | None) -> None:
-        self.profiler, self.watch = profiler, watch
-        self._timer: asyncio.TimerHandle | None = None
-        if previous is not None:
-            previous.end()
-
-    def renew(self, on_end: Callable[[], object]) -> None:
-        """Attach the watch, and set the timer again."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.profiler.watcher is not self.watch:
-            self.watch.restart()
-            self.profiler.watcher = self.watch
-        self._timer = asyncio.get_running_loop().call_later(WATCH_SECONDS, on_end)
-
-    def end(self) -> None:
-        """Detach the watch."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.profiler.watcher = None
 
 
 def totals_of(stats: Stats) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def scheduler(state: ServerState) -> Callable[[Request], Awaitable[Response]]:
                     400, f"Unknown parameter: {unknown[0][:200]!r}", param=unknown[0][:200], code="unknown_parameter"
                 )
             model = state.hub.find(query.get("model"), "chat")
-            document = state.scheduler.reader(model, state.settings.device, _cursor(query.get("after", "0")))
+            document = state.scheduler.reader(model, _cursor(query.get("after", "0")))
             head = {
                 "model": model.spec.name,
                 "models": [

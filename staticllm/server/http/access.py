@@ -50,7 +50,8 @@ class Preflights(CORSMiddleware):
             allow_private_network=True,
             expose_headers=["Retry-After"],
         )
-        self._origins, self._on_refusal = origins, on_refusal
+        self._origins = origins
+        self._on_refusal = on_refusal
 
     def is_allowed_origin(self, origin: str) -> bool:
         return self._origins.allows(origin)
@@ -83,7 +84,9 @@ class AccessMiddleware:
         on_refusal: Callable[[ApiError], object],
         open_paths: Collection[str],
     ) -> None:
-        self._app, self._origins, self._on_refusal = app, origins, on_refusal
+        self._app = app
+        self._origins = origins
+        self._on_refusal = on_refusal
         self._open_paths = open_paths
         self._keys = [_digest(key) for key in settings.api_keys]
         self._checks_host = settings.is_local and not settings.api_keys
@@ -102,7 +105,8 @@ class AccessMiddleware:
     def refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request is refused; None if it is not. Then the scope names its client."""
         headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
+        host = headers.get("host", "")
+        origin = headers.get("origin")
         if self._checks_host and not is_local_name(_name_of(host)):
             return ApiError(403, f"the host name {host[:200]!r} is not local: use 127.0.0.1", code="host_not_allowed")
         is_same = origin is not None and urlsplit(origin).netloc == host
@@ -130,7 +134,8 @@ class AccessMiddleware:
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
-        digest, found = _digest(given.strip()), None
+        digest = _digest(given.strip())
+        found = None
         for number, key in enumerate(self._keys):
             if hmac.compare_digest(digest, key):
                 found = number

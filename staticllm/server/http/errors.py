@@ -27,24 +27,10 @@ from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "rate_limit_error"
 MAX_RETRY_SECONDS = 600
-OLLAMA_NAMES = frozenset(
-    [
-        "chat",
-        "generate",
-        "embed",
-        "embeddings",
-        "tags",
-        "show",
-        "ps",
-        "version",
-        "pull",
-        "push",
-        "create",
-        "copy",
-        "delete",
-        "blobs",
-    ]
-)
+OLLAMA_NAMES = {
+    "chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version", "pull", "push", "create", "copy", "delete",
+    "blobs",
+}  # fmt: skip
 """The first part of each path of Ollama's API, after ``/api/``."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _LINE_ENDS = tuple((mark, f"\\u{ord(mark):04x}") for mark in "\x85\u2028\u2029")
@@ -67,8 +53,13 @@ class ApiError(Exception):
         knob: str = "",
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
-        self.headers, self.knob = dict(headers or {}), knob
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        self.knob = knob
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body of the answer: OpenAI's error object, or for a ``path`` of Ollama's API only the message."""

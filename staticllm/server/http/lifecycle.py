@@ -31,7 +31,8 @@ class Lifecycle:
         self.num_requests = 0
         self._is_cut = False
         self._running: set[Cancellable] = set()
-        self._is_idle, self._is_hurried = asyncio.Event(), asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_hurried = asyncio.Event()
         self._is_idle.set()
 
     def add(self, handle: Cancellable) -> None:
@@ -87,7 +88,9 @@ class LifecycleMiddleware:
     """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle, on_refusal: Callable[[ApiError], object]) -> None:
-        self._app, self._lifecycle, self._on_refusal = app, lifecycle, on_refusal
+        self._app = app
+        self._lifecycle = lifecycle
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_WHILE_STOPPING:

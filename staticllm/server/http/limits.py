@@ -17,7 +17,8 @@ class PathMiddleware:
     """Finds endpoints without ``/v1``, with LM Studio's ``/api/v0`` in its place, and with slashes at the end."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
-        self._app, self._paths = app, tuple(paths)
+        self._app = app
+        self._paths = tuple(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -38,7 +39,10 @@ class ConnectionLimit:
     def __init__(
         self, app: ASGIApp, limit: int, num_connections: Callable[[], int], on_refusal: Callable[[ApiError], object]
     ) -> None:
-        self._app, self._limit, self._num_connections, self._on_refusal = app, limit, num_connections, on_refusal
+        self._app = app
+        self._limit = limit
+        self._num_connections = num_connections
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._num_connections() <= self._limit:
@@ -76,7 +80,8 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
 
 
 async def _collected(request: Request, max_bytes: int) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
@@ -125,7 +130,8 @@ def check_json(data: bytes) -> None:
     """
     if len(data) <= MAX_STRUCTURES:
         return
-    num_escapes, max_escapes = data.count(b"\\"), max(MAX_ESCAPES, len(data) // 5)
+    num_escapes = data.count(b"\\")
+    max_escapes = max(MAX_ESCAPES, len(data) // 5)
     if num_escapes > max_escapes:
         raise _refused(f"{num_escapes} escapes in its texts, at most {max_escapes} are parsed: send UTF-8")
     if _is_small(_num_structures(data), data.count(b",")) and not _has_long_number(data):
@@ -144,7 +150,8 @@ def check_json(data: bytes) -> None:
 
 def outside_texts(data: bytes) -> Iterator[bytes]:
     """Yield what is outside of the texts of a JSON document, slice by slice, so that other threads run in between."""
-    is_inside, held = False, b""
+    is_inside = False
+    held = b""
     for start in range(0, len(data), _SLICE):
         part = held + data[start : start + _SLICE]
         is_split = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # an escape whose second half is in the next slice

@@ -72,7 +72,8 @@ class TimedProtocol(H11Protocol):
     """uvicorn's protocol, which closes connections whose next request takes longer than ``header_seconds`` to begin, and those
     whose client takes nothing of what was sent for ``send_seconds``."""
 
-    header_seconds, send_seconds = 10.0, 120.0
+    header_seconds = 10.0
+    send_seconds = 120.0
 
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -156,7 +157,8 @@ def protocol_with(settings: ServerSettings, on_refusal: Callable[[ApiError], obj
     class LimitedProtocol(TimedProtocol):
         """The protocol of one server."""
 
-        header_seconds, send_seconds = settings.header_seconds, settings.send_seconds
+        header_seconds = settings.header_seconds
+        send_seconds = settings.send_seconds
 
         def refused(self, error: ApiError) -> None:
             on_refusal(error)

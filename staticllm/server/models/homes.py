@@ -141,7 +141,8 @@ class WorkerHome(ModelHome):
     def close(self) -> None:
         """End the process and remove its folder. A second call does nothing."""
         super().close()
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.end(END_SECONDS)
         if self._folder is not None:
@@ -150,7 +151,8 @@ class WorkerHome(ModelHome):
 
     def _bury(self) -> None:
         """Wait for the end of the process before, and note what it crashed with."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None or self._folder is None:
             return
         code = process.wait(DEAD_SECONDS)

@@ -7,18 +7,28 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from staticllm.core import ProgressEvent
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.model_dir import has_files
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
 from staticllm.server.models.admission import Admission, AdmissionLimits
 from staticllm.server.models.homes import ModelHome, WorkerHome
-from staticllm.server.models.served import Kind, ModelSpec, Pipeline, ServedModel
+from staticllm.server.models.served import (
+    UNLOADED,
+    Kind,
+    Loaded,
+    Loading,
+    LoadPipeline,
+    ModelSpec,
+    ServedModel,
+    num_seqs_of,
+)
 from staticllm.server.settings import ServerSettings
 from staticllm.server.telemetry.record import current_record
 
@@ -34,15 +44,16 @@ KINDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a
 
 
 class ModelHub:
-    """The served models by name. Belongs to one event loop; models are loaded and unloaded on a thread of the hub."""
+    """The served models by name. Belongs to one event loop; ``load`` and the ends of pipelines run on a thread of the hub."""
 
-    def __init__(self, specs: Sequence[ModelSpec], settings: ServerSettings) -> None:
+    def __init__(self, specs: Sequence[ModelSpec], settings: ServerSettings, load: LoadPipeline) -> None:
         names = [spec.name for spec in specs]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"two models are named {name!r}: give them as NAME=PATH")
         self.models = {spec.name: ServedModel(spec) for spec in specs}
         self._settings = settings
+        self._load_pipeline = load
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staticllm-loader")
         self._lock = asyncio.Lock()  # held while a model is loaded or unloaded
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -51,6 +62,7 @@ class ModelHub:
         self._is_closed = False
         self._num_waiting = 0
         self._told_of: set[str] = set()
+        self._revived: dict[str, float] = {}  # when a model was last loaded again because its process had ended
 
     def start(self) -> None:
         """Begin to load the first model, unless the settings say otherwise, and watch for idle ones."""
@@ -66,7 +78,7 @@ class ModelHub:
     def keep_alive(self, model: ServedModel, seconds: float | None) -> None:
         """Set after how many seconds without a request a model is unloaded: 0 for at once, ``math.inf`` for never, None for the
         server's own."""
-        model.keep_alive = seconds
+        model.keep_for(seconds)
         if seconds is not None:
             self._watch_idle()
 
@@ -120,7 +132,7 @@ class ModelHub:
             ApiError: too many requests wait for a model to be loaded, or memory for it is in use.
             StaticLLMError: it cannot be loaded.
         """
-        model.num_users += 1
+        model.enter()
         current_record().model = model.spec.name
         try:
             while not model.is_ready:
@@ -143,8 +155,16 @@ class ModelHub:
 
     def release(self, model: ServedModel) -> None:
         """End the use that ``acquire`` began."""
-        model.num_users -= 1
-        model.last_used = time.monotonic()
+        model.leave()
+
+    @contextlib.asynccontextmanager
+    async def using(self, model: ServedModel) -> AsyncIterator[None]:
+        """Keep a model loaded during a block, as ``acquire`` and ``release`` do."""
+        await self.acquire(model)
+        try:
+            yield
+        finally:
+            self.release(model)
 
     @property
     def loading(self) -> list[ServedModel]:
@@ -153,13 +173,12 @@ class ModelHub:
 
     def status(self, model: ServedModel) -> str:
         """Return ``loaded``, ``loading`` or ``unloaded``."""
-        is_there = model.pipeline is not None and not model.is_lost
-        return "loaded" if is_there else "loading" if model.spec.name in self._loads else "unloaded"
+        return "loaded" if model.is_ready else "loading" if model.spec.name in self._loads else "unloaded"
 
     @property
     def loaded(self) -> list[ServedModel]:
         """The models that are loaded."""
-        return [model for model in self.models.values() if model.pipeline is not None]
+        return [model for model in self.models.values() if model.loaded is not None]
 
     def _begin_load(self, model: ServedModel) -> asyncio.Task[None]:
         name = model.spec.name
@@ -183,40 +202,52 @@ class ModelHub:
                 await self._unload(model)
             elif model.is_lost:
                 await self._reload(model)
-            if model.pipeline is not None:
+            if model.loaded is not None:
                 return
-            model.progress = None
             if not await self._in_thread(lambda: has_files(model.spec.path)):
                 raise model_missing(model.spec.name)
             if settings.memory_limit is not None:
                 await self._make_room(model, settings.memory_limit)
             _log.info("loading %r", model.spec.name)
             start = time.monotonic()
-            model.keep_alive = None
-            model.home = self._home_of(model)
+            model.become(Loading())
             try:
-                pipeline = await self._loaded_pipeline(model)
-            except BaseException:
-                await self._leave_home(model)
-                raise
-            model.pipeline = pipeline
-            limits = AdmissionLimits.of(model.num_seqs(settings.device), settings.max_per_client, settings.max_waiting)
-            model.admission = Admission(limits)
-            model.created, model.last_used = int(time.time()), time.monotonic()
+                model.become(await self._loaded(model))
+            finally:
+                if model.loaded is None:
+                    model.become(UNLOADED)
             _log.info("loaded %r in %.1f s", model.spec.name, time.monotonic() - start)
 
-    async def _loaded_pipeline(self, model: ServedModel) -> Pipeline:
+    async def _loaded(self, model: ServedModel) -> Loaded:
         """Load a model, and once more if its process ended meanwhile: a server ends if its first model cannot be loaded.
 
         Raises:
             StaticLLMError: it cannot be loaded.
         """
-        load = partial(model.load, self._settings.device, _admitting(self._settings))
+        settings = self._settings
+        home = self._home_of(model)
+        is_apart = settings.runs_in == "worker" and model.spec.kind != "chat"
+
+        def on_progress(event: ProgressEvent) -> None:  # on the thread that loads
+            if self._is_closed:
+                raise ClosedError("the server is stopping")
+            model.note_progress(event)
+
+        load = partial(
+            self._load_pipeline, model.spec, settings.device, _admitting(settings), on_progress, home or False, is_apart
+        )
         try:
-            return await self._in_thread(load)
-        except (ProcessLostError, WorkerLostError) as error:
-            _log.warning("loading %r again: %s", model.spec.name, error)
-            return await self._in_thread(load)
+            try:
+                pipeline = await self._in_thread(load)
+            except (ProcessLostError, WorkerLostError) as error:
+                _log.warning("loading %r again: %s", model.spec.name, error)
+                pipeline = await self._in_thread(load)
+        except BaseException:
+            await self._leave_home(home)
+            raise
+        num_seqs = num_seqs_of(pipeline, settings.device)
+        limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
+        return Loaded(pipeline, Admission(limits), num_seqs, home, is_apart)
 
     async def _make_room(self, model: ServedModel, limit: int) -> None:
         """Unload the models that were not used for the longest time, until this one fits.
@@ -224,9 +255,8 @@ class ModelHub:
         Raises:
             ApiError: it needs more than the limit by itself, or the others are in use.
         """
-        if model.size is None:
-            model.size = await self._in_thread(lambda: model.estimate(self._settings.device, self._settings.properties))
-        needed = model.size
+        settings = self._settings
+        needed = await self._in_thread(lambda: model.estimate(settings.device, settings.properties))
         if needed > limit:
             raise ApiError(
                 400,
@@ -250,11 +280,12 @@ class ModelHub:
 
     async def _unload(self, model: ServedModel) -> None:
         """Release a model that nobody uses. The caller holds the lock."""
-        pipeline, model.pipeline, model.admission = model.pipeline, None, None
-        if pipeline is not None:
+        loaded = model.loaded
+        model.become(UNLOADED)
+        if loaded is not None:
             _log.info("unloading %r", model.spec.name)
-            await self._in_thread(pipeline.close)
-            await self._leave_home(model)
+            await self._in_thread(loaded.pipeline.close)
+            await self._leave_home(loaded.home)
 
     def _home_of(self, model: ServedModel) -> ModelHome | None:
         """Return the other process in which a model is loaded; None for this one."""
@@ -263,8 +294,7 @@ class ModelHub:
         if kind is None:
             return None
         if model.spec.kind != "chat":
-            model.is_apart = kind is WorkerHome
-            if not model.is_apart:
+            if kind is ModelHome:
                 self._tell_of_encoder(model.spec.name)
             return None
         loop = asyncio.get_running_loop()
@@ -281,8 +311,7 @@ class ModelHub:
             _log.warning("%r runs in the server's process: --daemon is for chat models", name)
         self._told_of.add(name)
 
-    async def _leave_home(self, model: ServedModel) -> None:
-        home, model.home = model.home, None
+    async def _leave_home(self, home: ModelHome | None) -> None:
         if home is not None:
             await self._in_thread(home.close)
 
@@ -291,8 +320,8 @@ class ModelHub:
         _log.warning("the process that runs %r has ended", model.spec.name)
         now = time.monotonic()
         is_wanted = model.is_lost and model.home is not None and model.home.starts_at_once
-        if is_wanted and not self._is_closed and now - model.revived > REVIVE_SECONDS:
-            model.revived = now
+        if is_wanted and not self._is_closed and now - self._revived.get(model.spec.name, -math.inf) > REVIVE_SECONDS:
+            self._revived[model.spec.name] = now
             self._begin_load(model)
 
     async def _reload(self, model: ServedModel) -> None:
@@ -314,7 +343,7 @@ class ModelHub:
         model = self.models[name]
         while True:
             async with self._lock:
-                if model.pipeline is None or model.num_users == 0:
+                if model.loaded is None or model.num_users == 0:
                     await self._unload(model)
                     return
             await asyncio.sleep(0.1)
@@ -333,8 +362,6 @@ class ModelHub:
     def give_up_loading(self) -> None:
         """Load no more models; a loading in progress ends after its current part, and requests that wait get an error."""
         self._is_closed = True
-        for model in self.models.values():
-            model.is_given_up = True
 
     async def close(self) -> None:
         """Unload all models."""

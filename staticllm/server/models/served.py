@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -32,6 +32,8 @@ from staticllm.server.models.homes import ModelHome
 
 Kind = Literal["chat", "embedding", "rerank"]
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
+LoadPipeline: TypeAlias = Callable[..., Pipeline]
+"""Loads a model, with the arguments of ``load_pipeline``."""
 DEMO_NAME = "demo"
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
@@ -78,43 +80,143 @@ def _kind_in(directory: Path) -> Kind:
     return "chat"
 
 
-class ServedModel:
-    """A model and its pipeline, which is None unless it is loaded. Belongs to the event loop, except ``load`` and ``estimate``.
+@dataclass(frozen=True)
+class Unloaded:
+    """The state of a model that uses no memory."""
 
-    ``num_users`` counts requests that use it or wait for it, ``last_used`` is a moment of ``time.monotonic``, and ``progress``
-    the last part of loading, which ``is_given_up`` ends. ``keep_alive``: seconds without a request after which it is unloaded,
-    as its last client said; None for the server's own. ``home``: the other process in which it runs, if it does; ``revived``:
-    the moment at which it was last loaded again because that had ended. ``admission`` and ``size`` (bytes, by estimate, with a
-    memory limit) are known once it is loaded. ``is_apart``: whether an encoder is loaded in a worker process of its own.
+
+@dataclass(frozen=True)
+class Loading:
+    """The state of a model that is being loaded. ``progress`` is the last part of it that is known."""
+
+    progress: ProgressEvent | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The state of a model that can be used, unless its process ``is_lost``.
+
+    Attributes:
+        pipeline: The pipeline.
+        admission: Which requests enter it.
+        num_seqs: The answers that run at once.
+        home: The other process in which a chat model runs; None for this one.
+        is_apart: Whether an encoder runs in a worker process of its own.
+    """
+
+    pipeline: Pipeline
+    admission: Admission
+    num_seqs: int
+    home: ModelHome | None = None
+    is_apart: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the other process has ended, and is not started again by itself."""
+        if self.home is not None:
+            return self.home.is_lost
+        return self.is_apart and isinstance(self.pipeline, EncoderPipeline) and not self.pipeline.is_usable
+
+
+UNLOADED = Unloaded()
+
+
+class ServedModel:
+    """A model by its name: its state, and who uses it. Belongs to the event loop; other threads may read it.
+
+    ``num_users`` counts requests that use it or wait for it, ``last_used`` is a moment of ``time.monotonic``, ``created`` one in
+    seconds since 1970. ``keep_alive``: seconds without a request after which it is unloaded, as its last client said; None for
+    the server's own. ``size``: its bytes, by estimate; None before one was made.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self.pipeline: Pipeline | None = None
-        self.admission: Admission | None = None
-        self.progress: ProgressEvent | None = None
-        self.is_given_up = False
-        self.home: ModelHome | None = None
-        self.is_apart = False
-        self.revived = -math.inf
+        self.state: Unloaded | Loading | Loaded = UNLOADED
+        self._lock = threading.Lock()  # held while the state changes
         self.num_users = 0
         self.last_used = time.monotonic()
         self.keep_alive: float | None = None
         self.created = int(time.time())
         self.size: int | None = None
 
+    def become(self, state: Unloaded | Loading | Loaded) -> None:
+        """Change the state. A model that begins to load forgets what its last client said."""
+        if isinstance(state, Loading) and isinstance(self.state, Unloaded):
+            self.keep_alive = None
+        elif isinstance(state, Loaded):
+            self.created = int(time.time())
+            self.last_used = time.monotonic()
+        with self._lock:
+            self.state = state
+
+    def note_progress(self, event: ProgressEvent) -> None:
+        """Note a part of loading. Any thread may call, also after the end: parts may be compiled in the background."""
+        with self._lock:
+            if isinstance(self.state, Loading):
+                self.state = Loading(event)
+
+    def enter(self) -> None:
+        """Count a user."""
+        self.num_users += 1
+
+    def leave(self) -> None:
+        """Count a user less."""
+        self.num_users -= 1
+        self.last_used = time.monotonic()
+
+    def keep_for(self, seconds: float | None) -> None:
+        """Set ``keep_alive``."""
+        self.keep_alive = seconds
+
+    def estimate(self, device: str, properties: Mapping[str, object]) -> int:
+        """Return the bytes that it needs, by estimate. The first call takes seconds.
+
+        Raises:
+            StaticLLMError: it cannot be lowered for the device.
+        """
+        if self.size is None:
+            self.size = estimated_size(self.spec, device, properties)
+        return self.size
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The state of a model that is loaded."""
+        return self.state if isinstance(self.state, Loaded) else None
+
+    @property
+    def progress(self) -> ProgressEvent | None:
+        """The last part of its loading, while it is being loaded."""
+        return self.state.progress if isinstance(self.state, Loading) else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is loaded and can be used now."""
+        return self.loaded is not None and not self.is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was loaded in another process that has ended, and is not started again by itself."""
+        return self.loaded is not None and self.loaded.is_lost
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline of a model that is loaded."""
+        return None if self.loaded is None else self.loaded.pipeline
+
+    @property
+    def admission(self) -> Admission | None:
+        """Which requests enter a model that is loaded."""
+        return None if self.loaded is None else self.loaded.admission
+
+    @property
+    def home(self) -> ModelHome | None:
+        """The other process in which a chat model is loaded."""
+        return None if self.loaded is None else self.loaded.home
+
     @property
     def chat(self) -> StaticLLMPipeline:
         """The pipeline of a chat model that is loaded."""
         return cast(StaticLLMPipeline, self._loaded())
-
-    @property
-    def local_engine(self) -> Engine | None:
-        """The engine of a chat model that is loaded; None if it is in another process."""
-        try:
-            return self.chat.engine
-        except ConfigError:
-            return None
 
     @property
     def embedding(self) -> StaticEmbeddingPipeline:
@@ -127,54 +229,36 @@ class ServedModel:
         return cast(StaticRerankPipeline, self._loaded())
 
     def _loaded(self) -> Pipeline:
-        assert self.pipeline is not None, "it is not loaded"
-        return self.pipeline
-
-    def num_seqs(self, device: str) -> int:
-        """Return the number of answers that run at once. ``device``: what it was loaded on, if its config does not say more."""
-        if not isinstance(self.pipeline, StaticLLMPipeline):
-            return ENCODER_REQUESTS
-        config = self.pipeline.config
-        mode = default_mode(_first_device(device)) if config.programs == "auto" else config.programs
-        return config.num_seqs("separate" if mode == "separate" else "shared")
+        assert self.loaded is not None, "it is not loaded"
+        return self.loaded.pipeline
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it is loaded and can be used now."""
-        return self.pipeline is not None and not self.is_lost
+    def local_engine(self) -> Engine | None:
+        """The engine of a chat model that is loaded; None if it is in another process."""
+        return self.chat.engine if self.home is None else None
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether it was loaded in another process that has ended, and is not started again by itself."""
-        if self.home is not None:
-            return self.home.is_lost
-        return self.is_apart and isinstance(self.pipeline, EncoderPipeline) and not self.pipeline.is_usable
-
-    def take_progress(self, event: ProgressEvent) -> None:
-        """Note a part of loading. Runs on the thread that loads, and ends it if the server stops.
+    def calls_after(self, number: int) -> dict[str, Any]:
+        """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
         Raises:
-            ClosedError: ``is_given_up`` is set.
+            ClosedError: it is not loaded, or its process has ended.
         """
-        if self.is_given_up:
-            raise ClosedError("the server is stopping")
-        self.progress = event
+        home = self.home
+        pipeline = self.pipeline
+        if home is not None:
+            return home.calls_after(number)
+        if not isinstance(pipeline, StaticLLMPipeline):
+            raise ClosedError("the model is not loaded")
+        return pipeline.engine.calls_after(number)
 
-    def load(self, device: str, properties: Mapping[str, object]) -> Pipeline:
-        """Return a new pipeline. Takes seconds to minutes.
 
-        Raises:
-            StaticLLMError: the model cannot be loaded.
-        """
-        return load_pipeline(self.spec, device, properties, self.take_progress, self.home or False, self.is_apart)
-
-    def estimate(self, device: str, properties: Mapping[str, object]) -> int:
-        """Return the bytes that the model will need, by estimate. Takes seconds.
-
-        Raises:
-            StaticLLMError: the model cannot be lowered for the device.
-        """
-        return estimated_size(self.spec, device, properties)
+def num_seqs_of(pipeline: Pipeline, device: str) -> int:
+    """Return the answers that run at once. ``device``: what the model was loaded on, if its config does not say more."""
+    if not isinstance(pipeline, StaticLLMPipeline):
+        return ENCODER_REQUESTS
+    config = pipeline.config
+    mode = default_mode(_first_device(device)) if config.programs == "auto" else config.programs
+    return config.num_seqs("separate" if mode == "separate" else "shared")
 
 
 def load_pipeline(

@@ -66,7 +66,10 @@ class AnswerForm:
         is_parsed: bool,
     ) -> None:
         self._form: Form = form
-        self._model, self._begin, self._loaded, self._decode = model, begin, loaded, decode
+        self._model = model
+        self._begin = begin
+        self._loaded = loaded
+        self._decode = decode
         self._is_parsed = is_parsed
         self._begun: dict[int, _Begun] = {}
         self._logprobs: list[Object] = []  # of tokens that had no text yet
@@ -124,7 +127,8 @@ class AnswerForm:
         return {"model": self._model, "created_at": timestamp(time.time())}
 
     def _taken_logprobs(self) -> Object:
-        taken, self._logprobs = self._logprobs, []
+        taken = self._logprobs
+        self._logprobs = []
         return {"logprobs": taken} if taken else {}
 
     def _end(self, output: RequestOutput) -> Object:
@@ -132,7 +136,8 @@ class AnswerForm:
 
         ``prompt_eval_count`` counts the whole prompt, also tokens that were cached.
         """
-        metrics, times = output.metrics, output.token_times
+        metrics = output.metrics
+        times = output.token_times
         first = sum(metrics.raw_metrics.m_times_to_first_token) / MICRO
         is_over = output.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALL)
         return {

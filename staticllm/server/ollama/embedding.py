@@ -50,7 +50,8 @@ async def _vectors(
     Raises:
         ApiError: the model does not exist or is of another kind, or a text is too long and ``truncate`` is false.
     """
-    hub, seconds = call.state.hub, None if body.keep_alive is None else seconds_of(body.keep_alive)
+    hub = call.state.hub
+    seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
     model = hub.find(served_name(hub, body.model), "embedding")
 
     async def run() -> tuple[list[list[float]], int, float]:

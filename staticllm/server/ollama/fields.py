@@ -183,7 +183,8 @@ def seconds_of(keep_alive: float | str) -> float:
     if isinstance(keep_alive, (int, float)):
         return math.inf if keep_alive < 0 else float(keep_alive)
     text = keep_alive.strip()
-    sign, rest = text[:1] in ("-", "+"), text.lstrip("+-")
+    sign = text[:1] in ("-", "+")
+    rest = text.lstrip("+-")
     if text == "0" or (sign and rest == "0"):
         return 0.0
     parts = _SPAN.findall(rest)

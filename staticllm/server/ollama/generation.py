@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from staticllm.server.answers.answers import Answers
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
-from staticllm.server.answers.respond import Close, Handles, respond_with
+from staticllm.server.answers.respond import Close, Handles, respond
 from staticllm.server.catalog.facts import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response
@@ -44,7 +44,8 @@ def asked_of(
     """
     if body.top_logprobs:
         raise ApiError(400, "top_logprobs is not supported: only the chosen tokens have log-probabilities")
-    is_truncated, limit = body.truncate and body.shift, body.options.num_predict
+    is_truncated = body.truncate and body.shift
+    limit = body.options.num_predict
     if limit is not None and limit <= 0:
         limit = None if is_truncated else -1
     return AnswerFields(
@@ -149,7 +150,8 @@ async def _answer(
     tools: Sequence[OllamaTool] = (),
     is_raw: bool = False,
 ) -> Response:
-    model, begin = find_chat_model(call, body.model), time.perf_counter()
+    model = find_chat_model(call, body.model)
+    begin = time.perf_counter()
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
     await call.acquire(model)
     try:
@@ -171,7 +173,7 @@ async def _answer(
         return LineStream(call, _pieces(maker, answers), close)
 
     field = "prompt" if form == "generate" else "messages"
-    return await respond_with(call, model, asks, field, whole, stream if body.stream else None)
+    return await respond(call, model, asks, field, whole, stream if body.stream else None)
 
 
 def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:
@@ -196,7 +198,8 @@ async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[list[di
 
 async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Response:
     """Load a model, or with ``keep_alive`` 0 unload it as soon as nobody uses it."""
-    hub, model = call.state.hub, find_chat_model(call, body.model)
+    hub = call.state.hub
+    model = find_chat_model(call, body.model)
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
     if seconds != 0:
         await call.acquire(model)

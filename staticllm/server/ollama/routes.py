@@ -42,7 +42,8 @@ def running(state: ServerState) -> dict[str, Any]:
     """Return the models that are loaded, and when each will be unloaded. Reads their files; runs in a thread."""
     found = []
     for model in state.hub.loaded:
-        facts, limit = listed_facts(model), state.hub.idle_limit(model)
+        facts = listed_facts(model)
+        limit = state.hub.idle_limit(model)
         left = limit if model.num_users else limit - (time.monotonic() - model.last_used)
         size = facts.num_bytes if model.size is None else model.size
         found.append(
@@ -59,7 +60,8 @@ def running(state: ServerState) -> dict[str, Any]:
 
 async def show(call: Call, body: OllamaShowRequest) -> Response:
     """Return what is known about one model."""
-    name, state = body.model or body.name, call.state
+    name = body.model or body.name
+    state = call.state
     if name is None:
         raise ApiError(400, "model is required")
     model = state.hub.named(served_name(state.hub, name))

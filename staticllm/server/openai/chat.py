@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.conversation.events import (
-    ArgumentsDelta,
-    CallBegin,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-    merged,
-)
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
-from staticllm.server.answers.asks import AnswerFields, Ask
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.server.answers.answers import Answers, Usage
+from staticllm.server.answers.asks import AnswerFields, Ask, schema_of
 from staticllm.server.answers.fields import Fields, Function, MessageFields
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.answers.respond import Close, Handles, respond
-from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, token_logprobs, with_progress
-from staticllm.server.answers.stream import ChunkStream
+from staticllm.server.answers.results import finish_reason, timings_of, token_logprobs
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
+from staticllm.server.openai.chunks import ChatChunks, stream_of
 from staticllm.server.openai.fields import SamplingFields
 
 
@@ -98,10 +88,12 @@ class ChatRequest(SamplingFields):
             )  # fmt: skip
         if self.logprobs and self.is_search:
             raise ApiError(400, "logprobs with num_beams: leave one out", param="logprobs")
+        format = self.response_format
+        named = format.json_schema if format is not None else None
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return self.asked(
             max_tokens=limit,
-            json_schema=_schema_of(self.response_format),
+            json_schema=None if format is None else schema_of(format.type, None if named is None else named.schema_),
             wants_logprobs=self.logprobs,
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice=self.tool_choice,
@@ -115,20 +107,16 @@ async def chat_completions(call: Call, body: ChatRequest) -> Response:
     messages = template_messages(body.messages)
     asked = body.asked_chat()
     asks = [Ask.of(messages, asked, index, body.priority) for index in range(body.num_handles)]
-    stream = partial(_stream, call, body, model) if body.stream else None
-    return await respond(call, model, asks, "messages", partial(_completion, body, model), stream)
 
+    def stream(answers: Answers, close: Close) -> Response:
+        decode = model.chat.get_tokenizer().decode if body.logprobs else None
+        chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode)
+        return stream_of(call, body, model, answers, close, chunks)
 
-def _schema_of(format: ResponseFormat | None) -> dict[str, Any] | None:
-    if format is None or format.type == "text":
-        return None
-    if format.type == "json_object":
-        return {"type": "object"}
-    if format.json_schema is None or format.json_schema.schema_ is None:
-        raise ApiError(
-            400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
-        )
-    return format.json_schema.schema_
+    await call.acquire(model)
+    return await respond(
+        call, model, asks, "messages", partial(_completion, body, model), stream if body.stream else None
+    )
 
 
 def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
@@ -162,96 +150,3 @@ def _message(output: RequestOutput) -> dict[str, Any]:
     if output.message is None:
         return {"role": "assistant", "content": output.text, "refusal": None}
     return {**output.message.to_dict(), "refusal": None}
-
-
-def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers, close: Close) -> Response:
-    decode = model.chat.get_tokenizer().decode if body.logprobs else None
-    chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode)
-
-    async def generate() -> AsyncGenerator[list[dict[str, Any]], None]:
-        yield [chunks.role(index) for index in range(body.num_handles)]
-        handles: dict[int, list[RequestOutput]] = {}
-        found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
-        async with contextlib.aclosing(found) as batches:
-            async for parts in batches:
-                ready = [chunk for part in parts for chunk in chunks.of(part)]
-                handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
-                if body.has_usage_chunk and len(handles) == body.num_handles:
-                    usage = Usage.of([handles[index] for index in sorted(handles)], body.num_handles)
-                    ready.append(chunks.usage(usage, handles[0][0]))
-                if ready:
-                    yield ready
-
-    return ChunkStream(call, generate(), close)
-
-
-Chunk = dict[str, Any]
-
-
-class ChatChunks:
-    """Makes the chunks of one stream, which share an id. ``decode`` is None without log-probabilities."""
-
-    def __init__(self, model: str, has_usage: bool, decode: Callable[[list[int]], str] | None) -> None:
-        self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._has_usage, self._decode = has_usage, decode
-        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens that had no text yet, by answer
-
-    def role(self, index: int) -> Chunk:
-        """Return the first chunk of an answer."""
-        return self._chunk(index, {"role": "assistant", "content": ""})
-
-    def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
-        """Yield the chunks of a part: of an increment, of the end of an answer, or of a prompt that runs."""
-        if isinstance(part, AnswerDelta):
-            yield from self._of_delta(part.index, part.delta)
-        elif isinstance(part, AnswerEnd):
-            yield self._of_end(part.index, part.outputs[0])
-        else:
-            yield {**self._chunk(0, {}), "prompt_progress": part.as_dict()}
-
-    def _of_delta(self, index: int, delta: TextDelta) -> Iterator[Chunk]:
-        if self._decode is not None:
-            self._logprobs.setdefault(index, []).extend(token_logprobs(delta.tokens, delta.logprobs, self._decode))
-        for event in merged(delta.events):
-            fields = _fields_of(event)
-            if fields:
-                yield self._chunk(index, fields, logprobs=self._logprobs.pop(index, []))
-
-    def _of_end(self, index: int, output: RequestOutput) -> Chunk:
-        """Return the last chunk of an answer. Its tokens without text, such as that of the end, are in it."""
-        rest = self._logprobs.pop(index, [])
-        chunk = self._chunk(index, {}, finish_reason(output.finish_reason), rest)
-        return chunk if self._has_usage else {**chunk, "timings": timings_of(output)}
-
-    def usage(self, usage: Usage, first: RequestOutput) -> Chunk:
-        """Return the chunk about tokens, with the times of the ``first`` answer."""
-        return {**self._head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(first)}
-
-    def _chunk(
-        self, index: int, delta: Chunk, reason: str | None = None, logprobs: list[dict[str, Any]] | None = None
-    ) -> Chunk:
-        shown = {"content": logprobs, "refusal": None} if logprobs else None
-        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
-        chunk: Chunk = {**self._head, "choices": [choice]}
-        if self._has_usage:
-            chunk["usage"] = None
-        return chunk
-
-
-def _fields_of(event: Event) -> Chunk:
-    """Return the ``delta`` of an event; empty if there is nothing to say."""
-    if isinstance(event, ContentDelta):
-        return {"content": event.text}
-    if isinstance(event, ReasoningDelta):
-        return {"reasoning_content": event.text}
-    if isinstance(event, CallBegin):
-        function = {"name": event.name, "arguments": ""}
-        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-    if isinstance(event, ArgumentsDelta):
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-    return {}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import uuid
-from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,16 +10,15 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.core import MAX_ANSWERS
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers.answers import AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.answers import Answers, Usage
 from staticllm.server.answers.asks import Ask
 from staticllm.server.answers.fields import Ids
 from staticllm.server.answers.respond import Close, Handles, respond
-from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, with_progress
-from staticllm.server.answers.stream import ChunkStream
+from staticllm.server.answers.results import finish_reason, timings_of
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
+from staticllm.server.openai.chunks import TextChunks, stream_of, text_choice, text_head, text_logprobs
 from staticllm.server.openai.fields import SamplingFields
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
@@ -62,8 +57,15 @@ async def completions(call: Call, body: CompletionRequest) -> Response:
         for prompt in prompts
         for index in range(body.num_handles)
     ]
-    stream = partial(_stream, call, body, model) if body.stream else None
-    return await respond(call, model, asks, "prompt", partial(_completion, body, model), stream)
+
+    def stream(answers: Answers, close: Close) -> Response:
+        decode = None if body.logprobs is None else model.chat.get_tokenizer().decode
+        return stream_of(call, body, model, answers, close, TextChunks(model.spec.name, body.has_usage_chunk, decode))
+
+    await call.acquire(model)
+    return await respond(
+        call, model, asks, "prompt", partial(_completion, body, model), stream if body.stream else None
+    )
 
 
 def _check(body: CompletionRequest) -> None:
@@ -97,74 +99,12 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     return [each for each in prompt if isinstance(each, list)]
 
 
-def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str], start: int) -> dict[str, Any]:
-    """Return the log-probabilities of tokens whose text begins at character ``start`` of the answer."""
-    texts = [decode([token]) for token in delta.tokens]
-    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(logprob, -9999.0) for logprob in delta.logprobs],
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
-
-
-def _head(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model.spec.name,
-    }
-
-
-def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
 def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
     decode = model.chat.get_tokenizer().decode
     choices = []
     for index, output in enumerate(output for outputs in handles for output in outputs):
         text = (decode(output.echo) if output.echo else "") + output.text
-        logprobs = None if body.logprobs is None else _logprobs(output, decode, 0)
-        choices.append(_choice(index, text, logprobs, finish_reason(output.finish_reason)))
+        logprobs = None if body.logprobs is None else text_logprobs(output, decode, 0)
+        choices.append(text_choice(index, text, logprobs, finish_reason(output.finish_reason)))
     usage = Usage.of(handles, body.num_handles).as_dict()
-    return {**_head(model), "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
-
-
-def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: Answers, close: Close) -> Response:
-    head, decode = _head(model), model.chat.get_tokenizer().decode
-    if body.has_usage_chunk:
-        head["usage"] = None
-
-    lengths: dict[int, int] = {}
-
-    def chunk_of(part: Part | PromptProgress) -> dict[str, Any] | None:
-        if isinstance(part, PromptProgress):
-            return {**head, "choices": [_choice(0, "", None, None)], "prompt_progress": part.as_dict()}
-        if isinstance(part, AnswerEnd):
-            reason = finish_reason(part.outputs[0].finish_reason)
-            last = {**head, "choices": [_choice(part.index, "", None, reason)]}
-            return last if body.has_usage_chunk else {**last, "timings": timings_of(part.outputs[0])}
-        delta, start = part.delta, lengths.get(part.index, 0)
-        logprobs = None if body.logprobs is None else _logprobs(delta, decode, start)
-        lengths[part.index] = start + len(delta.text)
-        if not (delta.text or logprobs):
-            return None
-        return {**head, "choices": [_choice(part.index, delta.text, logprobs, None)]}
-
-    async def generate() -> AsyncGenerator[list[dict[str, Any]], None]:
-        handles: dict[int, list[RequestOutput]] = {}
-        found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
-        async with contextlib.aclosing(found) as batches:
-            async for parts in batches:
-                handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
-                ready = [chunk for part in parts if (chunk := chunk_of(part)) is not None]
-                if ready:
-                    yield ready
-        if body.has_usage_chunk:
-            usage = Usage.of([handles[index] for index in sorted(handles)], body.num_handles)
-            yield [{**head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(handles[0][0])}]
-
-    return ChunkStream(call, generate(), close)
+    return {**text_head(model.spec.name), "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}

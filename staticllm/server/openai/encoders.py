@@ -120,20 +120,15 @@ async def on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[R
     """Run a request in its turn on a loaded model; it ends if the client goes."""
 
     async def admitted() -> Result:
-        await call.state.hub.acquire(model)
-        try:
+        async with call.state.hub.using(model):
             admission = model.admission
             assert admission is not None, "the model is not loaded"
             await admission.enter(call.client)
-            running = call.state.metrics.running.labels(model.spec.name)
-            running.inc()
             try:
-                return await run()
+                with call.state.metrics.running.labels(model.spec.name).track_inprogress():
+                    return await run()
             finally:
-                running.dec()
                 admission.leave(call.client)
-        finally:
-            call.state.hub.release(model)
 
     return await call.connected(admitted())
 

@@ -130,10 +130,7 @@ async def _on_model(
     model = call.state.hub.find(name, "chat")
 
     async def loaded() -> Response:
-        await call.state.hub.acquire(model)
-        try:
+        async with call.state.hub.using(model):
             return await answer(model)
-        finally:
-            call.state.hub.release(model)
 
     return await call.connected(loaded())

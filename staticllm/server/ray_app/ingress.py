@@ -100,7 +100,8 @@ class Ingress:
             ApiError: the body has too many parts to be parsed.
         """
         check_json(body)
-        values, path = _values(body), endpoint_of(request.url.path)
+        values = _values(body)
+        path = endpoint_of(request.url.path)
         kind = ENCODER_PATHS.get(path, "chat")
         name = self._model_of(values, kind) if request.method == "POST" else ""  # what is only looked at loads no model
         group = "chat" if self._kinds.get(name, kind) == "chat" else "encoder"

@@ -78,7 +78,8 @@ async def answer_parts(app: ASGIApp, request: ReplicaRequest) -> AsyncGenerator[
         Exception: what the application raises.
     """
     parts: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(MAX_PARTS)
-    has_gone, is_read = asyncio.Event(), False
+    has_gone = asyncio.Event()
+    is_read = False
 
     async def receive() -> dict[str, Any]:
         nonlocal is_read

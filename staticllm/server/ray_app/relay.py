@@ -31,7 +31,8 @@ class Relay:
 
     def __init__(self, handle: DeploymentHandle, request: ReplicaRequest, replay: EventReplay | None = None) -> None:
         self._handle = handle.options(stream=True, method_name="answer", multiplexed_model_id=request.model)
-        self._request, self._replay = request, replay
+        self._request = request
+        self._replay = replay
         self._num_attempts = 0
         self._is_stream = False
         self._whole = b""

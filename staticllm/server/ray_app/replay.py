@@ -41,7 +41,8 @@ class EventReplay:
         self._others: set[str] = set()  # deltas without text that were sent: roles, reasons
         self._ended: set[int] = set()  # the choices whose last chunk had text and was sent
         self._has_usage = False
-        self._can_resume, self._is_complete = True, False
+        self._can_resume = True
+        self._is_complete = False
 
     @property
     def can_resume(self) -> bool:
@@ -55,7 +56,8 @@ class EventReplay:
 
     def restart(self) -> None:
         """Begin with the answer of another replica."""
-        self._rest, self._again = b"", defaultdict(str)
+        self._rest = b""
+        self._again = defaultdict(str)
 
     def take(self, part: bytes) -> bytes:
         """Return what of a part of the answer is new.

@@ -36,7 +36,8 @@ class DeviceWatch:
         for model in models:
             if not isinstance(model.pipeline, StaticLLMPipeline):
                 continue
-            stats, name = model.pipeline.stats(), model.spec.name
+            stats = model.pipeline.stats()
+            name = model.spec.name
             if self._is_bad(name, stats.num_failed_steps, stats.num_steps - stats.num_failed_steps):
                 return name
         return None
@@ -88,8 +89,8 @@ class Replica:
 
         async def load(name: str) -> LoadedModel:
             model = hub.named(name)
-            await hub.acquire(model)
-            hub.release(model)
+            async with hub.using(model):
+                pass
             return LoadedModel(name, self._state)
 
         return load
@@ -119,7 +120,9 @@ class LoadedModel:
     """A model that Ray keeps in a replica, until it deletes it to make room for another one."""
 
     def __init__(self, name: str, state: ServerState) -> None:
-        self._name, self._state, self._loop = name, state, asyncio.get_running_loop()
+        self._name = name
+        self._state = state
+        self._loop = asyncio.get_running_loop()
         self._is_deleted = False
 
     def __del__(self) -> None:  # Ray calls it, on a thread, and the interpreter does once more

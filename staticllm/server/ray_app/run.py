@@ -34,7 +34,8 @@ def settings_of(values: dict[str, Any]) -> ClusterSettings:
         return ClusterSettings(**values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}: {message}" if where else message) from None
 
 
@@ -69,11 +70,7 @@ def serve_on_cluster(
 
 
 def _free_address(settings: ClusterSettings, port: int) -> tuple[str, int]:
-    """Return the URL and the port of an address that is free now.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
+    """Return the URL and the port of an address that is free now. Raises ``ConfigError`` if the address cannot be used."""
     from dataclasses import replace
 
     with listen(replace(settings.of_replica(), port=port)) as listener:
@@ -81,11 +78,7 @@ def _free_address(settings: ClusterSettings, port: int) -> tuple[str, int]:
 
 
 def _check_address(address: str) -> None:
-    """Check that something listens there: Ray itself waits for minutes.
-
-    Raises:
-        ConfigError: nothing does.
-    """
+    """Check that something listens there: Ray itself waits for minutes. Raises ``ConfigError`` if nothing does."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if address == "auto":
         return

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
-from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
+from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
 from staticllm.server.answers.respond import Close, Handles, respond
 from staticllm.server.answers.results import finish_reason
 from staticllm.server.answers.stream import ChunkStream, EventFrame
@@ -22,7 +22,7 @@ from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.models.served import ServedModel
 from staticllm.server.responses.events import EventMaker
-from staticllm.server.responses.fields import ResponsesRequest, TextFormat
+from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id, resolved
 from staticllm.server.responses.store import ResponseStore, StoredResponse
 
@@ -51,6 +51,7 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
 
     asked = asked_of(body, context_length(model, call.state.settings))
     asks = [Ask.of([*system, *conversation], asked, priority=body.priority)]
+    await call.acquire(model)
     return await respond(call, model, asks, "input", maker.whole, stream if body.stream else None)
 
 
@@ -71,13 +72,14 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
-    is_truncated, effort = body.truncation != "disabled", body.reasoning.effort
+    is_truncated = body.truncation != "disabled"
+    effort = body.reasoning.effort
     limit = body.max_output_tokens
     return AnswerFields(
         numbers=numbers_of(body, "responses"),
         stop=body.stop,
         max_tokens=max_seq_len if limit is None and is_truncated else limit,
-        json_schema=_schema_of(body.text.format),
+        json_schema=schema_of(body.text.format.type, body.text.format.schema_),
         tools=[
             {"type": "function", "function": tool.model_dump(include=_TOOL, exclude_none=True)} for tool in body.tools
         ],
@@ -85,18 +87,6 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
         context={**(body.chat_template_kwargs or {}), **({} if effort is None else {"reasoning_effort": effort})},
         is_truncated=is_truncated,
     )
-
-
-def _schema_of(format: TextFormat) -> dict[str, Any] | None:
-    if format.type == "text":
-        return None
-    if format.type == "json_object":
-        return {"type": "object"}
-    if format.schema_ is None:
-        raise ApiError(
-            400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
-        )
-    return format.schema_
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -134,9 +124,13 @@ class ResponseMaker:
         owner: str,
         conversation: tuple[Message, ...],
     ) -> None:
-        self._body, self._model, self._store, self._owner = body, model, store, owner
+        self._body = body
+        self._model = model
+        self._store = store
+        self._owner = owner
         self._conversation = conversation
-        self._id, self._created = new_id("resp"), int(time.time())
+        self._id = new_id("resp")
+        self._created = int(time.time())
 
     def check(self) -> None:
         """Check that what the answer and the store repeat of the request can be written as JSON.
@@ -173,7 +167,8 @@ class ResponseMaker:
         return found
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        usage, message = Usage.of([[output]], 1), output.message
+        usage = Usage.of([[output]], 1)
+        message = output.message
         reasoning = message.reasoning_content if message is not None else ""
         num_reasoning = 0
         if reasoning:
@@ -229,7 +224,8 @@ class ResponseStream(ChunkStream):
     def __init__(
         self, call: Call, maker: ResponseMaker, answers: Answers, close: Callable[[], Awaitable[None]]
     ) -> None:
-        self._maker, self._number = maker, 0
+        self._maker = maker
+        self._number = 0
         super().__init__(call, _events(call, maker, answers), close)
 
     def _encoded(self, chunk: dict[str, Any]) -> bytes:
@@ -243,7 +239,8 @@ class ResponseStream(ChunkStream):
 
 
 async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
-    begun, events = maker.unfinished(), EventMaker()
+    begun = maker.unfinished()
+    events = EventMaker()
     yield [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
     async with contextlib.aclosing(answers.batches()) as batches:
         async for parts in batches:

@@ -92,7 +92,8 @@ class EventMaker:
                 self._blank += text
                 return
             yield from self._begin(kind)
-            text, self._blank = self._blank + text, ""
+            text = self._blank + text
+            self._blank = ""
         yield self._grow(text)
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[StreamEvent]:
@@ -113,7 +114,8 @@ class EventMaker:
 
     def close(self, status: str) -> Iterator[StreamEvent]:
         """Yield the events that end the open item, if there is one."""
-        opened, self._open = self._open, None
+        opened = self._open
+        self._open = None
         if opened is None:
             return
         done: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.done", **self._place(opened)}

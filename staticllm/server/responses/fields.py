@@ -18,6 +18,8 @@ from staticllm.server.answers.fields import (
 )
 from staticllm.server.answers.messages import MAX_MESSAGES
 
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
 
 class InputPart(MessageFields):
     """A part of a message: a text, or the text of a refusal."""
@@ -25,6 +27,11 @@ class InputPart(MessageFields):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """What the part adds to the message; None if it is no text."""
+        return self.text if self.type in TEXTS else self.refusal if self.type == "refusal" else None
 
 
 Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=1000)]

@@ -6,14 +6,13 @@ import uuid
 from typing import Any
 
 from staticllm.results import AssistantMessage
-from staticllm.server.answers.messages import no_text
+from staticllm.server.answers.messages import text_of
 from staticllm.server.http.errors import ApiError
-from staticllm.server.responses.fields import InputItem, InputPart
+from staticllm.server.responses.fields import TEXTS, InputItem
 from staticllm.server.responses.store import ResponseStore
 
 Item = dict[str, Any]
 Message = dict[str, Any]
-TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def new_id(kind: str) -> str:
@@ -29,12 +28,14 @@ def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> 
     """
     if isinstance(items, str) or not any(item.type == "item_reference" for item in items):
         return items
-    found, named = list[InputItem](), set[str]()
+    found = list[InputItem]()
+    named = set[str]()
     for index, item in enumerate(items):
         if item.type != "item_reference":
             found.append(item)
             continue
-        id, where = _needed(item.id, f"input.{index}.id"), f"input.{index}.id"
+        id = _needed(item.id, f"input.{index}.id")
+        where = f"input.{index}.id"
         kept = store.item(id, owner)
         if kept is None:
             text = f"Item with id {id[:100]!r} not found: it is of no answer that is stored; send the item itself"
@@ -61,18 +62,19 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
         if item.type == "message":
             _add_message(found, item, where)
         elif item.type == "function_call_output":
-            content = _text_of(_needed(item.output, f"{where}.output"), f"{where}.output")
+            content = text_of(_needed(item.output, f"{where}.output"), TEXTS, f"{where}.output")
             call_id = _needed(item.call_id, f"{where}.call_id")
             found.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif item.type == "function_call":
-            name, arguments = _needed(item.name, f"{where}.name"), _needed(item.arguments, f"{where}.arguments")
+            name = _needed(item.name, f"{where}.name")
+            arguments = _needed(item.arguments, f"{where}.arguments")
             call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function"}
             function = {"name": name, "arguments": arguments}
             message = _assistant(found)
             message["content"] = message["content"] or None
             message.setdefault("tool_calls", []).append({**call, "function": function})
         else:
-            text = _text_of(item.content, f"{where}.content")
+            text = text_of(item.content, TEXTS, f"{where}.content")
             if text:
                 found.append({"role": "assistant", "content": "", "reasoning_content": text})
     return found
@@ -80,7 +82,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
 
 def _add_message(found: list[Message], item: InputItem, where: str) -> None:
     role = _needed(item.role, f"{where}.role")
-    text = _text_of(item.content, f"{where}.content")
+    text = text_of(item.content, TEXTS, f"{where}.content")
     last = found[-1] if found else {}
     if role == "assistant" and last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
         last["content"] = text  # it follows its reasoning
@@ -99,18 +101,6 @@ def _needed(value: Any, where: str) -> Any:
     if value is None:
         raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
     return value
-
-
-def _text_of(content: str | list[InputPart] | None, where: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    texts = []
-    for index, part in enumerate(content):
-        text = part.text if part.type in TEXTS else part.refusal if part.type == "refusal" else None
-        if text is None:
-            raise no_text(part.type, TEXTS, f"{where}.{index}")
-        texts.append(text)
-    return "".join(texts)
 
 
 def input_items(items: str | list[InputItem]) -> list[Item]:

@@ -65,7 +65,8 @@ def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     async def run(request: Request) -> Response:
         async def answer() -> Response:
             client = Call(state, request).client
-            id, query = request.path_params["response_id"], request.query_params
+            id = request.path_params["response_id"]
+            query = request.query_params
             return await state.workers.run(lambda: json_response(find(store, id, client, query)))
 
         return await guarded(state, request, answer())
@@ -85,7 +86,9 @@ def _delete(store: ResponseStore, id: str, owner: str, _: Query) -> dict[str, An
 def _input_items(store: ResponseStore, id: str, owner: str, query: Query) -> dict[str, Any]:
     """Return the page of items that the query asks for: by default all, the newest first, as OpenAI lists them."""
     items = store.get(id, owner).items
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "")
+    order = query.get("order", "desc")
+    after = query.get("after")
+    limit = query.get("limit", "")
     ordered = [*items] if order == "asc" else [*reversed(items)]
     ids = [item["id"] for item in ordered]
     if order not in ("asc", "desc"):

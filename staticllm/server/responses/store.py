@@ -58,7 +58,9 @@ class ResponseStore:
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self._max_responses, self._max_bytes, self._num_bytes = max_responses, max_bytes, 0
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._items: dict[tuple[str, str], str] = {}  # (owner, id of an item) → id of its answer

@@ -35,7 +35,8 @@ class TelemetryMiddleware:
     """Makes a record for each request; other layers fill it in."""
 
     def __init__(self, app: ASGIApp, sinks: Sequence[Sink]) -> None:
-        self._app, self._sinks = app, sinks
+        self._app = app
+        self._sinks = sinks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

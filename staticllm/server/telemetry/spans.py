@@ -34,7 +34,8 @@ class Spans:
     """
 
     def __init__(self, provider: TracerProvider) -> None:
-        self._provider, self._tracer = provider, provider.get_tracer("staticllm.server")
+        self._provider = provider
+        self._tracer = provider.get_tracer("staticllm.server")
 
     def begin(self, record: RequestRecord, headers: Headers) -> Callable[[], None]:
         """Start the span of a request, and return the function that ends it."""

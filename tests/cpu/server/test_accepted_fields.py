@@ -143,7 +143,8 @@ def test_no_texts_are_refused_in_one_line(client, given):
     found = client.post("/v1/embeddings", json={"model": "tiny", "input": given})
     assert found.status_code == 400
     error = found.json()["error"]
-    assert error["param"].startswith("input") and "\n" not in error["message"]
+    assert error["param"].startswith("input")
+    assert "\n" not in error["message"]
     assert ("at least 1 item" in error["message"]) == (given in ([], [[]], [[], []])), error["message"]
 
 

@@ -62,7 +62,8 @@ async def follow(steps, limits):
             waiting.append((client, task))
             await follow_tasks()
             if task.done() and not task.cancelled() and isinstance(task.exception(), ApiError):
-                assert task.exception().status == 429 and len(waiting) >= limits.max_waiting
+                assert task.exception().status == 429
+                assert len(waiting) >= limits.max_waiting
         elif action == "leave" and running:
             admission.leave(*running.pop(number % len(running)))
         elif action.startswith("cancel") and waiting:
@@ -88,7 +89,9 @@ async def follow(steps, limits):
             admission.leave(*entry)
         running.clear()
         await follow_tasks()
-    assert not admission._clients and not admission._running and not admission.num_running
+    assert not admission._clients
+    assert not admission._running
+    assert not admission.num_running
 
 
 def test_the_client_with_fewest_running_answers_is_next():
@@ -124,14 +127,16 @@ def test_a_client_has_all_places_while_it_is_alone_and_a_newcomer_enters_at_once
     async def run():
         admission = Admission(limits)
         many = await _waiting(admission, *["many"] * 12)
-        assert admission.num_running == 8 and admission.num_waiting == 4
+        assert admission.num_running == 8
+        assert admission.num_waiting == 4
         newcomer = await _waiting(admission, "new", "new", "new")
         assert [task.done() for task in newcomer] == [True, True, False], "the last quarter is for others"
         for _ in range(3):  # the places of "many" fall to three quarters
             admission.leave("many")
             await asyncio.sleep(0)
         await newcomer[2]
-        assert admission._running == {"many": 6, "new": 3} and admission.num_waiting == 3
+        assert admission._running == {"many": 6, "new": 3}
+        assert admission.num_waiting == 3
         for _ in range(3):
             admission.leave("new")
         await asyncio.sleep(0)
@@ -139,7 +144,8 @@ def test_a_client_has_all_places_while_it_is_alone_and_a_newcomer_enters_at_once
         now[0] += admission_module.KNOWN_SECONDS + 1
         admission.leave("many")
         await asyncio.sleep(0)
-        assert admission._running == {"many": 8} and admission.num_waiting == 0
+        assert admission._running == {"many": 8}
+        assert admission.num_waiting == 0
         for task in many:
             task.cancel()
 
@@ -172,13 +178,16 @@ def test_a_search_takes_as_many_places_as_it_has_beams():
         admission = Admission(AdmissionLimits(max_running=10, max_per_client=6, max_waiting=4))
         assert await admission.enter("searching", weight=4) == 4
         (second,) = await _waiting(admission, "searching", weight=4)
-        assert admission._running == {"searching": 4} and not second.done()
+        assert admission._running == {"searching": 4}
+        assert not second.done()
         other = await _waiting(admission, *["other"] * 6)
-        assert all(task.done() for task in other) and admission.num_running == 10
+        assert all(task.done() for task in other)
+        assert admission.num_running == 10
         large, small = await _waiting(admission, "large", weight=64), await _waiting(admission, "other")
         admission.leave("searching", 4)
         await _settled()
-        assert not second.done() and not large[0].done(), "6 places are kept for it, 4 are free"
+        assert not second.done(), "6 places are kept for it, 4 are free"
+        assert not large[0].done(), "6 places are kept for it, 4 are free"
         late = await _waiting(admission, "late")
         assert not late[0].done(), "nobody takes them"
         for _ in range(2):
@@ -187,7 +196,8 @@ def test_a_search_takes_as_many_places_as_it_has_beams():
         assert large[0].result() == 6, "no more than its client may have"
         admission.leave("large", 6)
         await _settled()
-        assert second.result() == 4 and late[0].result() == 1
+        assert second.result() == 4
+        assert late[0].result() == 1
         small[0].cancel()
         await asyncio.gather(*small, return_exceptions=True)
 
@@ -230,7 +240,8 @@ def test_a_flood_of_one_client_does_not_fill_the_queue_of_others():
         admission.leave("flood")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert others[0].done() and others[0].exception() is None
+        assert others[0].done()
+        assert others[0].exception() is None
         left = (*flood, *others, third)
         for task in left:
             task.cancel()
@@ -244,13 +255,15 @@ def test_further_answers_of_a_request_are_not_refused_and_do_not_fill_the_queue(
         admission = Admission(AdmissionLimits(max_running=2, max_per_client=2, max_waiting=1))
         await admission.enter("one")
         more = await _waiting(admission, *["one"] * 20, is_request=False)
-        assert sum(task.done() for task in more) == 1 and admission.num_waiting == 19
+        assert sum(task.done() for task in more) == 1
+        assert admission.num_waiting == 19
         (other,) = await _waiting(admission, "other")
         assert not other.done()
         admission.leave("one")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert other.done() and other.exception() is None
+        assert other.done()
+        assert other.exception() is None
         for task in more:
             task.cancel()
         await asyncio.gather(*more, return_exceptions=True)

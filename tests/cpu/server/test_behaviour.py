@@ -19,7 +19,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec  # noqa: E402
+from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, load_pipeline  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 6000}
@@ -100,11 +100,9 @@ def test_an_answer_that_fails_is_a_chunk_with_an_error(served, monkeypatch):
     monkeypatch.setattr(OutputProcessor, "push", failing)
     with httpx.stream("POST", served.url + CHAT, json=body(stream=True), timeout=60) as response:
         *_, error, done = chunks_of(response)
-    assert (
-        done == "[DONE]"
-        and error["error"]["message"] == "the device failed"
-        and error["error"]["type"] == "server_error"
-    )
+    assert done == "[DONE]"
+    assert error["error"]["message"] == "the device failed"
+    assert error["error"]["type"] == "server_error"
     monkeypatch.undo()
     served.wait_until_idle()
 
@@ -179,7 +177,8 @@ def test_a_full_queue_is_429_with_the_time_to_wait():
                     time.sleep(0.01)
                 for stream in (False, True):
                     refused = httpx.post(served.url + CHAT, json=body(count=2, stream=stream), timeout=60)
-                    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+                    assert refused.status_code == 429
+                    assert int(refused.headers["retry-after"]) >= 1
                     assert refused.json()["error"]["type"] == "rate_limit_error"
                     assert "--max-waiting" in refused.json()["error"]["message"]
                 running.close()
@@ -232,7 +231,8 @@ def test_silent_streams_have_comment_lines():
             next(lines)
             pipeline.engine.call_soon(lambda: release.wait(1.0))
             seen = [line for line in lines if line]
-        assert ": ping" in seen and seen[-1] == "data: [DONE]"
+        assert ": ping" in seen
+        assert seen[-1] == "data: [DONE]"
         release.set()
 
 
@@ -245,12 +245,15 @@ def test_a_stop_finishes_what_runs_and_refuses_new_requests():
             while not served.state.lifecycle.is_stopping:
                 time.sleep(0.005)
             refused = httpx.post(served.url + CHAT, json=body(count=2), timeout=60)
-            assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "stopping"
             assert "retry-after" in refused.headers
             health = httpx.get(served.url + "/health", timeout=60)
-            assert health.status_code == 503 and health.json()["status"] == "stopping"
+            assert health.status_code == 503
+            assert health.json()["status"] == "stopping"
             *_, last, done = chunks
-        assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
+        assert last["choices"][0]["finish_reason"] == "length"
         tokens = served.state.metrics.text().decode()
         assert 'staticllm_output_tokens_total{model="demo"} 600.0' in tokens
         served.thread.join(30)
@@ -265,7 +268,8 @@ def test_after_the_grace_answers_are_cut_off_with_a_reason():
             next(chunks)
             served.server.stop_soon()
             *_, last, done = chunks
-        assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
+        assert last["choices"][0]["finish_reason"] == "length"
         assert time.monotonic() - start < 10
         served.thread.join(30)
         assert not served.thread.is_alive()
@@ -273,10 +277,9 @@ def test_after_the_grace_answers_are_cut_off_with_a_reason():
 
 def test_health_says_what_is_loading():
     release = threading.Event()
-    model = ServedModel(demo_spec())
 
     def load(device, properties):
-        pipeline = model.load(device, properties)
+        pipeline = load_pipeline(demo_spec(), device, properties, lambda event: None)
         release.wait(30)
         return pipeline
 
@@ -287,7 +290,8 @@ def test_health_says_what_is_loading():
         while not served.state.hub.loading:
             time.sleep(0.005)
         health = httpx.get(served.url + "/health", timeout=60)
-        assert health.status_code == 503 and health.json()["status"] == "loading"
+        assert health.status_code == 503
+        assert health.json()["status"] == "loading"
         assert health.json()["loading"][0]["model"] == "demo"
         assert httpx.get(served.url + "/v1/models", timeout=60).json()["data"][0]["status"] == "loading"
         release.set()
@@ -322,14 +326,16 @@ def test_models_are_unloaded_least_recently_used_first():
                     httpx.stream("POST", served.url + CHAT, json=named(name, 5000, stream=True), timeout=60)
                 )
             refused = httpx.post(served.url + CHAT, json=named("b"), timeout=60)
-            assert refused.status_code == 503 and refused.json()["error"]["code"] == "no_memory"
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "no_memory"
             assert "retry-after" in refused.headers
 
 
 def test_a_model_that_never_fits_is_refused():
     with serving(three_specs(), memory_limit=1 << 20, is_lazy=True) as served:
         refused = httpx.post(served.url + CHAT, json=named("a"), timeout=60)
-        assert refused.status_code == 400 and "--memory-limit-mb is 1" in refused.json()["error"]["message"]
+        assert refused.status_code == 400
+        assert "--memory-limit-mb is 1" in refused.json()["error"]["message"]
 
 
 def test_an_idle_model_is_unloaded_and_loaded_again():
@@ -352,7 +358,8 @@ def test_a_model_that_fails_to_load_is_an_answer():
     with serving(pipelines={"demo": load}, is_lazy=True) as served:
         for _ in range(2):
             failed = httpx.post(served.url + CHAT, json=body(count=2), timeout=60)
-            assert failed.status_code == 500 and failed.json()["error"]["message"] == "the device is on holiday"
+            assert failed.status_code == 500
+            assert failed.json()["error"]["message"] == "the device is on holiday"
 
 
 def test_a_stop_ends_a_loading_in_progress():
@@ -376,4 +383,5 @@ def test_a_stop_ends_a_loading_in_progress():
         start = time.monotonic()
         served.server.stop_soon()
         assert waiting.result().status_code == 503
-        assert ended.is_set() and time.monotonic() - start < 10
+        assert ended.is_set()
+        assert time.monotonic() - start < 10

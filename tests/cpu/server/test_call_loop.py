@@ -119,7 +119,9 @@ def test_a_call_goes_back_with_its_result(server, model, api):
     server.prompts.clear()
     LOOPS[api](server, model)
     prompt = server.prompts[-1]
-    assert "get_sun" in prompt and "Romulus" in prompt and "sunny 21" in prompt
+    assert "get_sun" in prompt
+    assert "Romulus" in prompt
+    assert "sunny 21" in prompt
     assert "None" not in prompt
 
 

@@ -44,14 +44,17 @@ def test_an_answer_is_that_of_the_pipeline(client, answer):
     assert found.usage.prompt_tokens == answer.perf_metrics.get_num_input_tokens()
     assert found.usage.completion_tokens == len(answer.tokens[0])
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-    assert found.object == "chat.completion" and found.id.startswith("chatcmpl-") and found.model == "demo"
+    assert found.object == "chat.completion"
+    assert found.id.startswith("chatcmpl-")
+    assert found.model == "demo"
 
 
 def test_tokens_of_a_stop_string_are_counted(client, answer):
     """As in OpenAI's API: also where it begins within the first token, so that no token is left of the answer."""
     stop = answer.texts[0][1:3]
     found = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=40, stop=[stop])
-    assert found.choices[0].message.content == answer.texts[0][:1] and found.choices[0].finish_reason == "stop"
+    assert found.choices[0].message.content == answer.texts[0][:1]
+    assert found.choices[0].finish_reason == "stop"
     assert 1 <= found.usage.completion_tokens <= 3
 
 
@@ -78,11 +81,13 @@ def test_a_stream_has_the_form_that_clients_expect(served, answer):
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert all("usage" not in chunk for chunk in chunks)
     first, *middle, last = [chunk["choices"][0] for chunk in chunks]
-    assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert first["finish_reason"] is None
     assert "".join(choice["delta"]["content"] for choice in middle) == answer.texts[0]
     assert len(middle) > 5, "it came in pieces"
     assert all(choice["finish_reason"] is None for choice in middle)
-    assert last["delta"] == {} and last["finish_reason"] == str(answer.finish_reasons[0].value)
+    assert last["delta"] == {}
+    assert last["finish_reason"] == str(answer.finish_reasons[0].value)
 
 
 def test_usage_is_a_chunk_of_its_own_if_asked_for(client, answer):
@@ -91,7 +96,8 @@ def test_usage_is_a_chunk_of_its_own_if_asked_for(client, answer):
     )
     *others, last = list(stream)
     assert all(chunk.usage is None and chunk.choices for chunk in others)
-    assert last.choices == [] and last.usage.completion_tokens == len(answer.tokens[0])
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(answer.tokens[0])
 
 
 def test_the_async_client_reads_many_streams_at_once(served):
@@ -124,7 +130,8 @@ def test_a_stop_string_ends_an_answer_before_it(client, answer):
 def test_a_limit_of_tokens_is_kept(client):
     for name in ("max_tokens", "max_completion_tokens"):
         found = client.chat.completions.create(model="demo", messages=QUESTION, **{name: 3})
-        assert found.usage.completion_tokens == 3 and found.choices[0].finish_reason == "length"
+        assert found.usage.completion_tokens == 3
+        assert found.choices[0].finish_reason == "length"
 
 
 def test_a_seed_decides_the_answer(served, client):
@@ -141,7 +148,8 @@ def test_a_seed_decides_the_answer(served, client):
     direct = served.pipeline().generate(QUESTION, max_new_tokens=24, do_sample=True, temperature=1.5, rng_seed=7).texts
     assert text(7) == direct
     three = text(7, n=3)
-    assert three[0] == direct[0] and len(set(three)) > 1
+    assert three[0] == direct[0]
+    assert len(set(three)) > 1
 
 
 def test_several_answers_are_streamed_by_index(client):
@@ -244,7 +252,9 @@ def test_response_formats_are_satisfied(client):
     format = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema, "strict": True}}
     found = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=120, response_format=format)
     values = json.loads(found.choices[0].message.content)
-    assert set(values) == {"name", "legs"} and 0 <= values["legs"] <= 9 and found.choices[0].finish_reason == "stop"
+    assert set(values) == {"name", "legs"}
+    assert 0 <= values["legs"] <= 9
+    assert found.choices[0].finish_reason == "stop"
     stream = client.chat.completions.create(
         model="demo", messages=QUESTION, max_tokens=120, response_format=format, stream=True
     )

@@ -17,8 +17,8 @@ from support.quick import examples  # noqa: E402
 
 from staticllm.server.answers.stream import ChunkStream, EventFrame  # noqa: E402
 from staticllm.server.http.errors import to_json  # noqa: E402
+from staticllm.server.metrics import ServerMetrics  # noqa: E402
 from staticllm.server.ollama.answer import LineStream  # noqa: E402
-from staticllm.server.telemetry.metrics import ServerMetrics  # noqa: E402
 
 DEADLINE = 60
 SCOPE = {"type": "http", "method": "POST", "path": "/"}
@@ -38,7 +38,9 @@ def test_an_event_is_that_of_the_library(value, name):
 def test_an_answer_is_one_line_also_for_clients_that_split_as_unicode_does():
     value = {"content": "a\x85b\u2028c\u2029d\x0be\x1cf\né"}
     text = to_json(value)
-    assert text.splitlines() == [text] and json.loads(text) == value and "é" in text
+    assert text.splitlines() == [text]
+    assert json.loads(text) == value
+    assert "é" in text
 
 
 class Client:
@@ -130,7 +132,8 @@ def test_a_client_that_takes_nothing_is_cut_off_also_while_pings_wait(stalls_at)
             closed.append(True)
 
         await run(ChunkStream(call_with(send_seconds=0.2, ping_seconds=0.05), batches(), close), client)
-        assert closed == [True] and len(client.bodies) == (0 if stalls_at == "first" else 4)
+        assert closed == [True]
+        assert len(client.bodies) == (0 if stalls_at == "first" else 4)
         assert ended.is_set() or stalls_at == "first"
 
     asyncio.run(test())

@@ -75,21 +75,26 @@ class TestOllama:
 
     def test_it_chats_and_streams(self, client, answer):
         found = client.chat(model="demo", messages=MESSAGES, options={"num_predict": 60})
-        assert found.message.content == answer and found.done_reason == "stop" and found.eval_count > 10
+        assert found.message.content == answer
+        assert found.done_reason == "stop"
+        assert found.eval_count > 10
         pieces = list(client.chat(model="demo", messages=MESSAGES, stream=True, options={"num_predict": 60}))
-        assert "".join(piece.message.content for piece in pieces) == answer and pieces[-1].done
+        assert "".join(piece.message.content for piece in pieces) == answer
+        assert pieces[-1].done
         assert client.generate(model="demo", prompt=QUESTION, options={"num_predict": 60}).response == answer
         pieces = client.generate(model="demo:latest", prompt=QUESTION, stream=True, options={"num_predict": 60})
         assert "".join(piece.response for piece in pieces) == answer
 
     def test_it_embeds_and_lists(self, client):
         vectors = client.embed(model="tiny", input=["one", "two"]).embeddings
-        assert len(vectors) == 2 and len(vectors[0]) == len(client.embeddings(model="tiny", prompt="one").embedding)
+        assert len(vectors) == 2
+        assert len(vectors[0]) == len(client.embeddings(model="tiny", prompt="one").embedding)
         names = {model.model for model in client.list().models}
         assert names == {"demo:latest", "tiny:latest"}
         assert {model.model for model in client.ps().models} <= names
         shown = client.show("demo")
-        assert shown.capabilities == ["completion"] and shown.modelinfo["openvino.context_length"] == 1152
+        assert shown.capabilities == ["completion"]
+        assert shown.modelinfo["openvino.context_length"] == 1152
         assert shown.details.family == "openvino"
 
     def test_it_takes_a_schema(self, client):
@@ -117,7 +122,8 @@ class TestOllama:
         found = client.chat(model="demo", messages=messages, tools=[weather], think=True).message
         assert found.thinking.strip() == "hm"
         (call,) = found.tool_calls
-        assert call.function.name == "weather" and call.function.arguments == {"city": "Rome", "days": 2}
+        assert call.function.name == "weather"
+        assert call.function.arguments == {"city": "Rome", "days": 2}
         result = {"role": "tool", "tool_name": "weather", "content": "ANSWER:sunny"}
         found = client.chat(model="demo", messages=[*messages, found, result], tools=[weather])
         assert found.message.content.startswith("sunny")  # the template shows no results: they are written as JSON
@@ -146,7 +152,8 @@ class TestLangChain:
     def test_it_chats_and_streams(self, package, served, answer):
         model = self.model(package, served, max_tokens=60)
         found = model.invoke(QUESTION)
-        assert found.content == answer and found.usage_metadata["output_tokens"] > 10
+        assert found.content == answer
+        assert found.usage_metadata["output_tokens"] > 10
         pieces = list(model.stream(QUESTION))
         assert "".join(piece.content for piece in pieces) == answer
         assert asyncio.run(model.ainvoke(QUESTION)).content == answer
@@ -160,7 +167,8 @@ class TestLangChain:
     def test_it_calls_tools(self, package, echo):
         model = self.model(package, echo).bind_tools([weather])
         (call,) = model.invoke(asking(CALL)).tool_calls
-        assert call["name"] == "weather" and call["args"] == {"city": "Rome", "days": 2}
+        assert call["name"] == "weather"
+        assert call["args"] == {"city": "Rome", "days": 2}
 
     def test_it_gets_structured_answers(self, package, echo):
         pydantic = pytest.importorskip("pydantic")
@@ -196,7 +204,8 @@ class TestLlamaIndex:
         tool = tools.FunctionTool.from_defaults(weather)
         found = model.chat_with_tools([tool], user_msg=asking(CALL)[0]["content"])
         (call,) = model.get_tool_calls_from_response(found)
-        assert call.tool_name == "weather" and call.tool_kwargs == {"city": "Rome", "days": 2}
+        assert call.tool_name == "weather"
+        assert call.tool_kwargs == {"city": "Rome", "days": 2}
 
 
 class TestLiteLLM:
@@ -249,7 +258,8 @@ class TestInstructor:
             found = package.from_openai(plain, mode=package.Mode.TOOLS).chat.completions.create(
                 model="demo", messages=MESSAGES, response_model=person, max_retries=0, max_tokens=200
             )
-        assert len(found.name) <= 8 and 0 <= found.age <= 99
+        assert len(found.name) <= 8
+        assert 0 <= found.age <= 99
 
 
 class TestWhatClientsSend:
@@ -264,7 +274,9 @@ class TestWhatClientsSend:
         client = pytest.importorskip("ollama").Client(host=served.url)
         chat = lambda: client.chat(model="demo", messages=MESSAGES, options={"num_predict": 2})  # noqa: E731
         ((method, path, body),) = self.sent(served, chat)
-        assert (method, path) == ("POST", "/api/chat") and body["tools"] == [] and body["stream"] is False
+        assert (method, path) == ("POST", "/api/chat")
+        assert body["tools"] == []
+        assert body["stream"] is False
 
     def test_ollamas_client_deletes_with_a_method_of_its_own(self, served):
         ollama = pytest.importorskip("ollama")
@@ -280,16 +292,20 @@ class TestWhatClientsSend:
         package = pytest.importorskip("langchain_openai")
         options = {"base_url": served.url + "/v1", "api_key": "any", "model": "demo", "max_tokens": 2}
         ((_, path, body),) = self.sent(served, lambda: package.ChatOpenAI(**options).invoke(QUESTION))
-        assert path == "/v1/chat/completions" and body["max_completion_tokens"] == 2 and "max_tokens" not in body
+        assert path == "/v1/chat/completions"
+        assert body["max_completion_tokens"] == 2
+        assert "max_tokens" not in body
         model = package.ChatOpenAI(**options, use_responses_api=True)
         ((_, path, body),) = self.sent(served, lambda: model.invoke(QUESTION))
-        assert path == "/v1/responses" and body["input"] == [{"type": "message", **MESSAGES[0]}]
+        assert path == "/v1/responses"
+        assert body["input"] == [{"type": "message", **MESSAGES[0]}]
 
     def test_litellm_sends_empty_lists_of_images(self, served):
         package = pytest.importorskip("litellm")
         options = {"messages": MESSAGES, "api_base": served.url, "max_tokens": 2}
         ((_, path, body),) = self.sent(served, lambda: package.completion(model="ollama_chat/demo", **options))
-        assert path == "/api/chat" and body["messages"][0]["images"] == []
+        assert path == "/api/chat"
+        assert body["messages"][0]["images"] == []
         ((_, path, body),) = self.sent(served, lambda: package.completion(model="ollama/demo", **options))
         assert path == "/api/generate" and body["images"] == [] and body["prompt"].startswith("### User:")
 
@@ -317,12 +333,14 @@ class TestApplications:
         found = self.post(served, "/api/v0/chat/completions", **body)
         lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
         for line in lines[:-1]:
-            assert isinstance(json.loads(line)["choices"], list) and json.loads(line)["object"]
+            assert isinstance(json.loads(line)["choices"], list)
+            assert json.loads(line)["object"]
 
     def test_zed_with_ollama(self, served, echo):
         for model in httpx.get(served.url + "/api/tags", timeout=60).json()["models"]:
             assert all(isinstance(model[name], str) for name in ("name", "modified_at", "digest"))
-            assert isinstance(model["details"]["format"], str) and isinstance(model["details"]["families"], list)
+            assert isinstance(model["details"]["format"], str)
+            assert isinstance(model["details"]["families"], list)
         body = {"stream": True, "keep_alive": -1, "tools": [], "think": None,
                 "options": {"num_ctx": 4096, "num_predict": None, "stop": [], "temperature": 1.0, "top_p": None}}  # fmt: skip
         assistant = {"role": "assistant", "content": "", "tool_calls": None, "thinking": None}
@@ -335,7 +353,8 @@ class TestApplications:
 
     def test_continue(self, served):
         shown = httpx.post(served.url + "/api/show", json={"name": "demo"}, timeout=60).json()
-        assert shown["parameters"] == "" and ".Suffix" not in shown["template"]
+        assert shown["parameters"] == ""
+        assert ".Suffix" not in shown["template"]
         options = {"temperature": 0.5, "num_predict": 3, "num_ctx": 4096, "stop": ["x y z"], "use_mmap": True}
         found = self.post(
             served, "/api/generate", prompt="The", raw=True, options=options, keep_alive=1800, stream=True
@@ -365,9 +384,11 @@ class TestApplications:
         body = {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}, **parameters}
         found = self.post(served, "/v1/chat/completions", **body)
         usage = json.loads(found.text.split("data: ")[-2])["usage"]
-        assert found.status_code == 200 and usage["completion_tokens"] <= 2
+        assert found.status_code == 200
+        assert usage["completion_tokens"] <= 2
         refused = self.post(served, "/v1/chat/completions", **body, max_tokens=3)
-        assert refused.status_code == 400 and "give one" in refused.json()["error"]["message"]
+        assert refused.status_code == 400
+        assert "give one" in refused.json()["error"]["message"]
 
     def test_anythingllm(self, served):
         body = {"messages": MESSAGES, "stream": True, "temperature": 0.7, "max_tokens": 2}

@@ -80,7 +80,9 @@ def sent(served, client, case, statuses):
     if response.status_code >= 400:
         error = response.json()["error"]
         message = error if isinstance(error, str) else error["message"]
-        assert message and "\n" not in message and "Traceback" not in message, (path, body, message)
+        assert message, (path, body, message)
+        assert "\n" not in message, (path, body, message)
+        assert "Traceback" not in message, (path, body, message)
 
 
 def run(served, num_examples, mode):

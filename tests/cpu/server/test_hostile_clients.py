@@ -100,8 +100,11 @@ SMUGGLED = {
 def test_what_could_hide_a_second_request_is_refused_in_one_line(served, case):
     before = rejected(served, "invalid_http").get("", 0)
     head, _, rest = talk(served.url, SMUGGLED[case]).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head.lower()
-    assert rest.startswith(b"Invalid HTTP request") and b"\n" not in rest and b"HTTP/1.1 200" not in rest
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head.lower()
+    assert rest.startswith(b"Invalid HTTP request")
+    assert b"\n" not in rest
+    assert b"HTTP/1.1 200" not in rest
     assert rejected(served, "invalid_http") == {"": before + 1}
 
 
@@ -109,7 +112,9 @@ def test_a_hidden_request_behind_a_good_one_is_refused(served):
     """Each request of a connection is looked at, also if it came with the one before, and in pieces."""
     good = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     found = talk(served.url, good + SMUGGLED["folded header"])
-    assert found.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 200 " in found and b"folded over several lines" in found
+    assert found.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 200 " in found
+    assert b"folded over several lines" in found
     with connected(served.url) as connection:
         for byte in SMUGGLED["one line feed alone"]:
             with contextlib.suppress(ConnectionError):  # it is refused before its end
@@ -156,9 +161,11 @@ def test_a_raw_path_leaves_no_folder(served, path):
     """Nothing normalises it on the way: names are looked up among the served ones, and never joined to a folder."""
     request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     head, _, rest = talk(served.url, request.encode()).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 404 ") and b"root:" not in rest
+    assert head.startswith(b"HTTP/1.1 404 ")
+    assert b"root:" not in rest
     message = httpx.Response(404, content=rest).json()["error"]["message"]
-    assert "\n" not in message and "\x00" not in message
+    assert "\n" not in message
+    assert "\x00" not in message
 
 
 @pytest.mark.parametrize(
@@ -171,7 +178,8 @@ def test_a_model_name_leaves_no_folder(served, path, name):
         "/api/show": {},
     }.get(path, {"messages": [{"role": "user", "content": "Hello"}]})  # fmt: skip
     found = CLIENT.post(served.url + path, json={"model": name, **fields})
-    assert found.status_code == 404 and "root:" not in found.text
+    assert found.status_code == 404
+    assert "root:" not in found.text
     error = found.json()["error"]
     assert "\n" not in (error if isinstance(error, str) else error["message"])
 
@@ -213,7 +221,7 @@ def test_each_key_is_compared_whole_and_in_constant_time(monkeypatch, given):
         return original(left, right)
 
     settings = ServerSettings(api_keys=keys)
-    layer = access.AccessMiddleware(None, settings, access.Origins(settings), lambda error: None)
+    layer = access.AccessMiddleware(None, settings, access.Origins(settings), lambda error: None, ())
     monkeypatch.setattr(access.hmac, "compare_digest", compare)
     header = f"Bearer {given}".encode()
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", header)], "client": ("127.0.0.1", 1)}
@@ -260,8 +268,10 @@ def test_refusals_of_every_layer_are_counted():
                                   "/api/v0/models", "/props", "/api/scheduler"])  # fmt: skip
 def test_head_answers_as_get_without_the_body(served, path):
     whole, head = (CLIENT.request(method, served.url + path) for method in ("GET", "HEAD"))
-    assert head.status_code == whole.status_code == 200 and head.content == b""
-    assert head.headers["content-type"] == whole.headers["content-type"] and "content-length" in head.headers
+    assert head.status_code == whole.status_code == 200
+    assert head.content == b""
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert "content-length" in head.headers
     assert CLIENT.head(served.url + CHAT).status_code == 405
 
 
@@ -275,12 +285,11 @@ def test_more_connections_than_allowed_are_503():
             until(lambda: len(held) == 4)
             refused = CLIENT.get(served.url + "/v1/models")
             error = refused.json()["error"]
-            assert (
-                refused.status_code == 503
-                and error["code"] == "too_many_connections"
-                and refused.headers["retry-after"]
-            )
-            assert "--max-connections" in error["message"] and "\n" not in error["message"]
+            assert refused.status_code == 503
+            assert error["code"] == "too_many_connections"
+            assert refused.headers["retry-after"]
+            assert "--max-connections" in error["message"]
+            assert "\n" not in error["message"]
         until(lambda: not held)
         assert CLIENT.get(served.url + "/v1/models").status_code == 200
         assert rejected(served, "too_many_connections") == {"--max-connections": 1}

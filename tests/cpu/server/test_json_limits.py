@@ -41,8 +41,10 @@ def test_a_body_that_takes_seconds_is_refused_before_it_is_parsed(monkeypatch, b
     monkeypatch.setattr(endpoint, "from_json", lambda *_, **__: pytest.fail("it is parsed"))
     with pytest.raises(ApiError) as refused:
         endpoint.parsed(CompletionRequest, body)
-    assert refused.value.status == 400 and refused.value.code == "body_too_complex"
-    assert words in refused.value.message and "\n" not in refused.value.message
+    assert refused.value.status == 400
+    assert refused.value.code == "body_too_complex"
+    assert words in refused.value.message
+    assert "\n" not in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,8 @@ def test_a_text_of_the_largest_size_passes(text, shift):
     """Whatever it holds; shifts move its escapes over the edges of the slices."""
     body = filled(text, b'{"prompt":"' + b"b" * shift, b'"}')
     found = endpoint.parsed(CompletionRequest, body)
-    assert found.prompt == json.loads(body)["prompt"] and len(body) > MAX_BODY - 100
+    assert found.prompt == json.loads(body)["prompt"]
+    assert len(body) > MAX_BODY - 100
 
 
 def test_bodies_at_the_limits_pass():

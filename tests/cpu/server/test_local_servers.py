@@ -39,17 +39,21 @@ def streamed(served, path, **body):
 def test_lm_studios_list_says_type_state_and_length(served):
     (listed,) = httpx.get(served.url + "/api/v0/models", timeout=60).json()["data"]
     assert listed == httpx.get(served.url + "/api/v0/models/demo", timeout=60).json()
-    assert listed["type"] == "llm" and listed["state"] == "loaded" and listed["capabilities"] == []
+    assert listed["type"] == "llm"
+    assert listed["state"] == "loaded"
+    assert listed["capabilities"] == []
     assert listed["max_context_length"] == listed["loaded_context_length"] == served.pipeline().config.max_seq_len
     assert (listed["arch"], listed["quantization"]) == ("openvino", "I8")
     error = httpx.get(served.url + "/api/v0/models/nobody", timeout=60)
-    assert error.status_code == 404 and error.json()["error"]["code"] == "model_not_found"
+    assert error.status_code == 404
+    assert error.json()["error"]["code"] == "model_not_found"
 
 
 def test_a_model_is_described_before_it_is_loaded():
     with serving(is_lazy=True) as served:
         (listed,) = httpx.get(served.url + "/api/v0/models", timeout=60).json()["data"]
-        assert listed["state"] == "not-loaded" and listed["max_context_length"] == 1152
+        assert listed["state"] == "not-loaded"
+        assert listed["max_context_length"] == 1152
         assert httpx.get(served.url + "/props", timeout=60).json()["is_sleeping"] is True
         assert httpx.get(served.url + "/api/ps", timeout=60).json() == {"models": []}
         assert served.pipeline() is None
@@ -60,7 +64,8 @@ def test_props_are_those_of_the_model_without_its_path(served):
     assert found["default_generation_settings"]["n_ctx"] == served.pipeline().config.max_seq_len
     assert found["default_generation_settings"]["params"]["temperature"] == 0
     assert found["default_generation_settings"]["params"]["top_k"] < 2**31
-    assert found["total_slots"] == 16 and "<|assistant|>" in found["chat_template"]
+    assert found["total_slots"] == 16
+    assert "<|assistant|>" in found["chat_template"]
     assert (found["bos_token"], found["eos_token"]) == ("<s>", "</s>")
     assert str(demo_model_path()) not in json.dumps(found)
 
@@ -78,9 +83,11 @@ def test_timings_are_in_the_last_chunk_and_in_whole_answers(served, path):
     assert timings["predicted_per_second"] == pytest.approx(11e3 / timings["predicted_ms"])
     assert all(value > 0 for value in timings.values())
     *others, last = streamed(served, path, **body)
-    assert last["timings"]["predicted_n"] == 12 and not any("timings" in chunk for chunk in others)
+    assert last["timings"]["predicted_n"] == 12
+    assert not any("timings" in chunk for chunk in others)
     *others, last = streamed(served, path, **body, stream_options={"include_usage": True})
-    assert last["timings"]["predicted_n"] == 12 and not any("timings" in chunk for chunk in others)
+    assert last["timings"]["predicted_n"] == 12
+    assert not any("timings" in chunk for chunk in others)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -106,9 +106,11 @@ console.log(JSON.stringify({ whole: whole.choices[0].message.content, streamed, 
 def test_openais_client_chats_streams_and_embeds(run, served, answer):
     found = run("openai", served.url, OPENAI)
     assert found["whole"] == found["streamed"] == found["response"] == found["text"] == answer
-    assert found["usage"]["completion_tokens"] > 10 and found["cached"] > 8
+    assert found["usage"]["completion_tokens"] > 10
+    assert found["cached"] > 8
     assert (found["events"][0], found["events"][-1]) == ("response.created", "response.completed")
-    assert found["models"] == ["demo", "tiny"] and found["width"] > 4
+    assert found["models"] == ["demo", "tiny"]
+    assert found["width"] > 4
     assert found["error"] == {"status": 404, "code": "model_not_found"}
 
 
@@ -152,9 +154,12 @@ console.log(JSON.stringify({ whole: whole.message.content, streamed, reason: las
 def test_ollamas_client_chats_streams_and_embeds(run, served, answer):
     found = run("ollama", served.url, OLLAMA)
     assert found["whole"] == found["streamed"] == found["generated"] == answer
-    assert found["reason"] == "stop" and found["width"] > 4
-    assert found["models"] == ["demo:latest", "tiny:latest"] and "demo:latest" in found["running"]
-    assert found["capabilities"] == ["completion"] and "not supported" in found["error"]
+    assert found["reason"] == "stop"
+    assert found["width"] > 4
+    assert found["models"] == ["demo:latest", "tiny:latest"]
+    assert "demo:latest" in found["running"]
+    assert found["capabilities"] == ["completion"]
+    assert "not supported" in found["error"]
 
 
 TOOLS = """
@@ -169,4 +174,5 @@ console.log(JSON.stringify(found.message.tool_calls[0].function));
 
 def test_ollamas_client_calls_functions(run, echo):
     found = run("ollama", echo.url, TOOLS.replace("MESSAGES", json.dumps(asking(CALL))))
-    assert found["name"] == "weather" and found["arguments"] == {"city": "Rome", "days": 2}
+    assert found["name"] == "weather"
+    assert found["arguments"] == {"city": "Rome", "days": 2}

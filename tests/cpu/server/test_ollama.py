@@ -56,10 +56,12 @@ def test_a_chat_streams_by_default_and_ends_with_a_reason_and_durations(post, an
     found = lines_of(post("chat", messages=MESSAGES, options={"num_predict": 40}))
     *pieces, last = found
     assert "".join(piece["message"]["content"] for piece in pieces) == answer.texts[0]
-    assert len(pieces) > 5 and {piece["done"] for piece in pieces} == {False}
+    assert len(pieces) > 5
+    assert {piece["done"] for piece in pieces} == {False}
     assert {piece["message"]["role"] for piece in found} == {"assistant"}
     assert {piece["model"] for piece in found} == {"demo"}
-    assert last["done"] is True and last["done_reason"] == str(answer.finish_reasons[0].value)
+    assert last["done"] is True
+    assert last["done_reason"] == str(answer.finish_reasons[0].value)
     assert last["message"]["content"] == ""
     assert last["eval_count"] == len(answer.tokens[0])
     assert last["prompt_eval_count"] == answer.perf_metrics.get_num_input_tokens()
@@ -70,7 +72,8 @@ def test_a_chat_streams_by_default_and_ends_with_a_reason_and_durations(post, an
 def test_a_chat_as_one_object_is_the_same(post, answer):
     found = post("chat", messages=MESSAGES, stream=False, options={"num_predict": 40}).json()
     assert found["message"] == {"role": "assistant", "content": answer.texts[0]}
-    assert found["done"] is True and found["eval_count"] == len(answer.tokens[0])
+    assert found["done"] is True
+    assert found["eval_count"] == len(answer.tokens[0])
 
 
 def test_generate_uses_the_template_unless_it_is_raw(served, post, answer):
@@ -87,9 +90,11 @@ def test_generate_uses_the_template_unless_it_is_raw(served, post, answer):
 def test_options_reach_the_engine(post, answer):
     stop = answer.texts[0][12:18]
     found = post("generate", prompt=QUESTION, stream=False, options={"stop": [stop]}).json()
-    assert found["response"] == answer.texts[0][: answer.texts[0].index(stop)] and found["done_reason"] == "stop"
+    assert found["response"] == answer.texts[0][: answer.texts[0].index(stop)]
+    assert found["done_reason"] == "stop"
     short = post("generate", prompt=QUESTION, stream=False, options={"num_predict": 3}).json()
-    assert short["eval_count"] == 3 and short["done_reason"] == "length"
+    assert short["eval_count"] == 3
+    assert short["done_reason"] == "length"
 
     def drawn(seed):
         options = {"seed": seed, "temperature": 1.5, "top_k": 50, "top_p": 0.99, "min_p": 0.0, "num_predict": 24}
@@ -131,16 +136,20 @@ def test_log_probabilities_are_those_of_the_tokens(post):
 def test_a_prompt_that_is_too_long_is_shortened_unless_truncate_is_false(post):
     text = "Tell me about the fox and the NPU. " * 400
     found = post("generate", prompt=text, stream=False, options={"num_predict": 4})
-    assert found.status_code == 200 and found.json()["eval_count"] == 4
+    assert found.status_code == 200
+    assert found.json()["eval_count"] == 4
     refused = post("generate", prompt=text, truncate=False)
-    assert refused.status_code == 400 and "maximum context length" in refused.json()["error"]
+    assert refused.status_code == 400
+    assert "maximum context length" in refused.json()["error"]
 
 
 def test_models_are_listed_with_a_tag_and_known_with_and_without_it(served, post):
     (listed,) = httpx.get(served.url + "/api/tags", timeout=60).json()["models"]
     assert listed["name"] == listed["model"] == "demo:latest"
-    assert listed["size"] > 1 << 20 and len(listed["digest"]) == 64
-    assert listed["details"]["family"] == "openvino" and listed["details"]["parameter_size"].endswith("M")
+    assert listed["size"] > 1 << 20
+    assert len(listed["digest"]) == 64
+    assert listed["details"]["family"] == "openvino"
+    assert listed["details"]["parameter_size"].endswith("M")
     for name in ("demo", "demo:latest"):
         shown = httpx.post(served.url + "/api/show", json={"model": name}, timeout=60).json()
         assert shown["model_info"]["openvino.context_length"] == served.pipeline().config.max_seq_len
@@ -155,7 +164,8 @@ def test_keep_alive_says_when_a_model_is_unloaded(served, post):
         models = httpx.get(served.url + "/api/ps", timeout=60).json()["models"]
         return models[0]["expires_at"] if models else None
 
-    assert post("generate").json()["done_reason"] == "load" and expiry().startswith("2318")
+    assert post("generate").json()["done_reason"] == "load"
+    assert expiry().startswith("2318")
     post("generate", keep_alive="5m")
     assert expiry() < "2318"
     post("chat", messages=MESSAGES, stream=False, keep_alive=-1, options={"num_predict": 2})
@@ -214,19 +224,24 @@ def test_spans_of_time_are_gos(text, seconds):
 )
 def test_errors_are_one_line_in_ollamas_form(post, path, body, status, words):
     found = post(path, **body)
-    assert found.status_code == status and list(found.json()) == ["error"]
-    assert words in found.json()["error"] and "\n" not in found.json()["error"]
+    assert found.status_code == status
+    assert list(found.json()) == ["error"]
+    assert words in found.json()["error"]
+    assert "\n" not in found.json()["error"]
 
 
 def test_other_layers_answer_in_ollamas_form_too():
     with serving(api_keys=("secret",), is_lazy=True) as served:
         found = httpx.get(served.url + "/api/tags", timeout=60)
-        assert found.status_code == 401 and isinstance(found.json()["error"], str)
+        assert found.status_code == 401
+        assert isinstance(found.json()["error"], str)
         headers = {"Authorization": "Bearer secret"}
         found = httpx.delete(served.url + "/api/delete", headers=headers, timeout=60)
-        assert found.status_code == 400 and "not supported" in found.json()["error"]
+        assert found.status_code == 400
+        assert "not supported" in found.json()["error"]
         found = httpx.get(served.url + "/api/chat", headers=headers, timeout=60)
-        assert found.status_code == 405 and isinstance(found.json()["error"], str)
+        assert found.status_code == 405
+        assert isinstance(found.json()["error"], str)
         found = httpx.get(served.url + "/v1/nothing", headers=headers, timeout=60)
         assert found.json()["error"]["code"] == "not_found"
 
@@ -248,7 +263,8 @@ def test_an_answer_without_a_limit_is_bounded(served):
         assert options_of(asked_of(body, 100))["max_new_tokens"] == 1000
     body = OllamaGenerateRequest(model="demo", shift=False, options={"num_predict": -2})
     found = options_of(asked_of(body, 100))
-    assert found["max_new_tokens"] == UNLIMITED and "overflow" not in found
+    assert found["max_new_tokens"] == UNLIMITED
+    assert "overflow" not in found
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +290,8 @@ def test_calls_are_objects_with_objects_as_arguments(echo):
     found = echo(messages=messages, stream=False, tools=[WEATHER]).json()
     functions = [call["function"] for call in found["message"]["tool_calls"]]
     assert [function["arguments"] for function in functions] == [{"city": city, "days": 2} for city in ("Rome", "Oslo")]
-    assert [function["index"] for function in functions] == [0, 1] and found["done_reason"] == "stop"
+    assert [function["index"] for function in functions] == [0, 1]
+    assert found["done_reason"] == "stop"
     pieces = lines_of(echo(messages=messages, tools=[WEATHER]))
     streamed = [call["function"] for piece in pieces for call in piece["message"].get("tool_calls", [])]
     assert streamed == functions
@@ -291,7 +308,8 @@ def test_calls_are_objects_with_objects_as_arguments(echo):
 def test_arguments_that_json_cannot_repeat_are_text(echo, arguments):
     messages = asking(f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
     found = echo(messages=messages, stream=False, tools=[WEATHER])
-    assert found.status_code == 200 and echo(messages=messages, tools=[WEATHER]).status_code == 200
+    assert found.status_code == 200
+    assert echo(messages=messages, tools=[WEATHER]).status_code == 200
     message = found.json()["message"]
     told = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
     if "Rome" in arguments:
@@ -309,7 +327,8 @@ def test_texts_are_embedded_as_by_the_pipeline(tmp_path):
 
         found = embed(input=TEXTS).json()
         np.testing.assert_allclose(found["embeddings"], expected, rtol=1e-5, atol=1e-6)
-        assert found["prompt_eval_count"] > len(TEXTS) and found["total_duration"] > 0
+        assert found["prompt_eval_count"] > len(TEXTS)
+        assert found["total_duration"] > 0
         assert embed(input=TEXTS[0]).json()["embeddings"] == found["embeddings"][:1]
         np.testing.assert_allclose(embed("embeddings", prompt=TEXTS[0]).json()["embedding"], expected[0], atol=1e-6)
         assert embed(input=[]).json()["embeddings"] == []
@@ -317,7 +336,8 @@ def test_texts_are_embedded_as_by_the_pipeline(tmp_path):
         long = "many words " * 2000
         assert embed(input=long).status_code == 200
         refused = embed(input=long, truncate=False)
-        assert refused.status_code == 400 and "context length" in refused.json()["error"]
+        assert refused.status_code == 400
+        assert "context length" in refused.json()["error"]
         (listed,) = httpx.get(served.url + "/api/ps", timeout=60).json()["models"]
         assert listed["context_length"] == served.pipeline("tiny").max_length
         shown = httpx.post(served.url + "/api/show", json={"model": "tiny"}, timeout=60).json()

@@ -108,7 +108,8 @@ def test_a_prompt_is_echoed(client):
     stream = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, echo=True, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == found
     alone = client.completions.create(model="demo", prompt=PROMPT, max_tokens=0, echo=True).choices[0]
-    assert alone.text + plain == found and alone.finish_reason == "length"
+    assert alone.text + plain == found
+    assert alone.finish_reason == "length"
 
 
 def test_logprobs_of_completions(client):
@@ -155,7 +156,8 @@ def test_queries_go_before_documents(served, monkeypatch):
 def test_embeddings_are_cut(served, client):
     found = client.embeddings.create(model="tiny", input="What is an NPU?", dimensions=8, encoding_format="float")
     direct = served.pipeline("tiny").encode(["What is an NPU?"], dimensions=8)
-    assert np.allclose(found.data[0].embedding, direct[0], atol=1e-5) and len(found.data[0].embedding) == 8
+    assert np.allclose(found.data[0].embedding, direct[0], atol=1e-5)
+    assert len(found.data[0].embedding) == 8
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         client.embeddings.create(model="tiny", input="a", dimensions=100_000)
     with pytest.raises(openai.BadRequestError, match="token ids"):

@@ -52,7 +52,8 @@ def test_an_answer_streams_and_tells_its_figures(tab, model):
     tab.ask("count 60", is_complete=False)
     tab.wait_for_text("n1 ")
     early = tab.text()
-    assert "n59" not in early and tab.stop.is_visible()
+    assert "n59" not in early
+    assert tab.stop.is_visible()
     tab.wait_for_text("n59")
     tab.rest()
     assert tab.text() == " ".join(f"n{number}" for number in range(60))
@@ -61,7 +62,8 @@ def test_an_answer_streams_and_tells_its_figures(tab, model):
     assert "Answer: n0 n1" in tab.page.locator("#announcer").inner_text()
     tab.ask("again")
     assert tab.text() == "You said again."
-    assert "[user]count 60" in model.prompts[-1] and "[assistant]n0 n1" in model.prompts[-1]
+    assert "[user]count 60" in model.prompts[-1]
+    assert "[assistant]n0 n1" in model.prompts[-1]
     cached = tab.page.locator(".stats").last.inner_text().split(" of ")[0].rsplit(" ", 1)[-1].split("\n")[-1]
     assert int(cached) > 50
 
@@ -73,7 +75,8 @@ def test_stop_keeps_what_has_come_and_frees_the_engine(tab, model, served):
         tab.wait_for_text("n3 ")
         press()
         tab.rest()
-        assert "n3" in tab.text() and "n899" not in tab.text()
+        assert "n3" in tab.text()
+        assert "n899" not in tab.text()
         assert "stopped" in tab.page.locator(".stats").last.inner_text()
         served.wait_until_idle()
 
@@ -85,18 +88,22 @@ def test_a_message_is_edited_and_an_answer_is_given_again(tab, model):
     field = tab.page.get_by_label("Edited message")
     assert field.input_value() == "one"
     field.press("Escape")
-    assert field.count() == 0 and tab.answers.count() == 2
+    assert field.count() == 0
+    assert tab.answers.count() == 2
     tab.page.get_by_role("button", name="Edit message").first.click()
     field.fill("three")
     tab.page.get_by_role("button", name="Send again").click()
     tab.wait_for_text("You said three.")
     tab.rest()
-    assert tab.answers.count() == 1 and "one" not in model.prompts[-1]
+    assert tab.answers.count() == 1
+    assert "one" not in model.prompts[-1]
     count = len(model.prompts)
     tab.page.get_by_role("button", name="Answer again").click()
     tab.page.wait_for_timeout(100)
     tab.rest()
-    assert len(model.prompts) == count + 1 and tab.text() == "You said three." and tab.answers.count() == 1
+    assert len(model.prompts) == count + 1
+    assert tab.text() == "You said three."
+    assert tab.answers.count() == 1
 
 
 def test_two_conversations_stream_at_once_and_survive_a_reload(tab, model, served):
@@ -104,11 +111,13 @@ def test_two_conversations_stream_at_once_and_survive_a_reload(tab, model, serve
     tab.ask("count 150", is_complete=False)
     tab.wait_for_text("n2 ")
     tab.page.get_by_role("button", name="New conversation").click()
-    assert tab.answers.count() == 0 and tab.send.is_visible()
+    assert tab.answers.count() == 0
+    assert tab.send.is_visible()
     tab.ask("count 151", is_complete=False)
     tab.wait_for_text("n2 ")
     names = tab.page.locator(".conversation")
-    assert names.count() == 2 and tab.page.locator(".mark.is-running").count() == 2
+    assert names.count() == 2
+    assert tab.page.locator(".mark.is-running").count() == 2
     assert served.state.hub.models["demo"].admission.num_running == 2
     names.filter(has_text="count 150").click()
     tab.wait_for_text("n10 ")
@@ -162,7 +171,8 @@ def test_leaving_the_page_stops_its_answer_and_keeps_what_had_come(tab, model, s
     tab.page.reload()
     served.wait_until_idle()
     tab.wait_for_text("n3 ")
-    assert "stopped" in tab.page.locator(".stats").inner_text() and tab.send.is_visible()
+    assert "stopped" in tab.page.locator(".stats").inner_text()
+    assert tab.send.is_visible()
 
 
 def test_an_error_is_one_line_with_a_retry(tab, model):
@@ -173,13 +183,15 @@ def test_an_error_is_one_line_with_a_retry(tab, model):
     try:
         tab.ask("hello")
         error = tab.page.locator(".message .error")
-        assert "unexpected RuntimeError" in error.inner_text() and "secret" not in error.inner_text()
+        assert "unexpected RuntimeError" in error.inner_text()
+        assert "secret" not in error.inner_text()
     finally:
         model.answer = good
     error.get_by_role("button", name="Retry").click()
     tab.wait_for_text("You said hello.")
     tab.rest()
-    assert tab.page.locator(".message .error:visible").count() == 0 and tab.answers.count() == 1
+    assert tab.page.locator(".message .error:visible").count() == 0
+    assert tab.answers.count() == 1
 
 
 def test_settings_reach_the_model_and_stay(tab, model):
@@ -194,7 +206,9 @@ def test_settings_reach_the_model_and_stay(tab, model):
     tab.page.get_by_label("Longest answer").fill("3")
     tab.page.get_by_role("button", name="Save").click()
     tab.ask("hello")
-    assert sent[-1]["temperature"] == 0 and sent[-1]["max_tokens"] == 3 and "top_p" not in sent[-1]
+    assert sent[-1]["temperature"] == 0
+    assert sent[-1]["max_tokens"] == 3
+    assert "top_p" not in sent[-1]
     assert "[system]Be brief.[user]hello[assistant]" in model.prompts[-1]
     assert "length limit" in tab.page.locator(".stats").inner_text()
     tab.page.reload()
@@ -326,7 +340,9 @@ def test_the_number_and_size_of_conversations_is_bounded(tab):
     tab.page.get_by_role("button", name="New conversation").click()
     tab.ask("hello")
     kept = tab.page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('staticllm.conversation.x'))")
-    assert len(kept) == 59 and "staticllm.conversation.x0" not in kept and "staticllm.conversation.x74" in kept
+    assert len(kept) == 59
+    assert "staticllm.conversation.x0" not in kept
+    assert "staticllm.conversation.x74" in kept
     assert tab.text() == "You said hello."
     tab.page.evaluate(
         """async () => { const { Conversations } = await import("/page/conversations.js");
@@ -334,6 +350,5 @@ def test_the_number_and_size_of_conversations_is_bounded(tab):
         all.save({ id: "huge", updated: 1, messages: [{ id: "m", role: "user", content: "y".repeat(4100000) }] }); }"""
     )
     left = tab.page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('staticllm.conversation.'))")
-    assert len(left) >= 59 and "staticllm.conversation.huge" not in left, (
-        "one that cannot be kept takes no place of others"
-    )
+    assert len(left) >= 59, "one that cannot be kept takes no place of others"
+    assert "staticllm.conversation.huge" not in left, "one that cannot be kept takes no place of others"

@@ -118,7 +118,8 @@ def test_hostile_answers_stay_text(tab):
         "https://example.org/a?b=c", "https://evil.invalid/pixel.png", "https://example.org/auto",
     ]  # fmt: skip
     assert all("noopener" in link.get_attribute("rel") for link in shown.locator("a").all())
-    assert "<script>window.hacked = 1</script>" in tab.text() and 'onerror="window.hacked = 1"' in tab.text()
+    assert "<script>window.hacked = 1</script>" in tab.text()
+    assert 'onerror="window.hacked = 1"' in tab.text()
     assert shown.locator("td code").inner_text() == "</td><script>window.hacked=1</script>"
     assert shown.locator("td strong").inner_text() == "bold"
     assert not [url for url in requests if "evil" in url]
@@ -139,9 +140,12 @@ def test_markdown_and_reasoning_are_shown(tab):
     tab.ask("lively")
     shown = tab.page.locator(".markdown").last
     assert shown.locator("h2").inner_text() == "Title"
-    assert shown.locator("strong").inner_text() == "bold" and shown.locator("em").inner_text() == "slanted"
-    assert shown.locator("ul > li").count() == 3 and shown.locator("ul ul > li").inner_text() == "three"
-    assert shown.locator("ol > li").count() == 2 and shown.locator("blockquote").inner_text() == "said"
+    assert shown.locator("strong").inner_text() == "bold"
+    assert shown.locator("em").inner_text() == "slanted"
+    assert shown.locator("ul > li").count() == 3
+    assert shown.locator("ul ul > li").inner_text() == "three"
+    assert shown.locator("ol > li").count() == 2
+    assert shown.locator("blockquote").inner_text() == "said"
     tab.ask("think")
     assert tab.text() == "then that"
     reasoning = tab.page.locator("details.reasoning").last

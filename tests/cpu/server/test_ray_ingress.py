@@ -45,11 +45,15 @@ def request(path, body=b"{}"):
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_every_form_of_a_path_finds_its_replicas(ingress, prefix, slash):
     relay = ingress._relay(request(f"{prefix}/embeddings{slash}"), b'{"input": "a"}')
-    assert relay._handle.name == "encoder" and relay._request.model == "tiny"
+    assert relay._handle.name == "encoder"
+    assert relay._request.model == "tiny"
     relay = ingress._relay(request(f"{prefix}/rerank{slash}"), b'{"query": "a"}')
-    assert relay._handle.name == "encoder" and relay._request.model == "order"
+    assert relay._handle.name == "encoder"
+    assert relay._request.model == "order"
     relay = ingress._relay(request(f"{prefix}/chat/completions{slash}"), b'{"stream": true, "messages": []}')
-    assert relay._handle.name == "chat" and relay._replay is not None and b'"seed":' in relay._request.body
+    assert relay._handle.name == "chat"
+    assert relay._replay is not None
+    assert b'"seed":' in relay._request.body
 
 
 def test_a_body_is_read_off_the_event_loop(ingress, monkeypatch):
@@ -63,7 +67,8 @@ def test_a_body_is_read_off_the_event_loop(ingress, monkeypatch):
 
     monkeypatch.setattr(ingress, "_relay", relay)
     assert asyncio.run(ingress(request("/v1/chat/completions"))).status_code == 400
-    assert threads and threads[0] != threading.get_ident()
+    assert threads
+    assert threads[0] != threading.get_ident()
 
 
 def test_a_wide_body_is_refused_before_it_is_parsed(ingress, monkeypatch):

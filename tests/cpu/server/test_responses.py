@@ -49,13 +49,16 @@ def answer(served):
 
 def test_an_answer_is_that_of_the_pipeline(client, answer):
     found = client.responses.create(model="demo", input=QUESTION, max_output_tokens=60)
-    assert found.output_text == answer.texts[0] and found.status == "completed"
-    assert found.output[0].role == "assistant" and found.object == "response"
+    assert found.output_text == answer.texts[0]
+    assert found.status == "completed"
+    assert found.output[0].role == "assistant"
+    assert found.object == "response"
     assert found.usage.output_tokens == len(answer.tokens[0])
     assert found.usage.input_tokens == answer.perf_metrics.get_num_input_tokens()
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
     cut = client.responses.create(model="demo", input=QUESTION, max_output_tokens=3)
-    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details.reason == "max_output_tokens"
 
 
 def test_a_stream_has_the_events_that_the_client_accumulates(client, answer):
@@ -66,7 +69,8 @@ def test_a_stream_has_the_events_that_the_client_accumulates(client, answer):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == answer.texts[0] and len(deltas) > 5
+    assert "".join(deltas) == answer.texts[0]
+    assert len(deltas) > 5
     assert kinds[:4] == [
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"
     ]  # fmt: skip
@@ -130,13 +134,17 @@ def test_input_items_are_listed_in_pages(served, client):
     def texts(**query):
         return [item.content for item in client.responses.input_items.list(made.id, **query)]
 
-    assert texts() == ["c", "b", "a"] and texts(order="asc") == ["a", "b", "c"]
+    assert texts() == ["c", "b", "a"]
+    assert texts(order="asc") == ["a", "b", "c"]
     first = client.responses.input_items.list(made.id, limit=2)
-    assert [item.content for item in first.data] == ["c", "b"] and first.has_more
-    assert texts(after=first.last_id) == ["a"] and texts(limit=1) == ["c", "b", "a"], "the client reads on"
+    assert [item.content for item in first.data] == ["c", "b"]
+    assert first.has_more
+    assert texts(after=first.last_id) == ["a"], "the client reads on"
+    assert texts(limit=1) == ["c", "b", "a"], "the client reads on"
     for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
         found = httpx.get(f"{served.url}/v1/responses/{made.id}/input_items?{query}", timeout=60)
-        assert found.status_code == 400 and found.json()["error"]["param"] == query.partition("=")[0]
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == query.partition("=")[0]
 
 
 def test_a_schema_is_kept(client):
@@ -155,7 +163,8 @@ def test_the_async_client_reads_streams(served, answer):
             return [event async for event in stream]
 
     events = asyncio.run(read())
-    assert events[-1].type == "response.completed" and events[-1].response.output_text == answer.texts[0]
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == answer.texts[0]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +177,8 @@ def test_calls_and_their_results_are_items(echo):
     text = CALL + "\n" + CALL.replace("Rome", "Oslo")
     found = echo.responses.create(model="demo", input=asking(text), tools=[TOOL])
     calls = [item for item in found.output if item.type == "function_call"]
-    assert [json.loads(call.arguments)["city"] for call in calls] == ["Rome", "Oslo"] and len(found.output) == 2
+    assert [json.loads(call.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
+    assert len(found.output) == 2
     with echo.responses.stream(model="demo", input=asking(text), tools=[TOOL]) as stream:
         events = list(stream)
     streamed = [event.item for event in events if event.type == "response.output_item.done"]
@@ -194,7 +204,8 @@ def test_reasoning_is_an_item_of_its_own(echo):
     asked = asking("<think>first this</think>\n\nthen that")
     found = echo.responses.create(model="demo", input=asked, reasoning={"effort": "high"})
     reasoning, message = found.output
-    assert reasoning.type == "reasoning" and reasoning.content[0].text.strip() == "first this"
+    assert reasoning.type == "reasoning"
+    assert reasoning.content[0].text.strip() == "first this"
     assert message.content[0].text.strip() == "then that"
     assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
     with echo.responses.stream(model="demo", input=asked) as stream:
@@ -208,7 +219,8 @@ def test_reasoning_is_an_item_of_its_own(echo):
 def test_an_answer_of_white_space_is_streamed_as_it_is(echo):
     asked = {"model": "demo", "input": "Q ANSWER:\r\nb", "max_output_tokens": 2}
     whole = echo.responses.create(**asked).output_text
-    assert whole and not whole.strip()
+    assert whole
+    assert not whole.strip()
     with echo.responses.stream(**asked) as stream:
         events = list(stream)
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole
@@ -219,7 +231,8 @@ def test_a_broken_call_is_text_in_the_answer(echo):
     asked = asking('<tool_call>{"name": "weather", oh no</tool_call> sorry')
     with echo.responses.stream(model="demo", input=asked, tools=[TOOL]) as stream:
         final = stream.get_final_response()
-    assert "sorry" in final.output_text and [item.type for item in final.output] == ["message"]
+    assert "sorry" in final.output_text
+    assert [item.type for item in final.output] == ["message"]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +254,8 @@ def test_a_broken_call_is_text_in_the_answer(echo):
 )
 def test_what_is_not_there_is_refused_by_its_name(served, body, param):
     found = httpx.post(served.url + "/v1/responses", json={"model": "demo", **body}, timeout=60)
-    assert found.status_code == 400 and found.json()["error"]["param"] == param
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == param
 
 
 def test_an_empty_input_is_not_called_missing(served):
@@ -305,7 +319,8 @@ def test_numbers_that_json_cannot_repeat_are_refused(served, value):
         found = httpx.post(
             served.url + "/v1/responses", content=body, headers={"content-type": "application/json"}, timeout=60
         )
-        assert found.status_code == 400 and "not finite" in found.json()["error"]["message"]
+        assert found.status_code == 400
+        assert "not finite" in found.json()["error"]["message"]
 
 
 def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_truncated(served):
@@ -313,7 +328,8 @@ def test_a_prompt_that_is_too_long_is_an_error_unless_it_may_be_truncated(served
     found = httpx.post(served.url + "/v1/responses", json=body, timeout=60)
     assert found.json()["error"]["code"] == "context_length_exceeded"
     found = httpx.post(served.url + "/v1/responses", json={**body, "truncation": "auto"}, timeout=60)
-    assert found.status_code == 200 and found.json()["usage"]["output_tokens"] == 4
+    assert found.status_code == 200
+    assert found.json()["usage"]["output_tokens"] == 4
 
 
 def test_one_client_cannot_continue_the_conversation_of_another():
@@ -333,7 +349,8 @@ def test_the_store_counts_everything_that_it_keeps():
     store = ResponseStore(max_bytes=1000)
     for name in "abcde":
         store.put(StoredResponse({"id": name}, (), ({"id": "rs", "encrypted_content": "x" * 300},), "me"))
-    assert len(store) == 2 and store.find("e", "me") is not None
+    assert len(store) == 2
+    assert store.find("e", "me") is not None
 
 
 def test_the_store_takes_no_more_memory_than_it_counts():
@@ -344,7 +361,8 @@ def test_the_store_takes_no_more_memory_than_it_counts():
         for name in "abcdef":
             store.put(StoredResponse({"id": name}, (), json.loads(json.dumps(items)), "me"))
         assert tracemalloc.get_traced_memory()[0] < 2 << 20
-        assert len(store) == 3 and store.find("f", "me").items == items
+        assert len(store) == 3
+        assert store.find("f", "me").items == items
     finally:
         tracemalloc.stop()
 
@@ -353,7 +371,8 @@ def test_a_number_that_json_cannot_repeat_is_refused_also_where_no_answer_repeat
     item = {"type": "reasoning", "id": "rs", "summary": ["number"]}
     text = json.dumps({"model": "demo", "input": [item, {"role": "user", "content": "a"}], "max_output_tokens": 1})
     found = httpx.post(served.url + "/v1/responses", content=text.replace('"number"', "1e999"), timeout=60)
-    assert found.status_code == 400 and "not finite" in found.json()["error"]["message"]
+    assert found.status_code == 400
+    assert "not finite" in found.json()["error"]["message"]
 
 
 def test_the_store_forgets_the_oldest():
@@ -364,16 +383,21 @@ def test_the_store_forgets_the_oldest():
 
     for name in "abcd":
         put(name)
-    assert store.find("a", "me") is None and len(store) == 3
-    assert store.find("b", "me") is not None and store.find("b", "you") is None
+    assert store.find("a", "me") is None
+    assert len(store) == 3
+    assert store.find("b", "me") is not None
+    assert store.find("b", "you") is None
     put("e")
-    assert store.find("c", "me") is None and store.find("b", "me") is not None, "it was used meanwhile"
+    assert store.find("c", "me") is None, "it was used meanwhile"
+    assert store.find("b", "me") is not None, "it was used meanwhile"
     put("long", "x" * 300)
-    assert len(store) < 3 and store.find("long", "me") is not None
+    assert len(store) < 3
+    assert store.find("long", "me") is not None
     put("too long", "x" * 1000)
     assert len(store) == 0
     with pytest.raises(ApiError, match="not found"):
         store.previous("a", "me")
     put("f")
     store.remove("f", "me")
-    assert len(store) == 0 and store._num_bytes == 0
+    assert len(store) == 0
+    assert store._num_bytes == 0

@@ -36,7 +36,8 @@ def test_it_serves_until_a_signal(tmp_path, stop):
     process = start("--port", "0", "--api-key-file", str(keys), "--lazy", "--grace", "30")
     try:
         url, names = process.stdout.readline().split()
-        assert names == "demo" and url.endswith("/v1")
+        assert names == "demo"
+        assert url.endswith("/v1")
         headers = {"Authorization": "Bearer from-the-file"}
         body = {"messages": [{"role": "user", "content": "What is an NPU?"}], "stream": True}
         with httpx.stream("POST", url + "/chat/completions", json=body, headers=headers, timeout=60) as response:
@@ -93,8 +94,10 @@ def test_a_request_that_does_not_end_in_time_gets_an_error_of_the_api():
         lifecycle.is_stopping = True
         task.cancel()
         await task
-        assert [error.code for error in refused] == ["stopping"] and lifecycle.num_requests == 0
-        assert sent[0]["status"] == 503 and json.loads(sent[1]["body"])["error"]["code"] == "stopping"
+        assert [error.code for error in refused] == ["stopping"]
+        assert lifecycle.num_requests == 0
+        assert sent[0]["status"] == 503
+        assert json.loads(sent[1]["body"])["error"]["code"] == "stopping"
 
     asyncio.run(test())
 
@@ -127,15 +130,20 @@ def test_the_key_can_be_in_the_environment():
 def test_mistakes_get_one_line(arguments, words):
     process = start("--port", "0", *arguments)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and not out
-    assert err.startswith("Error: ") and words in err and err.count("\n") == 1
+    assert process.returncode == 1
+    assert not out
+    assert err.startswith("Error: ")
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_it_ends_if_its_first_model_cannot_be_loaded():
     process = start("--port", "0", "-p", "NO_SUCH=1")
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "demo" in out
-    assert err.splitlines()[-1].startswith("Error: ") and "NO_SUCH" in err.splitlines()[-1]
+    assert process.returncode == 1
+    assert "demo" in out
+    assert err.splitlines()[-1].startswith("Error: ")
+    assert "NO_SUCH" in err.splitlines()[-1]
     assert "Traceback" not in err
 
 
@@ -143,7 +151,8 @@ def test_it_ends_if_its_first_model_is_larger_than_the_limit():
     process = start("--port", "0", "--memory-limit-mb", "1")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1].startswith("Error: ") and "--memory-limit-mb" in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("Error: ")
+    assert "--memory-limit-mb" in err.splitlines()[-1]
     assert "Traceback" not in err
 
 
@@ -152,4 +161,5 @@ def test_two_models_of_one_name_are_refused(root):
 
     process = start("--port", "0", str(demo_model_path()), str(demo_model_path()))
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "two models are named 'demo_model'" in err
+    assert process.returncode == 1
+    assert "two models are named 'demo_model'" in err

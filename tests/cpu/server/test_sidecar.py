@@ -58,7 +58,9 @@ def test_the_ready_file_says_where_it_serves_and_is_gone_at_the_end(tmp_path):
         wait_for(lambda: not path.exists() or path.read_text().startswith("{"), 60)
         ready = ready_in(path, process)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert ready["pid"] == process.pid and ready["models"] == ["demo"] and len(ready["key"]) >= 32
+        assert ready["pid"] == process.pid
+        assert ready["models"] == ["demo"]
+        assert len(ready["key"]) >= 32
         assert ready["url"] == f"http://127.0.0.1:{ready['port']}/v1"
         assert httpx.get(ready["url"] + "/models", timeout=60).status_code == 401
         headers = {"Authorization": f"Bearer {ready['key']}"}
@@ -66,7 +68,8 @@ def test_the_ready_file_says_where_it_serves_and_is_gone_at_the_end(tmp_path):
         assert [model["status"] for model in models] == ["loaded"]  # it serves, instead of only listening
         process.terminate()
         out, err = process.communicate(timeout=30)
-        assert process.returncode == 0 and ready["key"] not in out + err
+        assert process.returncode == 0
+        assert ready["key"] not in out + err
     assert not path.exists()
     assert not list((tmp_path / "run" / "ports").iterdir())
     assert [each for each in tmp_path.iterdir() if each.name.startswith(".ready")] == []
@@ -79,9 +82,11 @@ def test_the_ready_descriptor_gets_one_line_and_is_closed(tmp_path):
         os.close(writer)
         with os.fdopen(reader) as pipe:
             lines = pipe.read().splitlines()  # ends, although the server goes on
-        assert len(lines) == 1 and process.poll() is None
+        assert len(lines) == 1
+        assert process.poll() is None
         ready = json.loads(lines[0])
-        assert ready["key"] is None and httpx.get(ready["url"] + "/models", timeout=60).status_code == 200
+        assert ready["key"] is None
+        assert httpx.get(ready["url"] + "/models", timeout=60).status_code == 200
 
 
 @posix
@@ -91,7 +96,9 @@ def test_an_application_that_has_ended_is_noticed_at_the_descriptor(tmp_path):
         os.close(writer)
         os.close(reader)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "cannot be written" in err.splitlines()[-1] and "Traceback" not in err
+    assert process.returncode == 1
+    assert "cannot be written" in err.splitlines()[-1]
+    assert "Traceback" not in err
 
 
 def test_it_ends_with_its_parent(tmp_path):
@@ -135,8 +142,12 @@ def test_a_second_server_at_a_port_is_told_who_has_it(tmp_path):
         for more in ([], ["--ready-file", str(path)]):
             with started(tmp_path, "--port", port, "--lazy", *more) as second:
                 out, err = second.communicate(timeout=60)
-            assert second.returncode == 3 and not out and err.count("\n") == 1
-            assert f"http://127.0.0.1:{port}" in err and f"process {first.pid}" in err and "--port" in err
+            assert second.returncode == 3
+            assert not out
+            assert err.count("\n") == 1
+            assert f"http://127.0.0.1:{port}" in err
+            assert f"process {first.pid}" in err
+            assert "--port" in err
         assert json.loads(path.read_text()) == ready  # the second one left the first one's file
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -152,7 +163,9 @@ def test_a_port_of_another_program_has_the_same_exit_code(tmp_path):
         other.listen()
         with started(tmp_path, "--port", str(other.getsockname()[1]), "--lazy") as process:
             _, err = process.communicate(timeout=60)
-    assert process.returncode == 3 and "another process has the port" in err and err.count("\n") == 1
+    assert process.returncode == 3
+    assert "another process has the port" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -169,4 +182,6 @@ def test_a_port_of_another_program_has_the_same_exit_code(tmp_path):
 def test_mistakes_get_one_line(tmp_path, arguments, code, words):
     with started(tmp_path, "--port", "0", "--lazy", *arguments) as process:
         _, err = process.communicate(timeout=60)
-    assert process.returncode == code and words in err.splitlines()[-1] and "Traceback" not in err
+    assert process.returncode == code
+    assert words in err.splitlines()[-1]
+    assert "Traceback" not in err

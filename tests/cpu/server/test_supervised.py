@@ -60,7 +60,8 @@ def text_of(response):
 
 def events_of(response):
     lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
-    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
@@ -89,15 +90,18 @@ def test_a_killed_worker_ends_its_answers_with_an_error_and_the_next_is_served(r
                 first.kill()
                 *_, error, done = [line for line in lines if line and not line.startswith(":")]
             waiter.join()
-        assert done == "data: [DONE]" and json.loads(error[6:])["error"]["code"] == "process_lost"
-        assert whole[0].status_code == 503 and whole[0].headers["Retry-After"] == "1"
+        assert done == "data: [DONE]"
+        assert json.loads(error[6:])["error"]["code"] == "process_lost"
+        assert whole[0].status_code == 503
+        assert whole[0].headers["Retry-After"] == "1"
         assert whole[0].json()["error"]["code"] == "process_lost"
         assert text_of(ask(served.url)) == expected
         second = worker_of(served)
         assert second.pid != first.pid
         wait_for(lambda: served.state.lifecycle.num_requests == 0)
         assert served.state.hub.models["demo"].admission.num_running == 0
-    assert not second.is_running() and list(run_folder.iterdir()) == []
+    assert not second.is_running()
+    assert list(run_folder.iterdir()) == []
 
 
 def test_a_worker_is_started_again_before_anybody_asks(run_folder):
@@ -122,7 +126,8 @@ def test_a_worker_that_is_killed_while_it_loads_for_the_first_time_does_not_end_
 
     monkeypatch.setattr(WorkerHome, "start", start_and_kill_the_first)
     with supervised() as served:
-        assert text_of(ask(served.url)) and worker_of(served).pid not in killed
+        assert text_of(ask(served.url))
+        assert worker_of(served).pid not in killed
     assert "was not loaded" not in caplog.text, "that would have ended the server"
 
 
@@ -133,7 +138,8 @@ def test_metrics_and_the_feed_work_while_a_worker_is_lost(run_folder):
         wait_for(lambda: served.state.hub.models["demo"].is_lost)
         assert "staticllm_waiting_requests" in httpx.get(served.url + "/metrics", timeout=60).text
         feed = httpx.get(served.url + "/api/scheduler", timeout=60).json()
-        assert feed["totals"] is None and feed["models"][0]["status"] == "unloaded"
+        assert feed["totals"] is None
+        assert feed["models"][0]["status"] == "unloaded"
         assert httpx.get(served.url + "/v1/models", timeout=60).status_code == 200
         assert ask(served.url).status_code == 503
 
@@ -162,7 +168,8 @@ def test_a_blob_set_that_crashed_twice_is_not_used_again(run_folder, tmp_path, c
             wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)  # noqa: B023
             assert text_of(ask(served.url)) == expected
             assert num_crashes(folder) == number
-        assert "are in quarantine" in caplog.text and str(folder) in caplog.text
+        assert "are in quarantine" in caplog.text
+        assert str(folder) in caplog.text
         before = (folder / "manifest.json").read_bytes()
         os.kill(worker_of(served).pid, signal.SIGSEGV)
         assert text_of(ask(served.url)) == expected
@@ -226,7 +233,8 @@ def test_models_of_the_daemon_are_shared_with_other_programs_and_loaded_again(ru
                 first = next(line for line in lines if '"content":"' in line)
                 process.kill()
                 *rest, done = [line for line in lines if line and not line.startswith(":")]
-            assert done == "data: [DONE]" and "process_lost" not in "".join(rest)
+            assert done == "data: [DONE]"
+            assert "process_lost" not in "".join(rest)
             deltas = [json.loads(line[6:])["choices"] for line in (first, *rest)]
             assert "".join(choice[0]["delta"].get("content") or "" for choice in deltas if choice) == whole
             process.wait()
@@ -258,7 +266,8 @@ def test_the_options_of_the_command(run_folder, option):
 def test_both_options_together_are_refused(run_folder):
     command = [sys.executable, "-m", "staticllm", "serve", "--supervise", "--daemon"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and "leave one of them out" in result.stderr
+    assert result.returncode == 2
+    assert "leave one of them out" in result.stderr
 
 
 class Clients:
@@ -287,7 +296,8 @@ class Clients:
             if response.status_code == 200:
                 assert response.json()["usage"]["completion_tokens"] == 60
                 return "finished"
-            assert response.status_code == 503 and response.headers["Retry-After"], response.text
+            assert response.status_code == 503, response.text
+            assert response.headers["Retry-After"], response.text
             return response.json()["error"]["code"]
         with client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
@@ -327,8 +337,10 @@ def test_a_worker_that_is_killed_twenty_times_under_load_leaves_nothing(run_fold
             wait_for(lambda: clients.ends["finished"] > finished + 8, 120)
         finally:
             clients.stop()
-        assert not clients.wrong and set(clients.ends) <= {"finished", "process_lost"}, clients.wrong
-        assert clients.ends["process_lost"] and len(pids) == 21
+        assert not clients.wrong, clients.wrong
+        assert set(clients.ends) <= {"finished", "process_lost"}, clients.wrong
+        assert clients.ends["process_lost"]
+        assert len(pids) == 21
         print(dict(clients.ends))
         assert text_of(ask(served.url))
         wait_for(lambda: served.state.lifecycle.num_requests == 0)
@@ -336,5 +348,6 @@ def test_a_worker_that_is_killed_twenty_times_under_load_leaves_nothing(run_fold
         assert len(set(here.children(recursive=True)) - others) == 1  # the worker that runs now
         wait_for(lambda: (here.num_fds(), len(here.net_connections("unix"))) <= (before[0] + 2, before[1]), 30)
         assert not [thread for thread in threading.enumerate() if thread.name == "staticllm-remote"][1:]
-    assert list(run_folder.iterdir()) == [] and not set(here.children(recursive=True)) - others
+    assert list(run_folder.iterdir()) == []
+    assert not set(here.children(recursive=True)) - others
     assert (set(os.listdir("/dev/shm")) if blocks else set()) <= blocks  # noqa: PTH208

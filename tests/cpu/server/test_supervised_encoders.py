@@ -67,7 +67,8 @@ def test_a_worker_that_is_killed_while_it_loads_for_the_first_time_does_not_end_
 
     monkeypatch.setattr(WorkerInstance, "_start", start_and_kill_the_first)
     with serving(two_embedders(tmp_path), runs_in="worker") as served:
-        assert len(embedded(served, "one", "a")) == 1 and killed
+        assert len(embedded(served, "one", "a")) == 1
+        assert killed
     assert "was not loaded" not in caplog.text, "that would have ended the server"
 
 
@@ -88,7 +89,8 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
                 found = httpx.post(served.url + "/v1/embeddings", json=body, timeout=120)
                 answers.append(found.status_code)
                 if found.status_code == 503:  # a text with which two workers ended
-                    assert found.json()["error"]["code"] == "process_lost" and found.headers["Retry-After"]
+                    assert found.json()["error"]["code"] == "process_lost"
+                    assert found.headers["Retry-After"]
                 elif found.status_code != 200 or [each["embedding"] for each in found.json()["data"]] != expected:
                     wrong.append(found.text)
 
@@ -115,6 +117,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
             time.sleep(0.05)
         asker.join()
         assert embedded(served, "one", texts) == expected
-        assert served.pipeline("one") is not old and worker_ids["two"].pid == other, "the other model goes on"
+        assert served.pipeline("one") is not old, "the other model goes on"
+        assert worker_ids["two"].pid == other, "the other model goes on"
         assert len(set(psutil.Process().children()) - others) == 2
     wait_for(lambda: set(psutil.Process().children()) <= others, 20)

@@ -68,18 +68,27 @@ def test_each_request_is_a_line(lines):
 def test_a_line_says_what_was_generated(lines):
     whole, streamed, refused, listed, gone, embedded, ollama = lines
     for line in (whole, streamed):
-        assert line["model"] == "demo" and line["output_tokens"] == 5 and line["finish_reasons"] == ["length"]
-        assert 0 < line["ttft_ms"] <= line["duration_ms"] and line["bytes"] > 100
-    assert whole["session"] == "talk 1" and streamed["cached_tokens"] > 0
-    assert refused["error"] == "unknown_parameter" and "model" not in refused
-    assert listed["method"] == "GET" and "prompt_tokens" not in listed
-    assert gone["disconnected"] is True and "finish_reasons" not in gone
-    assert embedded["model"] == "tiny" and embedded["prompt_tokens"] > 1
+        assert line["model"] == "demo"
+        assert line["output_tokens"] == 5
+        assert line["finish_reasons"] == ["length"]
+        assert 0 < line["ttft_ms"] <= line["duration_ms"]
+        assert line["bytes"] > 100
+    assert whole["session"] == "talk 1"
+    assert streamed["cached_tokens"] > 0
+    assert refused["error"] == "unknown_parameter"
+    assert "model" not in refused
+    assert listed["method"] == "GET"
+    assert "prompt_tokens" not in listed
+    assert gone["disconnected"] is True
+    assert "finish_reasons" not in gone
+    assert embedded["model"] == "tiny"
+    assert embedded["prompt_tokens"] > 1
     assert ollama["output_tokens"] == 4
 
 
 def test_the_log_has_no_text_of_prompts(log):
-    assert SECRET not in log and "elephant" not in log
+    assert SECRET not in log
+    assert "elephant" not in log
 
 
 def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
@@ -152,9 +161,11 @@ def test_spans_have_the_attributes_of_the_conventions(collector):
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == tuple(parent.split("-")[1:3])
     attributes = {each.key: value_of(each.value) for each in span.attributes}
     usage = found["usage"]
-    assert attributes["gen_ai.operation.name"] == "chat" and attributes["gen_ai.provider.name"] == "staticllm"
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.provider.name"] == "staticllm"
     assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "demo"
-    assert attributes["gen_ai.request.temperature"] == 0.5 and attributes["gen_ai.request.seed"] == 3
+    assert attributes["gen_ai.request.temperature"] == 0.5
+    assert attributes["gen_ai.request.seed"] == 3
     assert attributes["gen_ai.request.max_tokens"] == 5
     assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     assert attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 5
@@ -164,7 +175,8 @@ def test_spans_have_the_attributes_of_the_conventions(collector):
     assert 0 < span.end_time_unix_nano - span.start_time_unix_nano < 60e9
     assert span.end_time_unix_nano / 1e9 <= begin + 1
     attributes = {each.key: value_of(each.value) for each in refused.attributes}
-    assert attributes["error.type"] == "unknown_parameter" and attributes["http.response.status_code"] == 400
+    assert attributes["error.type"] == "unknown_parameter"
+    assert attributes["http.response.status_code"] == 400
     assert SECRET not in str(collector)
 
 

@@ -75,13 +75,16 @@ def test_a_required_call_satisfies_its_schema(client):
         "max_tokens": 300,
     }  # fmt: skip
     found = client.chat.completions.create(**options).choices[0]
-    assert found.finish_reason == "tool_calls" and found.message.content is None
+    assert found.finish_reason == "tool_calls"
+    assert found.message.content is None
     assert found.message.tool_calls
     for call in found.message.tool_calls:
-        assert call.function.name == "weather" and call.id
+        assert call.function.name == "weather"
+        assert call.id
         jsonschema.validate(json.loads(call.function.arguments), CITY)
     message, calls, reason = streamed(client, **options)
-    assert reason == "tool_calls" and not message["content"].strip()
+    assert reason == "tool_calls"
+    assert not message["content"].strip()
     assert [call["arguments"] for call in calls] == [call.function.arguments for call in found.message.tool_calls]
 
 
@@ -113,7 +116,8 @@ def test_reasoning_is_apart_from_content(fake):
     assert (found.content.strip(), found.reasoning_content.strip()) == ("then that", "first this")
     message, calls, reason = streamed(fake, **options)
     assert (message["content"].strip(), message["reasoning_content"].strip()) == ("then that", "first this")
-    assert not calls and reason == "stop"
+    assert not calls
+    assert reason == "stop"
 
 
 def test_two_calls_and_a_broken_one(fake):
@@ -122,12 +126,16 @@ def test_two_calls_and_a_broken_one(fake):
     options = {"model": "demo", "messages": asked, "tools": TOOLS, "max_tokens": 200}
     found = fake.chat.completions.create(**options).choices[0]
     cities = [json.loads(call.function.arguments)["city"] for call in found.message.tool_calls]
-    assert cities == ["Rome", "Oslo"] and found.finish_reason == "tool_calls"
+    assert cities == ["Rome", "Oslo"]
+    assert found.finish_reason == "tool_calls"
     _, calls, reason = streamed(fake, **options)
-    assert [json.loads(call["arguments"])["city"] for call in calls] == cities and reason == "tool_calls"
+    assert [json.loads(call["arguments"])["city"] for call in calls] == cities
+    assert reason == "tool_calls"
     broken = [{"role": "user", "content": 'Q ANSWER:<tool_call>{"name": "weather", oh no</tool_call> sorry'}]
     found = fake.chat.completions.create(**{**options, "messages": broken}).choices[0]
-    assert found.message.tool_calls is None and "sorry" in found.message.content and found.finish_reason == "stop"
+    assert found.message.tool_calls is None
+    assert "sorry" in found.message.content
+    assert found.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("tools", [{"tools": TOOLS}, {}])

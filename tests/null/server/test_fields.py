@@ -56,7 +56,8 @@ def test_whole_numbers_may_be_written_as_12_0(kind):
                     kind.model_validate({**LEAST[kind], name: float(value)})
             else:
                 found = getattr(kind.model_validate({**LEAST[kind], name: float(value)}), name)
-                assert found == expected and isinstance(found, int)
+                assert found == expected
+                assert isinstance(found, int)
         for value in (12.5, float("inf"), float("nan"), 1e300, True, "12"):
             if not (isinstance(value, str) and name in ("prompt", "input")):
                 with pytest.raises(ValidationError):
@@ -66,7 +67,8 @@ def test_whole_numbers_may_be_written_as_12_0(kind):
 @pytest.mark.parametrize("prompt", [[1.0, 2], [[1.0], [2, 3.0]]])
 def test_token_ids_are_whole_numbers_too(prompt):
     found = CompletionRequest.model_validate({"prompt": prompt}).prompt
-    assert found == prompt and "." not in str(found)
+    assert found == prompt
+    assert "." not in str(found)
     assert DetokenizeRequest.model_validate({"tokens": [5.0]}).tokens == [5]
     with pytest.raises(ValidationError):
         CompletionRequest.model_validate({"prompt": [[[1.0]]]})
@@ -96,7 +98,8 @@ def chat_messages(*messages):
 def test_messages_of_other_servers_are_taken():
     (found,) = chat_messages({"role": "assistant", "content": None, "tool_calls": [CALL], **OF_OTHERS})
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert found["tool_calls"] == [call] and found["reasoning_content"] == "hm"
+    assert found["tool_calls"] == [call]
+    assert found["reasoning_content"] == "hm"
     assert set(found) == {"role", "content", "tool_calls", "reasoning_content"}
     (found,) = chat_messages(
         {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": None}}]}

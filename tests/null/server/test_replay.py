@@ -137,7 +137,8 @@ def test_reasoning_and_content_are_counted_apart():
     replay.restart()
     second = answer(["thi", "nk"], "b", field="reasoning_content")[:3] + answer(["ans", "wer"], "b")[1:]
     chunks = chunks_of(sent + replay.take(b"".join(second)))
-    assert text_of(chunks, "reasoning_content") == "think" and text_of(chunks) == "answer"
+    assert text_of(chunks, "reasoning_content") == "think"
+    assert text_of(chunks) == "answer"
 
 
 def test_a_stream_gets_a_seed_of_its_own():
@@ -151,4 +152,5 @@ def test_a_stream_gets_a_seed_of_its_own():
 def test_a_lost_stream_ends_with_an_error_and_the_mark():
     error, done, rest = lost_event("the machine was lost").decode().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
-    assert done == "data: [DONE]" and not rest
+    assert done == "data: [DONE]"
+    assert not rest

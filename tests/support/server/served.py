@@ -10,7 +10,7 @@ import time
 import httpx
 
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.server.models.served import demo_spec
+from staticllm.server.models.served import demo_spec, load_pipeline
 from staticllm.server.process import GracefulServer, base_url, listen
 from staticllm.server.settings import ServerSettings
 from staticllm.server.state import ServerState
@@ -32,12 +32,14 @@ class Served:
 
     async def _run(self):
         self.loop = asyncio.get_running_loop()
-        self.state = ServerState.of(self._specs, self.settings)
-        for name, load in self._pipelines.items():
-            self.state.hub.models[name].load = load
+        self.state = ServerState.of(self._specs, self.settings, self._load)
         self.server = GracefulServer(self.state)
         self._begun.set()
         await self.server.serve([self._listener])
+
+    def _load(self, spec, device, properties, *rest):
+        load = self._pipelines.get(spec.name)
+        return load_pipeline(spec, device, properties, *rest) if load is None else load(device, properties)
 
     def wait_until_ready(self):
         until = time.monotonic() + SECONDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,45 +24,29 @@ class ServerMetrics:
 
     def __init__(self, models: Models) -> None:
         self._registry = registry = CollectorRegistry()
-        self.ttft = Histogram(
-            "staticllm_time_to_first_token_seconds",
-            "From the arrival of a request to its first token.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=registry,
+        seconds = partial(Histogram, labelnames=["model"], buckets=_SECONDS, registry=registry)
+        counter = partial(Counter, registry=registry)
+        self.ttft = seconds(
+            "staticllm_time_to_first_token_seconds", "From the arrival of a request to its first token."
         )
-        self.gap = Histogram(
+        self.gap = seconds(
             "staticllm_inter_token_seconds",
             "Between two tokens of an answer, at the moments at which the model chose them.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.queue_time = Histogram(
-            "staticllm_queue_seconds",
-            "Time that a request waited for its turn in the server.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self.queue_time = seconds("staticllm_queue_seconds", "Time that a request waited for its turn in the server.")
         self.running = Gauge("staticllm_running_requests", "Answers that are in a model.", ["model"], registry=registry)
-        self.prompt_tokens = Counter("staticllm_prompt_tokens", "Tokens of prompts.", ["model"], registry=registry)
-        self.output_tokens = Counter("staticllm_output_tokens", "Generated tokens.", ["model"], registry=registry)
-        self.cached_tokens = Counter(
-            "staticllm_cached_tokens", "Tokens of prompts that the prefix cache had.", ["model"], registry=registry
+        self.prompt_tokens = counter("staticllm_prompt_tokens", "Tokens of prompts.", ["model"])
+        self.output_tokens = counter("staticllm_output_tokens", "Generated tokens.", ["model"])
+        self.cached_tokens = counter(
+            "staticllm_cached_tokens", "Tokens of prompts that the prefix cache had.", ["model"]
         )
-        self.requests = Counter(
-            "staticllm_http_requests", "Requests by path and status.", ["path", "status"], registry=registry
-        )
-        self.rejected = Counter(
+        self.requests = counter("staticllm_http_requests", "Requests by path and status.", ["path", "status"])
+        self.rejected = counter(
             "staticllm_rejected_requests",
             "Refused requests, by reason and the option of the server that would have helped.",
             ["reason", "knob"],
-            registry=registry,
         )
-        self.cancelled = Counter(
-            "staticllm_cancelled_requests", "Requests whose client closed the connection.", registry=registry
-        )
+        self.cancelled = counter("staticllm_cancelled_requests", "Requests whose client closed the connection.")
         registry.register(_Engines(models))
 
     def text(self) -> bytes:
@@ -77,8 +62,10 @@ class AnswerTimer:
     """Measures one answer: the time to its first token, and the gaps between its tokens."""
 
     def __init__(self, metrics: ServerMetrics, model: str) -> None:
-        self._ttft, self._gap = metrics.ttft.labels(model), metrics.gap.labels(model)
-        self._start, self._has_begun = time.perf_counter(), False
+        self._ttft = metrics.ttft.labels(model)
+        self._gap = metrics.gap.labels(model)
+        self._start = time.perf_counter()
+        self._has_begun = False
 
     def begin(self) -> None:
         """Note that tokens have come now. Calls after the first do nothing."""
@@ -112,7 +99,9 @@ class _Engines(Collector):
         calls = CounterMetricFamily("staticllm_device_calls", "Device calls.", labels=["model", "result"])
         preemptions = CounterMetricFamily("staticllm_preemptions", "Preempted requests.", labels=["model"])
         for model in list(self._models()):
-            name, pipeline, admission = model.spec.name, model.pipeline, model.admission
+            name = model.spec.name
+            pipeline = model.pipeline
+            admission = model.admission
             if admission is not None:
                 waiting.add_metric([name], admission.num_waiting)
             if not isinstance(pipeline, StaticLLMPipeline):
