@@ -1,18 +1,18 @@
-"""``staticllm simulate`` runs scheduling policies on a virtual clock."""
+"""``staticllm simulate`` runs scheduling policies on a virtual clock, and compares the clock with the engine."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
-from staticllm.cli.validate import compare_with_engine
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
@@ -20,17 +20,21 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.drafting import Drafting
     from staticllm.pipelines.simulator.scenario import Scenario
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
-    from staticllm.pipelines.simulator.summary import RunSummary
+    from staticllm.pipelines.simulator.summary import RunSummary, Summary
+    from staticllm.pipelines.simulator.validate import Check
     from staticllm.pipelines.simulator.workload import Arrival
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 LOAD = 0.6
 """The default rate as a share of the maximum rate. Near the maximum, the queue depends more on arrivals than on the policy."""
 HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
     f"{'longest gap':>13}{'p95':>9}{'latency ms':>12}{'fairness':>10}{'busy':>7}{'jobs':>7}"
 )
-
-
+CHECK_HEADER = (
+    f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
+    f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
+)
 GROUPS = {
     "Targets": ("ttft_ms", "tpot_ms", "gap_ms"),
     "Comparisons": ("validate", "model", "device"),
@@ -46,11 +50,61 @@ RARE = {
 }  # fmt: skip
 
 
+POSITIVE = Number(0, 1e9, min_open=True)
+COUNT = click.IntRange(1)
+TABLE: tuple[tuple[str, click.ParamType | None, Any, str], ...] = (
+    ("--rate", POSITIVE, None, "Requests per second.  [60 % of the maximum rate]"),
+    ("--prompt", None, "256", "Tokens per prompt: N, or LEAST-MOST."),
+    ("--output", None, "256", "Tokens per answer: N, or LEAST-MOST."),
+    ("--answers", click.IntRange(1, 128), 1, "Answers per request."),
+    ("--beams", click.IntRange(1, 64), 1, "Beams per request instead."),
+    ("--draft-tokens", click.IntRange(1, 64), None, "Draft up to N tokens per request and call, where it pays."),
+    ("--accept", Number(0, 1), 0.7, "Probability that a drafted token is accepted."),
+    ("--draft-ms", click.FLOAT, 0.0, "Draft model's ms per token; 0 for prompt lookup."),
+    ("--trace", click.Path(), None, "Read requests from a file instead, JSON lines or CSV: arrival, prompt, output."),
+    ("--seed", click.IntRange(0), 0, "Seed of arrivals and lengths."),
+    ("--devices", COUNT, 1, "Devices that prefill and decode."),
+    ("--transfer-ms", click.FLOAT, 0.0, "Latency from P to D, per request."),
+    ("--slot-bytes", click.FLOAT, 0.0, "Bytes from P to D, per token."),
+    ("--bandwidth", POSITIVE, 10.0, "Bandwidth from P to D, GB/s."),
+    ("--dispatch", click.Choice(["least_loaded", "two_choices", "round_robin"]), "least_loaded",
+     "Which device takes a request."),
+    ("--concurrency", COUNT, None, "Most requests admitted at a time; others queue."),
+    ("--max-num-seqs", COUNT, None, "Most requests running at a time.  [as the pipeline]"),
+    ("--kv-slots", COUNT, None, "KV slots of the arena.  [as the pipeline]"),
+    ("--host-kv-slots", click.IntRange(0), None, "KV slots of the host pool.  [as the pipeline]"),
+    ("--ttft-ms", POSITIVE, None, "Target for the time to first token."),
+    ("--tpot-ms", POSITIVE, None, "Target for the time between two tokens."),
+    ("--gap-ms", POSITIVE, StaticLLMConfig.gap_ms,
+     "Longest wait of a request that has begun for a place among the running ones."),
+    ("--programs", click.Choice(["shared", "separate"]), "shared", "Which programs the device has, without --costs."),
+    ("--costs", click.Path(), None, "Read costs from a file, JSON: rows, kv_len, sequences, seconds."),
+    ("--weights-ms", click.FLOAT, 20.0, "Without --costs: ms per call,"),
+    ("--row-ms", click.FLOAT, 0.5, "plus ms per row,"),
+    ("--attention-us", click.FLOAT, 0.05, "plus us per row and slot that it sees."),
+    ("--host-ms", click.FLOAT, 0.0, "Host time between two calls."),
+    ("--swap-us", click.FLOAT, 0.0, "Host time per KV slot that is swapped."),
+    ("--job-ms", Number(0, 1e6, min_open=True), None,
+     "Calls of another model, such as documents to embed, that always wait on each device: ms per call."),
+    ("--save-costs", click.Path(), None, "Write the costs to a file; with --validate, the measured ones."),
+    ("--device", None, "CPU", "Device for --validate."),
+    ("--plot", click.Path(), None, "Plot the runs to a file: PNG, SVG, PDF."),
+)  # fmt: skip
+"""The options with one value: name, type, default (None for none), and help."""
+
+
+def table_options(command: Command) -> Command:
+    """Add the options of ``TABLE``."""
+    for name, kind, default, text in reversed(TABLE):
+        command = click.option(name, type=kind, default=default, show_default=default is not None, help=text)(command)
+    return command
+
+
 @click.command("simulate", cls=GroupedCommand, groups=GROUPS, rare=RARE)
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="May be repeated.  [dynamic, fcfs]"
 )
-@click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Number of requests.")
+@click.option("-n", "--requests", type=COUNT, default=200, show_default=True, help="Number of requests.")
 @click.option(
     "--arrivals",
     type=click.Choice(["poisson", "uniform", "burst"]),
@@ -58,79 +112,12 @@ RARE = {
     show_default=True,
     help="Arrival process; a burst arrives all at once.",
 )
-@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of the maximum rate]")
-@click.option("--prompt", default="256", show_default=True, help="Tokens per prompt: N, or LEAST-MOST.")
-@click.option("--output", default="256", show_default=True, help="Tokens per answer: N, or LEAST-MOST.")
-@click.option("--answers", type=click.IntRange(1, 128), default=1, show_default=True, help="Answers per request.")
-@click.option("--beams", type=click.IntRange(1, 64), default=1, show_default=True, help="Beams per request instead.")
-@click.option(
-    "--draft-tokens", type=click.IntRange(1, 64), help="Draft up to N tokens per request and call, where it pays."
-)
-@click.option(
-    "--accept", type=Number(0, 1), default=0.7, show_default=True, help="Probability that a drafted token is accepted."
-)
-@click.option(
-    "--draft-ms", type=float, default=0.0, show_default=True, help="Draft model's ms per token; 0 for prompt lookup."
-)
-@click.option(
-    "--trace", type=click.Path(), help="Read requests from a file instead, JSON lines or CSV: arrival, prompt, output."
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and lengths.")
-@click.option(
-    "--devices", type=click.IntRange(1), default=1, show_default=True, help="Devices that prefill and decode."
-)
 @click.option("--disaggregate", metavar="PxD", help="Use P devices that prefill and D that decode instead.")
-@click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="Latency from P to D, per request.")
-@click.option("--slot-bytes", type=float, default=0.0, show_default=True, help="Bytes from P to D, per token.")
-@click.option(
-    "--bandwidth",
-    type=Number(0, 1e9, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="Bandwidth from P to D, GB/s.",
-)
-@click.option(
-    "--dispatch",
-    type=click.Choice(["least_loaded", "two_choices", "round_robin"]),
-    default="least_loaded",
-    show_default=True,
-    help="Which device takes a request.",
-)
-@click.option("--concurrency", type=click.IntRange(1), help="Most requests admitted at a time; others queue.")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests running at a time.  [as the pipeline]")
-@click.option("--kv-slots", type=click.IntRange(1), help="KV slots of the arena.  [as the pipeline]")
-@click.option("--host-kv-slots", type=click.IntRange(0), help="KV slots of the host pool.  [as the pipeline]")
-@click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
-@click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
-@click.option(
-    "--gap-ms",
-    type=Number(0, 1e9, min_open=True),
-    default=StaticLLMConfig.gap_ms,
-    show_default=True,
-    help="Longest wait of a request that has begun for a place among the running ones.",
-)
-@click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
-              help="Which programs the device has, without --costs.")  # fmt: skip
-@click.option("--costs", type=click.Path(), help="Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
-@click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: ms per call,")
-@click.option("--row-ms", type=float, default=0.5, show_default=True, help="plus ms per row,")
-@click.option(
-    "--attention-us", type=float, default=0.05, show_default=True, help="plus us per row and slot that it sees."
-)
-@click.option("--host-ms", type=float, default=0.0, show_default=True, help="Host time between two calls.")
-@click.option("--swap-us", type=float, default=0.0, show_default=True, help="Host time per KV slot that is swapped.")
-@click.option(
-    "--job-ms",
-    type=Number(0, 1e6, min_open=True),
-    help="Calls of another model, such as documents to embed, that always wait on each device: ms per call.",
-)
-@click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
 @click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
 @option_file
 @model_option
-@click.option("--device", default="CPU", show_default=True, help="Device for --validate.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(), help="Plot the runs to a file: PNG, SVG, PDF.")
+@table_options
 def command(**options: Any) -> None:
     """Run scheduling policies, the same objects as in the engine, on a virtual clock with given costs per call.
 
@@ -140,7 +127,7 @@ def command(**options: Any) -> None:
         raise click.UsageError("--plot draws simulated runs: leave out --validate")
     options["policies"] = list(dict.fromkeys(options["policies"])) or ["dynamic", "fcfs"]
     if options["validate"]:
-        compare_with_engine(options)
+        _validate(options)
     else:
         _simulate(options)
 
@@ -287,3 +274,48 @@ def _range(name: str, text: str) -> tuple[int, int]:
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise click.UsageError(f"{name} {text!r}: must be a whole number from 1, or two: 64-512")
     return int(match[1]), int(match[2] or match[1])
+
+
+def _validate(options: dict[str, Any]) -> None:
+    """Print the deviations of the simulator from the engine (``--validate``), and write the costs for ``--save-costs``.
+
+    Raises:
+        StaticLLMError: the model cannot be loaded or run.
+        ConfigError: the costs cannot be written.
+    """
+    from staticllm.pipelines.simulator.cost_model import write_costs
+    from staticllm.pipelines.simulator.validate import WORKLOADS, validate
+
+    checks: list[Check] = []
+    model: DeviceModel | None = None
+    if not options["as_json"]:
+        click.echo(CHECK_HEADER)
+    total = len(options["policies"]) * len(WORKLOADS)
+    with progress("loading the model, and measuring its costs") as shown:
+        arguments = (options[name] for name in ("model", "device", "policies", "requests", "rate", "seed"))
+        for check, calibrated in validate(*arguments):
+            checks.append(check)
+            model = calibrated
+            if not options["as_json"]:
+                shown.write(_check_lines(check))
+            shown.show("serving workloads", len(checks), total)
+    if options["save_costs"] and model is not None:
+        write_costs(options["save_costs"], model.index.variants, model.cost)
+    if options["as_json"]:
+        click.echo(json.dumps([{**asdict(check), "deviations": check.deviations} for check in checks], indent=2))
+
+
+def _check_lines(check: Check) -> str:
+    """Return two lines: simulated with the costs measured before the run, then with those of the run itself."""
+    head = f"{check.policy:<14}{f'{check.prompt}/{check.output}':>9}{check.rate:>8.2f}"
+    before = f"{head}{_check_cells(check.predicted, check.measured)}"
+    return f"{before}\n{'  of the run itself':<31}{_check_cells(check.replayed, check.measured)}"
+
+
+def _check_cells(simulated: Summary, measured: Summary) -> str:
+    from staticllm.pipelines.simulator.validate import deviations
+
+    return "".join(
+        f"  {getattr(simulated, name):>8.1f} {getattr(measured, name):>8.1f} {deviation:>+5.1f}%"
+        for name, deviation in deviations(simulated, measured).items()
+    )
