@@ -25,7 +25,7 @@ from staticllm.pipelines.engine.output_queue import OutputQueue
 from staticllm.pipelines.engine.recording import progress_of
 from staticllm.pipelines.engine.request import EngineRequest, EngineText, RequestState, prepare_grammar
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.profiling.progress import EngineProgress
+from staticllm.pipelines.profiling.records import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner

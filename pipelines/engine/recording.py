@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.batch import Batch
 from staticllm.pipelines.engine.request import RequestState, SequenceState
-from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
-from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import EngineProgress, HostTimes, RequestProgress, RequestRecord, StepRecord
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestTable

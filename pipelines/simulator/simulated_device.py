@@ -19,12 +19,11 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
-from staticllm.pipelines.simulator.drafting import Drafting
-from staticllm.pipelines.simulator.simulated_clients import SimulatedClients
-from staticllm.pipelines.simulator.simulated_jobs import BulkJobs, SimulatedJobs
+from staticllm.pipelines.simulator.simulated_clients import BulkJobs, SimulatedClients, SimulatedJobs
 from staticllm.pipelines.simulator.simulated_programs import (
     ANSWER_TOKEN,
     VOCAB_SIZE,
+    Drafting,
     VirtualClock,
     prompt_of,
     simulated_runner,

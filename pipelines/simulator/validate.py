@@ -17,8 +17,8 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.pipelines.simulator.cluster import Scenario
 from staticllm.pipelines.simulator.cost_model import HostCost
-from staticllm.pipelines.simulator.scenario import Scenario
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import Summary, summarize
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson

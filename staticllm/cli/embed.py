@@ -1,4 +1,4 @@
-"""``staticllm embed`` turns texts into vectors: arguments, lines or JSON lines become NPY or JSON lines."""
+"""``staticllm embed`` turns texts into vectors, and ``staticllm rerank`` sorts texts by how well they answer a query."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from staticllm.cli.vector_files import Write
     from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+
+import json
+
 POOLINGS = {"cls": "CLS", "mean": "MEAN", "last": "LAST_TOKEN"}
 IN_FLIGHT = 2
 """Batches at once: one is tokenized while the other runs."""
@@ -48,7 +51,7 @@ GROUPS = {
 @click.option("--dimensions", type=Whole(1), help="Leading values to keep, for models trained for it (Matryoshka).")
 @click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How tokens become one vector.  [the model's own]")
 @encoder_options
-def command(model: str, texts: tuple[str, ...], **options: Any) -> None:
+def embed(model: str, texts: tuple[str, ...], **options: Any) -> None:
     """Embed TEXTS, the lines of a file, or lines from stdin, with the encoder in MODEL.
 
     MODEL is the first argument, unless -m names it. Each line of a file is a text. With --field, or if the file is named
@@ -172,3 +175,45 @@ class Embedder:
             return self._pipe.encode(batch.texts, prompt=self._prompt, dimensions=self._dimensions, on_progress=tell)
         except StaticLLMError as error:
             raise self._source.located(error, batch) from error
+
+
+@click.command("rerank")
+@text_options
+@encoder_model
+@click.option("--query", required=True, help="What the texts are sorted by.")
+@click.option("--top-n", type=Whole(1), help="Texts to print, the best ones.  [all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per text.")
+@encoder_options
+def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as_json: bool, **options: Any) -> None:
+    """Sort TEXTS, the lines of a file, or lines from stdin by the QUERY, with the reranker in MODEL.
+
+    MODEL is the first argument, unless -m names it. Print the index of each text, from 0, its score and the text, the
+    best first. Texts are read as by `staticllm embed`.
+    """
+    query = as_text(query, "--query")
+    source = TextSource(texts, options["file"], options["field"])
+    with source.batches() as batches:
+        entries = [entry for batch in batches for entry in batch.entries]
+    with progress("loading") as shown:
+        ranking = _rank(model, query, Batch(entries, 1.0), source, encoder_arguments(options), shown)[:top_n]
+    for index, score in ranking:
+        text = entries[index].text
+        if as_json:
+            click.echo(json.dumps({"index": index, "score": score, "text": text}, ensure_ascii=False))
+        else:
+            click.echo(f"{index}\t{score:.6f}\t{text}")
+
+
+def _rank(
+    model: str, query: str, batch: Batch, source: TextSource, arguments: dict[str, Any], shown: Progress
+) -> list[tuple[int, float]]:
+    from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline, ranking
+
+    with StaticRerankPipeline(model, on_progress=shown, **arguments) as pipe:
+        try:
+            scores = pipe.scores(
+                query, batch.texts, on_progress=lambda done, total: shown.show(f"scoring, {done} texts", done, total)
+            )
+        except StaticLLMError as error:
+            raise source.located(error, batch) from error
+    return ranking(scores, len(scores))

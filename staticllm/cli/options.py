@@ -286,7 +286,7 @@ def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from staticllm.pipelines.profiling.breakdown import breakdowns_of, table
+    from staticllm.pipelines.profiling.stats import breakdowns_of, table
 
     with pipe.record() as trace:
         yield

@@ -16,11 +16,10 @@ from staticllm.cli.progress import progress
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.simulator.cluster import Run
-    from staticllm.pipelines.simulator.drafting import Drafting
-    from staticllm.pipelines.simulator.scenario import Scenario
+    from staticllm.pipelines.simulator.cluster import Scenario
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
-    from staticllm.pipelines.simulator.summary import RunSummary, Summary
+    from staticllm.pipelines.simulator.simulated_programs import Drafting
+    from staticllm.pipelines.simulator.summary import Run, RunSummary, Summary
     from staticllm.pipelines.simulator.validate import Check
     from staticllm.pipelines.simulator.workload import Arrival
 
@@ -52,7 +51,7 @@ RARE = {
 
 POSITIVE = Number(0, 1e9, min_open=True)
 COUNT = click.IntRange(1)
-TABLE: tuple[tuple[str, click.ParamType | None, Any, str], ...] = (
+TABLE: tuple[tuple[str, Any, Any, str], ...] = (
     ("--rate", POSITIVE, None, "Requests per second.  [60 % of the maximum rate]"),
     ("--prompt", None, "256", "Tokens per prompt: N, or LEAST-MOST."),
     ("--output", None, "256", "Tokens per answer: N, or LEAST-MOST."),
@@ -182,8 +181,7 @@ def _scenario(options: dict[str, Any]) -> Scenario:
     A rate above the maximum gives a warning on stderr: the queue then grows until the last request arrives, and the latencies
     measure the length of the queue, not the quality of the policy.
     """
-    from staticllm.pipelines.simulator.cluster import Link
-    from staticllm.pipelines.simulator.scenario import Scenario, max_rate, offered_rate
+    from staticllm.pipelines.simulator.cluster import Link, Scenario, max_rate, offered_rate
 
     arrivals = _arrivals(options, 1.0 if options["rate"] is None else options["rate"])
     prefill, decode = _devices(options)
@@ -227,8 +225,8 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.programs.variant_index import VariantIndex
+    from staticllm.pipelines.simulator.cluster import configured_model, longest, tabled_model
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
-    from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 
     for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes", "draft_ms"):
         if not 0 <= options[name] < float("inf"):
@@ -249,7 +247,7 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
 
 
 def _drafting(options: dict[str, Any]) -> Drafting | None:
-    from staticllm.pipelines.simulator.drafting import Drafting
+    from staticllm.pipelines.simulator.simulated_programs import Drafting
 
     if options["draft_tokens"] is None:
         return None

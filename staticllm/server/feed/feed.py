@@ -11,7 +11,7 @@ from typing import Any
 from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.engine_watch import EngineWatch, Watched
-from staticllm.pipelines.profiling.progress import RequestProgress
+from staticllm.pipelines.profiling.records import RequestProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.server.feed.mirror import RemoteWatch
 from staticllm.server.models.homes import ModelHome

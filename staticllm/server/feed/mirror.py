@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from staticllm.pipelines.profiling.engine_watch import CallLog
-from staticllm.pipelines.profiling.progress import RequestProgress
+from staticllm.pipelines.profiling.records import RequestProgress
 from staticllm.pipelines.profiling.stats import Stats
 
 PULL_SECONDS = 0.2

@@ -9,9 +9,8 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
-from staticllm.pipelines.profiling.chrome_trace import to_chrome
+from staticllm.pipelines.profiling.chrome_trace import spans_of, to_chrome
 from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.request_spans import spans_of
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy

@@ -11,8 +11,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.daemon.models import language_model
 from staticllm.daemon.models.language_model import CallWatch
 from staticllm.pipelines.profiling.engine_watch import KEPT
-from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.server.feed import mirror as remote_watch
 from staticllm.server.feed.mirror import RemoteWatch

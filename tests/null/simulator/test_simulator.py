@@ -17,9 +17,8 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool
+from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool, Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs, write_costs
-from staticllm.pipelines.simulator.scenario import Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize, summarize_run
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson, read_trace, uniform
