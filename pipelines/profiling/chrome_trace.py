@@ -34,10 +34,7 @@ class Recorded:
 
 
 def to_chrome(
-    steps: Sequence[StepRecord],
-    requests: Sequence[RequestRecord],
-    num_dropped: int = 0,
-    jobs: Sequence[JobRecord] = (),
+    steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0, jobs: Sequence[JobRecord] = ()
 ) -> dict[str, Any]:
     """Return the document of these records. ``ts`` and ``dur`` are microseconds; the earliest moment of all records is 0."""
     begins = [*(step.start for step in steps), *(job.start for job in jobs), *(request.arrival for request in requests)]

@@ -94,12 +94,7 @@ def validate(
 
 
 def _check(
-    pipe: StaticLLMPipeline,
-    policy: str,
-    workload: tuple[int, int],
-    num_requests: int,
-    rate: float | None,
-    seed: int,
+    pipe: StaticLLMPipeline, policy: str, workload: tuple[int, int], num_requests: int, rate: float | None, seed: int
 ) -> tuple[Check, DeviceModel]:
     lengths = Lengths.fixed(*workload)
     rate = rate or LOAD * _saturated(calibrate(pipe, burst(CALIBRATION_REQUESTS, lengths), seed), policy, lengths)

@@ -22,11 +22,13 @@ from staticllm.cli.options import (
     Command,
     check_lengths,
     check_output,
+    flag,
     layout_options,
     model_argument,
     profiling,
     read_config,
     read_properties,
+    value,
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.terminal import markdown
@@ -269,25 +271,14 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0 skips this test.")
 @_count_option("-d", "--n-depth", default="0", description="Tokens before the generated ones.")
 @_count_option("-c", "--clients", default="0", description="Concurrent requests, 64 prompt and 64 new tokens each.")
-@click.option(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Runs, after a warm-up.",
-)
+@value("-r --repetitions", click.IntRange(1), "Runs, after a warm-up.", 5)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Same as -o json.")
-@click.option(
-    "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
-)
-@click.option("--costs", is_flag=True, help="Only compare the costs that calls are planned by with timed calls.")
-@click.option("--calibration", is_flag=True, help="Only print the programs' settings, and the times of all candidates.")
-@click.option("--divergence", is_flag=True, help="Only compare the settings of this CPU with the original in f32.")
-@click.option(
-    "--nodes", is_flag=True, help="Only divide the time of calls among the kinds of nodes that the device runs."
-)
+@flag("--json as_json", "Same as -o json.")
+@value("--profile", click.Path(), "Write a Chrome trace (ui.perfetto.dev); print where a token's time goes.")
+@flag("--costs", "Only compare the costs that calls are planned by with timed calls.")
+@flag("--calibration", "Only print the programs' settings, and the times of all candidates.")
+@flag("--divergence", "Only compare the settings of this CPU with the original in f32.")
+@flag("--nodes", "Only divide the time of calls among the kinds of nodes that the device runs.")
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""

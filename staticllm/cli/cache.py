@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from staticllm.cli.options import Number
+from staticllm.cli.options import Number, flag, value
 from staticllm.cli.progress import progress
 from staticllm.errors import BlobError, ConfigError
 from staticllm.system.files import read_regular
@@ -24,7 +24,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group("cache")
-@click.option("--key-file", type=click.Path(), help="File with the INTEGRITY_KEY that the sets are signed with.")
+@value("--key-file", click.Path(), "File with the INTEGRITY_KEY that the sets are signed with.")
 @click.pass_context
 def command(ctx: click.Context, key_file: str | None) -> None:
     """Manage the blob sets in a cache folder (CACHE_DIR)."""
@@ -43,7 +43,7 @@ def _key() -> bytes:
 
 
 def _common(function: Command) -> Command:
-    function = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+    function = flag("--json as_json", "Print JSON.")(function)
     return click.argument("folder", type=click.Path())(function)
 
 
@@ -124,9 +124,9 @@ def verify(folder: str, as_json: bool) -> None:
 
 @command.command("prune")
 @_common
-@click.option("--limit-gb", type=Number(0, 1e6), help="Keep the most recently used sets, up to this size.")
-@click.option("--all", "is_all", is_flag=True, help="Remove every set.")
-@click.option("--yes", "is_sure", is_flag=True, help="Do not ask before --all.")
+@value("--limit-gb", Number(0, 1e6), "Keep the most recently used sets, up to this size.")
+@flag("--all is_all", "Remove every set.")
+@flag("--yes is_sure", "Do not ask before --all.")
 def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_sure: bool) -> None:
     """Remove sets from FOLDER, the least recently used first. Sets in use are kept."""
     if (limit_gb is None) != is_all:
@@ -144,7 +144,7 @@ def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_s
 @click.argument("folder", type=click.Path())
 @click.argument("key")
 @click.argument("target", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 def export(folder: str, key: str, target: str, as_json: bool) -> None:
     """Copy the set KEY (or a unique prefix) from FOLDER to TARGET, a new folder that the option BLOB_PATH loads."""
     cache = _open(folder)
@@ -160,7 +160,7 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
 @command.command("import")
 @click.argument("folder", type=click.Path())
 @click.argument("source", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
     from staticllm.pipelines.artifacts.blob_set import read_manifest, read_stored

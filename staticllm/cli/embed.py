@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand
-from staticllm.cli.options import Whole, as_text, check_output, encoder_arguments, encoder_model, encoder_options
+from staticllm.cli.options import (
+    Whole,
+    as_text,
+    check_output,
+    encoder_arguments,
+    encoder_model,
+    encoder_options,
+    flag,
+    value,
+)
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.texts import Batch, TextSource, text_options
 from staticllm.errors import ConfigError, StaticLLMError
@@ -34,22 +43,19 @@ IN_FLIGHT = 2
 """Batches at once: one is tokenized while the other runs."""
 
 
-GROUPS = {
-    "Text before each text": ("prompt", "kind"),
-    "Vectors": ("form", "dimensions", "pooling"),
-}
+GROUPS = {"Text before each text": ("prompt", "kind"), "Vectors": ("form", "dimensions", "pooling")}
 
 
 @click.command("embed", cls=GroupedCommand, groups=GROUPS)
 @text_options
 @encoder_model
-@click.option("-o", "--output", type=click.Path(), help="File to write: .npy or .jsonl.  [JSON lines to stdout]")
-@click.option("--format", "form", type=click.Choice(["npy", "jsonl"]), help="Format.  [that of the suffix; jsonl]")
-@click.option("--prompt", help="Text to put before each text.")
+@value("-o --output", click.Path(), "File to write: .npy or .jsonl.  [JSON lines to stdout]")
+@value("--format form", click.Choice(["npy", "jsonl"]), "Format.  [that of the suffix; jsonl]")
+@value("--prompt", None, "Text to put before each text.")
 @click.option("--query", "kind", flag_value="query", help="Put the model's prompt for queries before each text.")
 @click.option("--document", "kind", flag_value="document", help="Put its prompt for documents there.  [the default]")
-@click.option("--dimensions", type=Whole(1), help="Leading values to keep, for models trained for it (Matryoshka).")
-@click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How tokens become one vector.  [the model's own]")
+@value("--dimensions", Whole(1), "Leading values to keep, for models trained for it (Matryoshka).")
+@value("--pooling", click.Choice(list(POOLINGS)), "How tokens become one vector.  [the model's own]")
 @encoder_options
 def embed(model: str, texts: tuple[str, ...], **options: Any) -> None:
     """Embed TEXTS, the lines of a file, or lines from stdin, with the encoder in MODEL.
@@ -181,8 +187,8 @@ class Embedder:
 @text_options
 @encoder_model
 @click.option("--query", required=True, help="What the texts are sorted by.")
-@click.option("--top-n", type=Whole(1), help="Texts to print, the best ones.  [all]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per text.")
+@value("--top-n", Whole(1), "Texts to print, the best ones.  [all]")
+@flag("--json as_json", "Print one JSON object per text.")
 @encoder_options
 def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as_json: bool, **options: Any) -> None:
     """Sort TEXTS, the lines of a file, or lines from stdin by the QUERY, with the reranker in MODEL.

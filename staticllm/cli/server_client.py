@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import click
-
+from staticllm.cli.options import value
 from staticllm.cli.terminal import cell
 from staticllm.errors import ConfigError, StaticLLMError
 
@@ -55,12 +54,12 @@ def server_options(command: Command) -> Command:
 def server_option(command: Command) -> Command:
     """Add ``--server``."""
     text = f"URL of the server.  [${SERVER_VARIABLE}, else {DEFAULT_SERVER}]"
-    return click.option("--server", metavar="URL", help=text)(command)
+    return value("--server", None, text, metavar="URL")(command)
 
 
 def api_key_option(command: Command) -> Command:
     """Add ``--api-key``."""
-    return click.option("--api-key", metavar="KEY", help=f"Key of the server.  [${KEY_VARIABLE}]")(command)
+    return value("--api-key", None, f"Key of the server.  [${KEY_VARIABLE}]", metavar="KEY")(command)
 
 
 class ServerClient:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import click
 
+from staticllm.cli.options import flag, value
 from staticllm.cli.server_client import ServerClient, server_options
 from staticllm.cli.terminal import cell, table
 from staticllm.errors import StaticLLMError
@@ -33,7 +34,7 @@ MAX_REQUESTS = 20
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @server_options
 def list_models(client: ServerClient, as_json: bool) -> None:
     """List the models that a server knows, with their kinds, and whether they are loaded."""
@@ -49,7 +50,7 @@ def list_models(client: ServerClient, as_json: bool) -> None:
 
 
 @click.command("ps")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @server_options
 def ps(client: ServerClient, as_json: bool) -> None:
     """List the models that a server has loaded, with their sizes, and when each will be unloaded."""
@@ -81,7 +82,7 @@ def _until(moment: object) -> str:
 
 @click.command("stop")
 @click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @server_options
 def stop(client: ServerClient, model: str, as_json: bool) -> None:
     """Unload MODEL, when its running answers have ended. Its next request loads it again."""
@@ -116,11 +117,9 @@ def _described(client: ServerClient, model: str) -> dict[str, Any]:
 
 @click.command("top")
 @click.argument("model", required=False)
-@click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."
-)
-@click.option("--count", type=click.IntRange(min=1), help="End after this number of looks.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
+@value("--interval", click.FloatRange(min=0.1), "Seconds between looks.", 1.0)
+@value("--count", click.IntRange(min=1), "End after this number of looks.")
+@flag("--json as_json", "Print one JSON object per look.")
 @server_options
 def top(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
     """Show who waits, prefills and decodes in MODEL (by default the first chat model), and how the device is used."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
-from staticllm.cli.options import Number, model_option
+from staticllm.cli.options import Number, flag, model_option, value
 from staticllm.cli.progress import progress
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from staticllm.pipelines.simulator.validate import Check
     from staticllm.pipelines.simulator.workload import Arrival
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 LOAD = 0.6
 """The default rate as a share of the maximum rate. Near the maximum, the queue depends more on arrivals than on the policy."""
 HEADER = (
@@ -51,72 +49,69 @@ RARE = {
 
 POSITIVE = Number(0, 1e9, min_open=True)
 COUNT = click.IntRange(1)
-TABLE: tuple[tuple[str, Any, Any, str], ...] = (
-    ("--rate", POSITIVE, None, "Requests per second.  [60 % of the maximum rate]"),
-    ("--prompt", None, "256", "Tokens per prompt: N, or LEAST-MOST."),
-    ("--output", None, "256", "Tokens per answer: N, or LEAST-MOST."),
-    ("--answers", click.IntRange(1, 128), 1, "Answers per request."),
-    ("--beams", click.IntRange(1, 64), 1, "Beams per request instead."),
-    ("--draft-tokens", click.IntRange(1, 64), None, "Draft up to N tokens per request and call, where it pays."),
-    ("--accept", Number(0, 1), 0.7, "Probability that a drafted token is accepted."),
-    ("--draft-ms", click.FLOAT, 0.0, "Draft model's ms per token; 0 for prompt lookup."),
-    ("--trace", click.Path(), None, "Read requests from a file instead, JSON lines or CSV: arrival, prompt, output."),
-    ("--seed", click.IntRange(0), 0, "Seed of arrivals and lengths."),
-    ("--devices", COUNT, 1, "Devices that prefill and decode."),
-    ("--transfer-ms", click.FLOAT, 0.0, "Latency from P to D, per request."),
-    ("--slot-bytes", click.FLOAT, 0.0, "Bytes from P to D, per token."),
-    ("--bandwidth", POSITIVE, 10.0, "Bandwidth from P to D, GB/s."),
-    ("--dispatch", click.Choice(["least_loaded", "two_choices", "round_robin"]), "least_loaded",
-     "Which device takes a request."),
-    ("--concurrency", COUNT, None, "Most requests admitted at a time; others queue."),
-    ("--max-num-seqs", COUNT, None, "Most requests running at a time.  [as the pipeline]"),
-    ("--kv-slots", COUNT, None, "KV slots of the arena.  [as the pipeline]"),
-    ("--host-kv-slots", click.IntRange(0), None, "KV slots of the host pool.  [as the pipeline]"),
-    ("--ttft-ms", POSITIVE, None, "Target for the time to first token."),
-    ("--tpot-ms", POSITIVE, None, "Target for the time between two tokens."),
-    ("--gap-ms", POSITIVE, StaticLLMConfig.gap_ms,
-     "Longest wait of a request that has begun for a place among the running ones."),
-    ("--programs", click.Choice(["shared", "separate"]), "shared", "Which programs the device has, without --costs."),
-    ("--costs", click.Path(), None, "Read costs from a file, JSON: rows, kv_len, sequences, seconds."),
-    ("--weights-ms", click.FLOAT, 20.0, "Without --costs: ms per call,"),
-    ("--row-ms", click.FLOAT, 0.5, "plus ms per row,"),
-    ("--attention-us", click.FLOAT, 0.05, "plus us per row and slot that it sees."),
-    ("--host-ms", click.FLOAT, 0.0, "Host time between two calls."),
-    ("--swap-us", click.FLOAT, 0.0, "Host time per KV slot that is swapped."),
-    ("--job-ms", Number(0, 1e6, min_open=True), None,
-     "Calls of another model, such as documents to embed, that always wait on each device: ms per call."),
-    ("--save-costs", click.Path(), None, "Write the costs to a file; with --validate, the measured ones."),
-    ("--device", None, "CPU", "Device for --validate."),
-    ("--plot", click.Path(), None, "Plot the runs to a file: PNG, SVG, PDF."),
-)  # fmt: skip
-"""The options with one value: name, type, default (None for none), and help."""
-
-
-def table_options(command: Command) -> Command:
-    """Add the options of ``TABLE``."""
-    for name, kind, default, text in reversed(TABLE):
-        command = click.option(name, type=kind, default=default, show_default=default is not None, help=text)(command)
-    return command
 
 
 @click.command("simulate", cls=GroupedCommand, groups=GROUPS, rare=RARE)
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="May be repeated.  [dynamic, fcfs]"
-)
-@click.option("-n", "--requests", type=COUNT, default=200, show_default=True, help="Number of requests.")
-@click.option(
+@value("--policy policies", click.Choice(SCHEDULERS), "May be repeated.  [dynamic, fcfs]", multiple=True)
+@value("-n --requests", COUNT, "Number of requests.", 200)
+@value(
     "--arrivals",
-    type=click.Choice(["poisson", "uniform", "burst"]),
-    default="poisson",
-    show_default=True,
-    help="Arrival process; a burst arrives all at once.",
+    click.Choice(["poisson", "uniform", "burst"]),
+    "Arrival process; a burst arrives all at once.",
+    "poisson",
 )
-@click.option("--disaggregate", metavar="PxD", help="Use P devices that prefill and D that decode instead.")
-@click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
+@value("--disaggregate", None, "Use P devices that prefill and D that decode instead.", metavar="PxD")
+@flag("--validate", "Compare with the engine, on this machine.")
 @option_file
 @model_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@table_options
+@flag("--json as_json", "Print one JSON object.")
+@value("--rate", POSITIVE, "Requests per second.  [60 % of the maximum rate]")
+@value("--prompt", None, "Tokens per prompt: N, or LEAST-MOST.", "256")
+@value("--output", None, "Tokens per answer: N, or LEAST-MOST.", "256")
+@value("--answers", click.IntRange(1, 128), "Answers per request.", 1)
+@value("--beams", click.IntRange(1, 64), "Beams per request instead.", 1)
+@value("--draft-tokens", click.IntRange(1, 64), "Draft up to N tokens per request and call, where it pays.")
+@value("--accept", Number(0, 1), "Probability that a drafted token is accepted.", 0.7)
+@value("--draft-ms", click.FLOAT, "Draft model's ms per token; 0 for prompt lookup.", 0.0)
+@value("--trace", click.Path(), "Read requests from a file instead, JSON lines or CSV: arrival, prompt, output.")
+@value("--seed", click.IntRange(0), "Seed of arrivals and lengths.", 0)
+@value("--devices", COUNT, "Devices that prefill and decode.", 1)
+@value("--transfer-ms", click.FLOAT, "Latency from P to D, per request.", 0.0)
+@value("--slot-bytes", click.FLOAT, "Bytes from P to D, per token.", 0.0)
+@value("--bandwidth", POSITIVE, "Bandwidth from P to D, GB/s.", 10.0)
+@value(
+    "--dispatch",
+    click.Choice(["least_loaded", "two_choices", "round_robin"]),
+    "Which device takes a request.",
+    "least_loaded",
+)
+@value("--concurrency", COUNT, "Most requests admitted at a time; others queue.")
+@value("--max-num-seqs", COUNT, "Most requests running at a time.  [as the pipeline]")
+@value("--kv-slots", COUNT, "KV slots of the arena.  [as the pipeline]")
+@value("--host-kv-slots", click.IntRange(0), "KV slots of the host pool.  [as the pipeline]")
+@value("--ttft-ms", POSITIVE, "Target for the time to first token.")
+@value("--tpot-ms", POSITIVE, "Target for the time between two tokens.")
+@value(
+    "--gap-ms",
+    POSITIVE,
+    "Longest wait of a request that has begun for a place among the running ones.",
+    StaticLLMConfig.gap_ms,
+)
+@value("--programs", click.Choice(["shared", "separate"]), "Which programs the device has, without --costs.", "shared")
+@value("--costs", click.Path(), "Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
+@value("--weights-ms", click.FLOAT, "Without --costs: ms per call,", 20.0)
+@value("--row-ms", click.FLOAT, "plus ms per row,", 0.5)
+@value("--attention-us", click.FLOAT, "plus us per row and slot that it sees.", 0.05)
+@value("--host-ms", click.FLOAT, "Host time between two calls.", 0.0)
+@value("--swap-us", click.FLOAT, "Host time per KV slot that is swapped.", 0.0)
+@value(
+    "--job-ms",
+    Number(0, 1e6, min_open=True),
+    "Calls of another model, such as documents to embed, that always wait on each device: ms per call.",
+)
+@value("--save-costs", click.Path(), "Write the costs to a file; with --validate, the measured ones.")
+@value("--device", None, "Device for --validate.", "CPU")
+@value("--plot", click.Path(), "Plot the runs to a file: PNG, SVG, PDF.")
 def command(**options: Any) -> None:
     """Run scheduling policies, the same objects as in the engine, on a virtual clock with given costs per call.
 

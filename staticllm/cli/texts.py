@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import click
 
-from staticllm.cli.options import as_text
+from staticllm.cli.options import as_text, value
 from staticllm.errors import PromptError, StaticLLMError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -60,8 +60,8 @@ class Batch:
 def text_options(command: Command) -> Command:
     """Add ``[TEXTS]...``, ``--file`` and ``--field``."""
     for option in (
-        click.option("--field", metavar="NAME", help=f"Read JSON lines; the text is in this field.  [{FIELD}]"),
-        click.option("-f", "--file", type=click.Path(), help="A file with one text per line; - is stdin."),
+        value("--field", None, f"Read JSON lines; the text is in this field.  [{FIELD}]", metavar="NAME"),
+        value("-f --file", click.Path(), "A file with one text per line; - is stdin."),
         click.argument("texts", nargs=-1),
     ):
         command = option(command)

@@ -207,14 +207,7 @@ def test_costs_survive_a_round_trip_through_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     "entries",
-    [
-        [],
-        {},
-        [1],
-        [{"rows": 1}],
-        [{"rows": 1, "kv_len": 0, "seconds": 1}],
-        [{"rows": 1, "kv_len": 8, "seconds": 0}],
-    ],
+    [[], {}, [1], [{"rows": 1}], [{"rows": 1, "kv_len": 0, "seconds": 1}], [{"rows": 1, "kv_len": 8, "seconds": 0}]],
 )
 def test_bad_costs_are_refused(tmp_path, entries):
     path = tmp_path / "costs.json"
