@@ -68,7 +68,8 @@ def compare_costs(engine: Engine, on_progress: Callable[[int, int], None] = lamb
 
 def _compare(engine: Engine, variant: Variant) -> CostComparison:
     runner = engine.runner
-    planned, is_estimate = runner.costs(variant), variant not in runner.costs.measured
+    planned = runner.costs(variant)
+    is_estimate = variant not in runner.costs.measured
     timed = statistics.median(runner.probe.seconds_of(variant) for _ in range(RUNS))
     return CostComparison(str(variant), variant.rows, variant.kv_len, planned * 1e3, timed * 1e3, is_estimate)
 

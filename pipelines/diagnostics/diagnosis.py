@@ -107,7 +107,8 @@ class Diagnosis(Generic[K]):
 
         The seconds per call are those that a cache keeps of an earlier start, if the job has a cache.
         """
-        report, known = self.report(job), _kept_seconds(job)
+        report = self.report(job)
+        known = _kept_seconds(job)
         parts = {
             "weights": report.weights_bytes * copies_of_weights(report),
             "programs": PROGRAM_BYTES * report.num_programs,
@@ -192,7 +193,8 @@ class Diagnosis(Generic[K]):
         original = self.original(job)
         for variant, compiled in programs.compiled.items():
             call = job.kind.random_call(programs, variant)
-            expected, found = original(call), run_apart(compiled, call)
+            expected = original(call)
+            found = run_apart(compiled, call)
             names = sorted(expected.keys() & found.keys())
             if not names:
                 raise ModelError("the programs and the original have no output of the same name")
@@ -207,7 +209,8 @@ def copies_of_weights(report: ModelReport) -> int:
 
 def needs(report: ModelReport, parts: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of every ``MemoryEstimate`` for these bytes by part."""
-    needed, available = sum(parts.values()), device_memory(get_core(), report.device)
+    needed = sum(parts.values())
+    available = device_memory(get_core(), report.device)
     return {
         "model": report.model,
         "device": report.device,

@@ -60,7 +60,8 @@ def measure_divergence(
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")
     plan = prepare(models_path, device, config)
     texts, expected = reference_texts(Path(models_path))
-    settings, chosen = candidates(get_core(), plan.options), planned_settings(get_core(), plan.options)
+    settings = candidates(get_core(), plan.options)
+    chosen = planned_settings(get_core(), plan.options)
     total = len(settings) + len(PEERS)
     for number, (label, properties) in enumerate(settings.items()):
         on_progress(number, total)
@@ -79,7 +80,8 @@ def compare(label: str, expected: list[Logits], found: list[Logits], parts: tupl
     ``parts``: the parts of the work for which the calibration chose this setting.
     """
     of_texts = [kl_divergence(mine, other) for mine, other in zip(expected, found, strict=True)]
-    divergences, means = np.concatenate(of_texts), [each.mean() for each in of_texts]
+    divergences = np.concatenate(of_texts)
+    means = [each.mean() for each in of_texts]
     same = [mine.argmax(-1) == other.argmax(-1) for mine, other in zip(expected, found, strict=True)]
     mean = float(divergences.mean())
     return Divergence(
@@ -96,7 +98,8 @@ def compare(label: str, expected: list[Logits], found: list[Logits], parts: tupl
 
 def kl_divergence(expected: Logits, found: Logits) -> NDArray[np.float64]:
     """Return the Kullback-Leibler divergence of ``found`` from ``expected``, both ``[tokens, vocab]``, in nats per token."""
-    true, other = _log_softmax(expected), _log_softmax(found)
+    true = _log_softmax(expected)
+    other = _log_softmax(found)
     divergence: NDArray[np.float64] = (np.exp(true) * (true - other)).sum(-1)
     return divergence
 
@@ -106,10 +109,13 @@ def reference_texts(models_path: Path) -> tuple[list[list[int]], list[Logits]]:
 
     Such texts are typical of the model, which greedy texts are not: they tend to repeat themselves.
     """
-    reference, texts, logits = StatefulReference(models_path), list[list[int]](), list[Logits]()
+    reference = StatefulReference(models_path)
+    texts = list[list[int]]()
+    logits = list[Logits]()
     for seed in range(TEXTS):
         random = np.random.default_rng(seed)
-        text, lines = [int(random.integers(1, 1000))], list[Logits]()
+        text = [int(random.integers(1, 1000))]
+        lines = list[Logits]()
         reference.reset()
         while len(lines) < TEXT_LEN:
             lines.append(reference.logits(text[-1:])[-1])

@@ -157,7 +157,8 @@ def _cache(folder: Path) -> Iterator[Finding]:
 
 def _self_test(device: str) -> Finding:
     """Compare the embedded model on one device with the stateful original on the CPU."""
-    name, path = f"self-test {device}", demo_model_path()
+    name = f"self-test {device}"
+    path = demo_model_path()
     try:
         config = StaticLLMConfig(
             max_prompt_len=64,
@@ -167,7 +168,8 @@ def _self_test(device: str) -> Finding:
             device_properties=exact_for(device),
         )
         runner = load(path, device, config).runner
-        sequence, tokens = runner.reset(), list[int]()
+        sequence = runner.reset()
+        tokens = list[int]()
         logits = runner.prefill(sequence, SELF_TEST)
         while len(tokens) < NUM_NEW:
             tokens.append(int(logits.argmax()))

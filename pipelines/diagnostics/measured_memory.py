@@ -145,7 +145,8 @@ class Stages:
 
     def _count(self) -> dict[str, int]:
         assert self._pipe is not None
-        runner, pool = self._pipe.engine.runner, self._pipe.engine.kv_manager.host_pool
+        runner = self._pipe.engine.runner
+        pool = self._pipe.engine.kv_manager.host_pool
         blocks = runner.cache.arena.blocks
         slot_bytes = runner.cache.arena.num_bytes // max(runner.cache.num_slots, 1)
         return {

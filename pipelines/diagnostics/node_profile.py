@@ -70,7 +70,8 @@ def profile_calls(
         shared = (each for each in plan.variants if plan.options.program_group(each) == group)
         alike = shared if plan.options.mode == "shared" else (variant,)
         compiled = compile_all(plan.restricted(alike)).compiled[variant]
-        times, fused = _run(compiled, variant), _fused(compiled)
+        times = _run(compiled, variant)
+        fused = _fused(compiled)
         kinds = {
             node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times
         }

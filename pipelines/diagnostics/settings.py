@@ -72,7 +72,8 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
     matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []
     if not matrices:
         return
-    probe, settings = Probe(get_core(), device, matrices), candidates(get_core(), plan.options)
+    probe = Probe(get_core(), device, matrices)
+    settings = candidates(get_core(), plan.options)
     if not probe.takes_large_groups:
         settings = {label: each for label, each in settings.items() if each.get(GROUP_SIZE) != LARGE_GROUP}
     for rows in PROBED_ROWS:

@@ -98,7 +98,8 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         "num_swapped": step.num_swapped, "swapped": list(step.swapped), "preempted": list(step.preempted),
         "failed": step.has_failed, "host_ns": None if step.host is None else _host_ns(step.host),
     }  # fmt: skip
-    start, name = clock(step.start), f"{variant} failed" if step.has_failed else str(variant)
+    start = clock(step.start)
+    name = f"{variant} failed" if step.has_failed else str(variant)
     yield _slice(name, "call", DEVICE, 0, start, clock(step.end), args)
     yield from _host_events(step, clock)
     for request in step.preempted:
@@ -126,7 +127,8 @@ def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     """Yield slices of the engine's work before and after the call, on a track of their own."""
     if step.host is None:
         return
-    host, end = step.host, step.end
+    host = step.host
+    end = step.end
     moments = {
         "plan": (step.start - host.prepare - host.plan, step.start - host.prepare),
         "prepare": (step.start - host.prepare, step.start),
@@ -154,7 +156,9 @@ def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
         "token_times_ns": [clock(moment) for moment in request.token_times],
     }  # fmt: skip
     last = max(moment for moment in (request.arrival, request.ended, *request.token_times) if moment is not None)
-    name, start, end = f"request {request.id}", clock(request.arrival), clock(last)
+    name = f"request {request.id}"
+    start = clock(request.arrival)
+    end = clock(last)
     yield _slice(name, "request", REQUESTS, request.id, start, end, args)
     yield _mark(str(request.reason), "end", request.id, end)
 
@@ -205,7 +209,8 @@ def _host(parts: dict[str, int] | None) -> HostTimes | None:
 
 def _request(event: Event) -> RequestRecord:
     args = event["args"]
-    started, ended = args["started_ns"], args["ended_ns"]
+    started = args["started_ns"]
+    ended = args["ended_ns"]
     return RequestRecord(
         id=event["tid"],
         arrival=event["ts"] / 1e6,
@@ -262,7 +267,8 @@ def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> It
     since: dict[int, float] = {}
 
     def span(number: int, now: float) -> tuple[int, Span]:
-        start, end = since.pop(number), ended[number].ended if number in ended else None
+        start = since.pop(number)
+        end = ended[number].ended if number in ended else None
         return number, Span("swapped", start, max(start, now if end is None else min(now, end)))
 
     for step in steps:

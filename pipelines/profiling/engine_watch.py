@@ -63,7 +63,8 @@ class CallLog:
     def entries_after(self, after: int) -> tuple[list[dict[str, Any]], int, int]:
         """Return the same in one list, the number of the last entry, and how many were dropped."""
         with self._lock:
-            entries, cursor = list(self._entries), self._next - 1
+            entries = list(self._entries)
+            cursor = self._next - 1
         after = after if after <= cursor else 0
         oldest = entries[0]["number"] if entries else cursor + 1
         found = [entry for entry in entries if entry["number"] > after]
@@ -80,7 +81,8 @@ class EngineWatch:
         self._pending: deque[Record] = deque(maxlen=MAX_PENDING)
         self._num_lost = 0  # records that were replaced while they were pending; only the engine's thread counts
         self._num_known_lost = 0
-        self._log, self._origin = CallLog(first), origin
+        self._log = CallLog(first)
+        self._origin = origin
         self._lock = threading.Lock()  # held while records are numbered
         self._last_tokens: dict[int, float] = {}  # the moment of each request's last token
         self._decoding: set[int] = set()

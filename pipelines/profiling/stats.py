@@ -140,7 +140,8 @@ class Profiler:
 
 
 def _add_step(totals: _Totals, step: StepRecord) -> None:
-    prefill, decode = step.prefill_rows, step.decode_rows
+    prefill = step.prefill_rows
+    decode = step.decode_rows
     totals.steps += 1
     totals.preemptions += len(step.preempted)
     if step.has_failed:

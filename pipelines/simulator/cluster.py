@@ -77,7 +77,9 @@ class Cluster:
     def __init__(
         self, first: Pool, decode: Pool | None = None, link: Link | None = None, concurrency: int | None = None
     ) -> None:
-        self._first, self._decode, self._link = first, decode, link or Link()
+        self._first = first
+        self._decode = decode
+        self._link = link or Link()
         self._num_admissible = float("inf") if concurrency is None else concurrency
         self._queue: deque[SimulatedRequest] = deque()
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
@@ -157,7 +159,8 @@ class Cluster:
     def _collect(self, device: SimulatedDevice, now: float) -> None:
         """Record the answers that leave a device, or hand their requests over to one that decodes."""
         for ended in device.finish():
-            request, record = ended.request, ended.record
+            request = ended.request
+            record = ended.record
             is_short = len(record.token_times) < request.arrival.num_output
             has_room = record.num_prompt + len(record.token_times) <= device.model.max_seq_len
             if self._decode is not None and request.before is None and is_short and has_room:

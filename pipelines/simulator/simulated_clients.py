@@ -45,7 +45,8 @@ class SimulatedClients:
 
     def close_done(self) -> None:
         """Close the sequences whose answers are complete."""
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         for state in done:
             self._core.feeds.close(state, is_reusable=False)
 
@@ -86,7 +87,8 @@ class SimulatedJobs:
     def __init__(self, jobs: BulkJobs, clock: VirtualClock) -> None:
         self.id = new_source_id()
         self.num_calls = 0
-        self._jobs, self._clock = jobs, clock
+        self._jobs = jobs
+        self._clock = clock
         self._next_seconds = jobs.seconds
 
     @property

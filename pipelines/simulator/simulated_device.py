@@ -201,8 +201,10 @@ class SimulatedDevice:
 
     def finish(self) -> list[Ended]:
         """End the step, and return the answers that leave the device."""
-        self.is_running, self._num_leaving = False, 0
-        ended, self._ended = self._ended, []
+        self.is_running = False
+        self._num_leaving = 0
+        ended = self._ended
+        self._ended = []
         return ended
 
     def close(self) -> None:
@@ -235,7 +237,8 @@ class SimulatedDevice:
     def _begin(self, request: SimulatedRequest) -> None:
         arrival = request.arrival
         if arrival.think is not None:
-            number, state = self._clients.begin(arrival), None
+            number = self._clients.begin(arrival)
+            state = None
         else:
             asked = request.engine_request(self.model.max_seq_len, self.model.drafting)
             state = new_state(asked, VOCAB_SIZE, None, (), None, None, self.clock)

@@ -57,7 +57,9 @@ class SimulatedProgram:
 
     def __init__(self, buffers: StepBuffers, seconds: float, clock: VirtualClock, logits: NextLogits) -> None:
         self.buffers = buffers
-        self._seconds, self._clock, self._next_logits = seconds, clock, logits
+        self._seconds = seconds
+        self._clock = clock
+        self._next_logits = logits
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float:
         """Let the time of a call pass, and return it in seconds."""
@@ -73,8 +75,10 @@ class SimulatedCache(KVCache):
 
     def __init__(self, kv_lens: Sequence[int], num_slots: int, clock: VirtualClock, swap_seconds: float) -> None:
         super().__init__(SHAPE, kv_lens)
-        self.num_slots, self.slots = num_slots, SlotAllocator(num_slots)
-        self._clock, self._swap_seconds = clock, swap_seconds
+        self.num_slots = num_slots
+        self.slots = SlotAllocator(num_slots)
+        self._clock = clock
+        self._swap_seconds = swap_seconds
 
     def copy_out(self, sequence: KVSequence) -> StoredSequence:
         self._clock.advance(len(sequence) * self._swap_seconds)
@@ -100,7 +104,8 @@ class SimulatedRunner(ModelRunner):
         host: HostCost,
     ) -> None:
         super().__init__(cache, programs, costs, clock=clock)
-        self._virtual_clock, self._host = clock, host
+        self._virtual_clock = clock
+        self._host = host
         self.num_calls = 0
         self.is_waking = True
 
@@ -202,7 +207,8 @@ class Drafting:
 
     def model(self, max_num_seqs: int, max_seq_len: int, clock: VirtualClock) -> DraftModel:
         """Return a draft model for ``max_num_seqs`` sequences of ``max_seq_len`` tokens."""
-        num_slots, sizes = max_num_seqs * max_seq_len, range(1, max_num_seqs + 1)
+        num_slots = max_num_seqs * max_seq_len
+        sizes = range(1, max_num_seqs + 1)
         variants = {Variant(min(max_seq_len, LONGEST_CHUNK), num_slots)}
         variants |= {Variant(n * rows, num_slots, n) for n in sizes for rows in (1, PACKED_TOKENS)}
         rng = np.random.default_rng(0)

@@ -115,11 +115,13 @@ def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 
 
 
 def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
-    config, runner = pipe.config, pipe.engine.runner
+    config = pipe.config
+    runner = pipe.engine.runner
     limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms, config.gap_ms)
     num_slots = runner.cache.slots.num_slots
     known = runner.costs.measured
-    cost, host = measured_costs(records, known), measured_host(records)
+    cost = measured_costs(records, known)
+    host = measured_host(records)
     return DeviceModel(runner.index, cost, limits, num_slots, config.num_host_slots, config.max_seq_len, host, known)
 
 
@@ -197,7 +199,8 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
         StaticLLMError: a request failed.
     """
     rng = np.random.default_rng(seed)
-    profiler, records = pipe.engine.profiler, list[Record]()
+    profiler = pipe.engine.profiler
+    records = list[Record]()
     prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids in every vocabulary
     handles: list[GenerationHandle] = []
     profiler.trace = records
@@ -217,7 +220,8 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
 
 def _load(model: str | os.PathLike[str], device: str, policy: str) -> StaticLLMPipeline:
     """Load the pipeline without prefix caching, which the simulator does not model."""
-    longest_prompt, longest_output = max(prompt for prompt, _ in WORKLOADS), max(output for _, output in WORKLOADS)
+    longest_prompt = max(prompt for prompt, _ in WORKLOADS)
+    longest_output = max(output for _, output in WORKLOADS)
     return StaticLLMPipeline(
         model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=MAX_SEQS,
         PREFIX_CACHING=False, MAX_WAITING=MANY_WAITING, SCHEDULER=policy,

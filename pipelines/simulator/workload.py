@@ -139,7 +139,8 @@ def _json_rows(place: Path, lines: list[str]) -> list[tuple[int, Any]]:
 
 def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
     try:
-        beams, answers = int(row.get("beams") or 1), int(row.get("answers") or 1)
+        beams = int(row.get("beams") or 1)
+        answers = int(row.get("answers") or 1)
         arrival = Arrival(
             number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), int(row.get("priority") or 0),
             num_answers=max(beams, answers), are_beams=beams > 1,

@@ -126,7 +126,8 @@ def install(python: str, hook: Path, daemon: list[str]) -> Path:
     Raises:
         ConfigError: the interpreter cannot be run, or its folder cannot be written.
     """
-    path, module = _folder_of(python) / FILE, str(hook / "sitecustomize.py")
+    path = _folder_of(python) / FILE
+    module = str(hook / "sitecustomize.py")
     gone = _GONE.format(module=module, file=str(path))
     line = _LINE.format(hook=str(hook), module=module, daemon=json.dumps(daemon), gone=gone)
     try:

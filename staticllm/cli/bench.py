@@ -348,7 +348,8 @@ def _tests(options: dict[str, Any]) -> list[Test]:
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
     """Return the user's properties, with lengths and a queue large enough for every test, and with prefix caching off."""
-    default, most = StaticLLMConfig(), max(test.clients for test in tests)
+    default = StaticLLMConfig()
+    most = max(test.clients for test in tests)
     lengths = {
         "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
         "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),

@@ -105,7 +105,8 @@ def list_sets(folder: str, as_json: bool) -> None:
 @_common
 def verify(folder: str, as_json: bool) -> None:
     """Compare every byte of every set in FOLDER with its digest. Exit with code 1 if a set is damaged."""
-    cache, rows = _open(folder), []
+    cache = _open(folder)
+    rows = []
     with progress("comparing digests") as shown:
         num_sets = len(cache.entries())
         for entry, problem in cache.verify():
@@ -169,7 +170,8 @@ def import_(folder: str, source: str, as_json: bool) -> None:
     manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # check all bytes first, so that nothing of a damaged set is copied
         pass
-    cache, key = BlobCache(folder, key=_key()), key_of(manifest.fingerprint)
+    cache = BlobCache(folder, key=_key())
+    key = key_of(manifest.fingerprint)
     _copy(cache, Path(source), cache.path(key), key)
     click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 

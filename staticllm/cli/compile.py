@@ -157,12 +157,15 @@ class Steps:
         self._shown(event)
         if self._is_terminal or not event.is_done or event.stage not in DONE:
             return
-        text, index, total = DONE[event.stage], event.index, event.total
+        text = DONE[event.stage]
+        index = event.index
+        total = event.total
         if event.stage == "compile":
             self._compiled = [*(self._compiled if index > 1 else []), event.variant]
         if event.stage == "export":  # reported per variant; variants of one program share its blob
             if event.variant not in self._compiled:
                 return
-            index, total = self._compiled.index(event.variant) + 1, len(self._compiled)
+            index = self._compiled.index(event.variant) + 1
+            total = len(self._compiled)
         what = f"{text} {index} of {total}" if total > 1 else text
         click.echo(f"{what:<28} {event.seconds:6.2f} s", err=True)

@@ -79,7 +79,9 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
     """Show again and again who uses the devices."""
     from staticllm.daemon.process import lifetime
 
-    folder, before, number = _folder(), None, 0
+    folder = _folder()
+    before = None
+    number = 0
     while count is None or number < count:
         if number:
             time.sleep(interval)
@@ -92,7 +94,8 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
             if number and sys.stdout.isatty():
                 click.clear()
             click.echo("\n".join(_lines(found, before, interval)))
-        before, number = found, number + 1
+        before = found
+        number = number + 1
 
 
 @command.command()

@@ -134,9 +134,13 @@ class Embedder:
     def __init__(
         self, pipe: StaticEmbeddingPipeline, source: TextSource, prompt: str, dimensions: int | None, shown: Progress
     ) -> None:
-        self._pipe, self._source, self._prompt, self._dimensions = pipe, source, prompt, dimensions
+        self._pipe = pipe
+        self._source = source
+        self._prompt = prompt
+        self._dimensions = dimensions
         self._shown = shown
-        self._num_done, self._share = 0, 0.0
+        self._num_done = 0
+        self._share = 0.0
         self._lock = threading.Lock()
         self._is_stopped = False
 

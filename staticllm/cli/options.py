@@ -158,7 +158,8 @@ def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLM
     """
     from staticllm.devices import check_device, check_known, get_core, known_properties, supported_properties
 
-    core, device = get_core(), options["device"]
+    core = get_core()
+    device = options["device"]
     known = (
         supported_properties(core, check_device(core, device))
         if needs_device
@@ -207,7 +208,8 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
     Raises:
         UsageError: the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence.
     """
-    longest, room = properties["MAX_PROMPT_LEN"], properties["MIN_RESPONSE_LEN"]
+    longest = properties["MAX_PROMPT_LEN"]
+    room = properties["MIN_RESPONSE_LEN"]
     if not isinstance(longest, int) or not isinstance(room, int):
         return  # the config raises the error
     if prompt > longest:

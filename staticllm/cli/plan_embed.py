@@ -152,7 +152,9 @@ def _costs(options: dict[str, Any]) -> dict[str, DeploymentCost | ConfigError]:
     from staticllm.pipelines.embedding.windve.deployment_cost import average_cost, peak_cost
 
     main, *helping = _devices(options)
-    peak, average, price = options["peak"], options["average"], options["price"] or 0.0
+    peak = options["peak"]
+    average = options["average"]
+    price = options["price"] or 0.0
 
     def tried(cost: Callable[..., DeploymentCost], *arguments: float) -> DeploymentCost | ConfigError:
         try:
@@ -182,7 +184,9 @@ def _devices(options: dict[str, Any]) -> list[_Device]:
     """
     from staticllm.pipelines.embedding.windve.depth_file import read_estimates
 
-    depths, path, limit_s = options["depths"], options["estimates"], options["limit_s"]
+    depths = options["depths"]
+    path = options["estimates"]
+    limit_s = options["limit_s"]
     if depths is not None:
         match = re.fullmatch(r"(\d{1,6}),(\d{1,6})", depths, re.ASCII)
         if not match:

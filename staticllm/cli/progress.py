@@ -39,7 +39,9 @@ class Progress:
         self._lock = threading.Lock()
         self._is_closed = False
         self._bar: tqdm[Any] | None = None
-        self._text, self._num_done, self._total = text, 0, 0
+        self._text = text
+        self._num_done = 0
+        self._total = 0
 
     def __call__(self, event: ProgressEvent) -> None:
         """Show one part of loading a model; pass this object as ``on_progress``."""
@@ -49,7 +51,9 @@ class Progress:
     def show(self, text: str, num_done: int = 0, total: int = 0) -> None:
         """Show that ``num_done`` of ``total`` parts are done; without a total the line has a clock and no bar."""
         with self._lock:
-            self._text, self._num_done, self._total = text, num_done, total
+            self._text = text
+            self._num_done = num_done
+            self._total = total
 
     def write(self, line: str) -> None:
         """Print a line on stdout; the bar stays below it."""
@@ -71,7 +75,8 @@ class Progress:
                 bar.start_t = self._start
                 self._bar = bar
             bar.bar_format = WITH_TOTAL if self._total > 1 else WITHOUT_TOTAL
-            bar.total, bar.n = self._total, self._num_done
+            bar.total = self._total
+            bar.n = self._num_done
             bar.set_description_str(self._text)
 
     def close(self) -> None:

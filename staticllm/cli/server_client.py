@@ -172,7 +172,8 @@ class ServerClient:
 
     def _json(self, response: httpx.Response, seconds: float) -> Any:
         """Read an answer within a time and a size, and return its JSON."""
-        status, until = response.status_code, time.monotonic() + seconds
+        status = response.status_code
+        until = time.monotonic() + seconds
         data = bytearray()
         for part in response.iter_bytes():
             data += part
@@ -221,7 +222,8 @@ def _is_event(found: Any) -> bool:
     """Return whether a value has the form of a chunk, as far as it is read."""
     if not isinstance(found, dict):
         return False
-    choices, usage = found.get("choices") or [], found.get("usage") or {}
+    choices = found.get("choices") or []
+    usage = found.get("usage") or {}
     if not isinstance(choices, list) or not isinstance(usage, dict):
         return False
     return isinstance(usage.get("prompt_tokens_details") or {}, dict) and all(map(_is_choice, choices))

@@ -138,14 +138,16 @@ def top(client: ServerClient, model: str | None, interval: float, count: int | N
             if number and sys.stdout.isatty():
                 click.clear()
             click.echo("\n".join(lines_of(client.url, found, before)))
-        before, number = found, number + 1
+        before = found
+        number = number + 1
 
 
 def lines_of(url: str, found: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
     """Return what a person reads of the feed ``found``, with rates since the feed ``before``."""
     status = next((each["status"] for each in found["models"] if each["name"] == found["model"]), "?")
     head = f"{found['model']} at {url}: {status}"
-    totals, limits = found["totals"], found["limits"]
+    totals = found["totals"]
+    limits = found["limits"]
     if totals is None or limits is None:
         return [head, "nothing is loaded, or its process is being started"]
     lines = [f"{head}, {totals['requests']} answers, {totals['calls']} device calls, {totals['preemptions']} preempted"]
@@ -182,7 +184,8 @@ def _rates(totals: dict[str, Any], before: dict[str, Any] | None, found: dict[st
         return
     prefill, decode = ((totals[name] - old[name]) / seconds for name in ("prefill_seconds", "decode_seconds"))
     yield f"device    {_bar(prefill + decode)} {prefill:.0%} prefill, {decode:.0%} decode"
-    new, read = totals["output_tokens"] - old["output_tokens"], totals["prompt_tokens"] - old["prompt_tokens"]
+    new = totals["output_tokens"] - old["output_tokens"]
+    read = totals["prompt_tokens"] - old["prompt_tokens"]
     cached = totals["cached_tokens"] - old["cached_tokens"]
     yield f"tokens/s  {new / seconds:.1f} generated, {read / seconds:.1f} of prompts, {cached / seconds:.1f} cached"
 

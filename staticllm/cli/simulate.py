@@ -209,7 +209,8 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
     if options["answers"] > 1 and options["beams"] > 1:
         raise click.UsageError("--answers and --beams are two ways to decode: give one of them")
     lengths = workload.Lengths(_range("--prompt", options["prompt"]), _range("--output", options["output"]))
-    count, seed = options["requests"], options["seed"]
+    count = options["requests"]
+    seed = options["seed"]
     if options["arrivals"] == "burst":
         found = workload.burst(count, lengths, seed)
     else:

@@ -183,6 +183,7 @@ def _batches(entries: Iterator[Entry], share: Callable[[], float | None]) -> Ite
         num_chars += len(entry.text)
         if len(held) == BATCH_TEXTS or num_chars >= BATCH_CHARS:
             yield Batch(held, share())
-            held, num_chars = [], 0
+            held = []
+            num_chars = 0
     if held:
         yield Batch(held, share())

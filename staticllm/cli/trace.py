@@ -90,7 +90,8 @@ def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) ->
 
     rng = np.random.default_rng([num_prompt, num_new])
     due = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
-    start, handles = time.perf_counter(), []
+    start = time.perf_counter()
+    handles = []
     for moment in due:
         time.sleep(max(0.0, start + moment - time.perf_counter()))
         prompt = rng.integers(*TOKEN_IDS, num_prompt)

@@ -256,7 +256,8 @@ def _head(config: dict[str, Any]) -> str:
 
     A model with its own code says by ``auto_map`` that it is a causal language model, whatever its class is called.
     """
-    named, code = config.get("architectures"), config.get("auto_map")
+    named = config.get("architectures")
+    code = config.get("auto_map")
     name = str(named[0]) if isinstance(named, list) and named else ""
     if (
         isinstance(code, dict)
