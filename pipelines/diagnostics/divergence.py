@@ -1,7 +1,6 @@
 """Measures how far a model's probabilities diverge from those of the original in f32, for each setting of the CPU plugin.
 
-Settings are the precision of the computation and the groups in which activations are quantized. A text that the original wrote is
-run token by token through the original in f32 without quantization, and through the programs with each setting.
+A text that the original wrote runs token by token through the original, and through programs of each precision and quantization.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 MOST_DIVERGENCE = 2e-4
 """The largest mean divergence (KL, nats per token) of a setting that may be chosen without being asked for."""
 TEXTS, TEXT_LEN = 8, 64
-"""Texts and their tokens. The mean divergence of one text of 128 tokens is up to 8 times that of another
-(docs/benchmarks.md), so a few long texts say less than many short ones."""
+"""Number of texts, and their tokens: means of texts differ up to 8 times (docs/benchmarks.md), so many short ones are used."""
 PEERS: dict[str, dict[str, Any]] = {
     "the original, plugin's defaults (as GenAI)": {},
     "the original, f32 (as GenAI with f32)": {PRECISION: "f32"},
@@ -47,14 +45,11 @@ def measure_divergence(
 ) -> Iterator[Divergence]:
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
-    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress`` receives the
-    number of settings that were measured, and the number of all.
+    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
+    all settings).
 
     Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        ConfigError: the device is not a CPU, or an option is impossible for this model.
+        ConfigError: the device is not a CPU; and what ``prepare`` raises.
     """
     if kind(device) != "CPU":
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")

@@ -1,4 +1,4 @@
-"""Keeps the last device calls and answers of an engine for those who watch it."""
+"""Keeps the last device calls and answers of an engine, for the page and the feeds that show them."""
 
 from __future__ import annotations
 

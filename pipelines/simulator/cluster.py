@@ -55,13 +55,13 @@ class Pool:
     ) -> None:
         self.devices = [SimulatedDevice(model, policy()) for _ in range(size)]
         self._dispatch = dispatch
-        self._turns = count()
+        self._numbers = count()
         self._random = random.Random(0)
 
     def choose(self) -> SimulatedDevice:
         """Return the device that receives the next request."""
         if self._dispatch == "round_robin":
-            return self.devices[next(self._turns) % len(self.devices)]
+            return self.devices[next(self._numbers) % len(self.devices)]
         devices = self.devices
         if self._dispatch == "two_choices":
             devices = self._random.sample(devices, min(2, len(devices)))
@@ -190,9 +190,8 @@ BUSY_REQUESTS = 64
 class Scenario:
     """A workload and the devices that serve it.
 
-    ``num_devices`` devices prefill and decode; if ``num_decode_devices`` is not 0, they only prefill, and the others decode.
-    ``link`` is the transfer of KV slots between the two kinds. ``dispatch`` decides which device receives a request. At most
-    ``concurrency`` requests are admitted at a time; None means no limit. Every device has its own object of the policy.
+    ``num_devices`` devices prefill and decode; with ``num_decode_devices``, they only prefill, and the others decode after the
+    transfer over ``link``. At most ``concurrency`` requests are admitted at a time; None for no limit.
     """
 
     model: DeviceModel

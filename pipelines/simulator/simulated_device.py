@@ -35,12 +35,10 @@ from staticllm.pipelines.simulator.workload import Arrival
 class DeviceModel:
     """The programs, costs and KV slots of a device.
 
-    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
-    slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
-    ``jobs`` are calls of another model on the same device.
-    ``lingers``: whether the device waits for away requests that are due. ``drafting``: drafts of the next tokens, None without.
-    ``prefix_caching``: whether the sequences of beams and clients that lose their slots are kept in the host pool; prompts never
-    begin alike.
+    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
+    sequence. The policy sees the exact costs, or begins with the measurements ``known`` and updates them. ``jobs`` are calls of
+    another model. ``lingers``: as in ``EngineOptions``. ``prefix_caching``: whether beams and clients' sequences that lose
+    their slots are kept in the host pool; prompts never begin alike.
     """
 
     index: VariantIndex

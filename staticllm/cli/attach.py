@@ -18,8 +18,7 @@ from staticllm.wire import endpoint
 
 HOOK = Path(staticllm.__file__).parent / "attach" / "startup"
 FILE = "staticllm-attach.pth"
-"""The name of the file in the environment's site-packages. Python runs its line at each start, and reads it as the locale says:
-it is ASCII."""
+"""The file in the environment's site-packages whose line Python runs at each start; ASCII, for it is read as the locale says."""
 _SECONDS = 60.0
 _LINE = (
     'import os, sys; os.environ.get("STATICLLM_ATTACH", "off") not in ("", "off") and not sys.flags.ignore_environment '

@@ -76,7 +76,7 @@ def show_status(as_json: bool) -> None:
 @value("--count", click.IntRange(min=1), "End after this number of looks.")
 @flag("--json as_json", "Print one JSON object per look.")
 def top(interval: float, count: int | None, as_json: bool) -> None:
-    """Show again and again who uses the devices."""
+    """Show again and again which programs use the devices."""
     from staticllm.daemon.process import lifetime
 
     folder = _folder()
@@ -102,7 +102,7 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
 @value("--seconds", click.FloatRange(min=0.1), "How long to record.", 5.0)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("daemon_trace.json"))
 def trace(seconds: float, output: Path) -> None:
-    """Record who uses the devices, as a Chrome trace with a track for each program."""
+    """Record which programs use the devices, as a Chrome trace with a track for each program."""
     from staticllm.daemon.process import lifetime
     from staticllm.pipelines.daemon_client.daemon_link import ask
 

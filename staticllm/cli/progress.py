@@ -1,8 +1,4 @@
-"""Shows a progress bar on stderr for work that may take longer than two seconds, if stderr is a terminal.
-
-``tqdm`` draws it: it clears its line at the end, shows the elapsed time, fits narrow terminals, falls back to ASCII, and has no
-dependencies. click's own bar stays on the screen and has no clock, and ``rich`` needs three more packages.
-"""
+"""Shows a progress bar on stderr, drawn by ``tqdm``, for work that may take longer than two seconds, if stderr is a terminal."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ RARE = {
 @value("--max-waiting", click.IntRange(1), "Requests that wait per model.", 64)
 @value("--max-per-client", click.IntRange(1), "Answers of one client at once.  [3/4, or all if it is alone]")
 @value("--memory-limit-mb", click.IntRange(1), "Memory of all loaded models together, by estimate.")
-@value("--idle-unload", Number(0.1), "Unload models that nobody used for so long.", metavar="SECONDS")
+@value("--idle-unload", Number(0.1), "Unload models that were not used for this long.", metavar="SECONDS")
 @flag("--lazy", "Load the first model by its first request, too.")
 @value("--grace", Number(0), "Seconds for running answers at the end.", 10.0)
 @value("--max-body-mb", click.IntRange(1, 1024), "Largest request.", 16)

@@ -122,7 +122,7 @@ def _described(client: ServerClient, model: str) -> dict[str, Any]:
 @flag("--json as_json", "Print one JSON object per look.")
 @server_options
 def top(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
-    """Show who waits, prefills and decodes in MODEL (by default the first chat model), and how the device is used."""
+    """Show which requests wait, prefill and decode in MODEL (by default the first chat model), and how the device is used."""
     before: dict[str, Any] | None = None
     number = 0
     while count is None or number < count:

@@ -23,7 +23,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 MAX_LINE_BYTES = 1 << 26
 TEXT_ERROR = re.compile(r"text (\d+):? (.*)", re.DOTALL)
 BATCH_TEXTS, BATCH_CHARS = 1024, 1 << 22
-"""So many texts or characters are read before they are handed on: more fill a device's calls hardly better."""
+"""Size of a batch: more texts or characters hardly fill a device's calls better."""
 
 
 @dataclass(frozen=True)
