@@ -83,7 +83,6 @@ class Diagnosis(Generic[K]):
 
     def described(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> dict[str, Any]:
         """Return the fields of a report that are those of every kind, but ``settings``."""
-        lowered: Any = plan.lowered
         return {
             "model": str(job.directory),
             "kind": job.kind.name,
@@ -92,7 +91,7 @@ class Diagnosis(Generic[K]):
             "num_programs": len(first_variants(plan.variants, plan.options)),
             "weights_bytes": job.weights.stat().st_size,
             "buffers_bytes": self.buffer_bytes(plan),
-            "passes": tuple(getattr(lowered, "reports", ())),
+            "passes": tuple(plan.lowered.reports),
             "variants": plan.variants,
         }
 
@@ -132,17 +131,14 @@ class Diagnosis(Generic[K]):
         parts = {"programs, with weights": loaded - before, "buffers, first calls": after - loaded}
         return self._timed(report, parts, runner.measured_costs, "measured now")
 
-    def label(self, variant: Any) -> str:
-        """Return the sizes of a variant in short."""
-        return str(variant)
+    def timed(self, variant: Any, seconds: float | None) -> TimedVariant:
+        """Return a variant with the seconds of a call; None if they are not known."""
+        return TimedVariant(variant, str(variant), variant.rows, seconds)
 
     def _timed(
         self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], source: SecondsSource
     ) -> TimedEstimate:
-        variants = (
-            TimedVariant(each, self.label(each), each.rows * getattr(each, "batch", 1), seconds.get(each))
-            for each in report.variants
-        )
+        variants = (self.timed(each, seconds.get(each)) for each in report.variants)
         return TimedEstimate(
             **needs(report, parts),
             programs=report.programs,

@@ -23,6 +23,7 @@ from staticllm.pipelines.diagnostics.reports import (
     Agreement,
     EncoderReport,
     PoolingSource,
+    TimedVariant,
     Verdict,
     difference,
     encoder_size,
@@ -119,8 +120,8 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
         shared = (*past_names(shape), *present_names(shape))
         return own + sum(4 * math.prod(encoder_shape_of(name, shape, most)) for name in shared)
 
-    def label(self, variant: EncoderVariant) -> str:
-        return encoder_size(variant)
+    def timed(self, variant: EncoderVariant, seconds: float | None) -> TimedVariant:
+        return TimedVariant(variant, encoder_size(variant), variant.batch * variant.rows, seconds)
 
     def verdicts(self, job: EncoderJob, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
         """Compare texts of several lengths alone, packed with each other, and as the original computes them."""

@@ -19,8 +19,6 @@ Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first 
 DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
 SCHEMA = 4
-RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
-"""The names of the fields of ``HostTimes`` in version 2 of the schema, with the current ones."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _step(event: Event) -> StepRecord:
     return StepRecord(
         start=event["ts"] / 1e6,
         seconds=event["dur"] / 1e6,
-        variant=Variant(args["rows"], args["kv_len"], args["sequences"], args.get("extra_logits", 0)),
+        variant=Variant(args["rows"], args["kv_len"], args["sequences"], args["extra_logits"]),
         decode=tuple(args["decode"]),
         prefill=tuple((number, count) for number, count in args["prefill"]),
         slots_in_use=args["slots_in_use"],
@@ -187,12 +185,10 @@ def _step(event: Event) -> StepRecord:
         num_swapped=args["num_swapped"],
         num_running=args["running"],
         swapped=tuple(args["swapped"]),
-        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema has neither this nor "failed"
-        has_failed=args.get("failed", False),
-        host=_host(args.get("host_ns")),
-        drafts=tuple(
-            (number, count, accepted) for number, count, accepted in args.get("drafts", ())
-        ),  # since version 4
+        preempted=tuple(args["preempted"]),
+        has_failed=args["failed"],
+        host=_host(args["host_ns"]),
+        drafts=tuple((number, count, accepted) for number, count, accepted in args["drafts"]),
     )
 
 
@@ -204,7 +200,7 @@ def _job(event: Event) -> JobRecord:
 def _host(parts: dict[str, int] | None) -> HostTimes | None:
     if parts is None:
         return None
-    return HostTimes(**{RENAMED_HOST_TIMES.get(name, name): value / 1e9 for name, value in parts.items()})
+    return HostTimes(**{name: value / 1e9 for name, value in parts.items()})
 
 
 def _request(event: Event) -> RequestRecord:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import openvino as ov
 
+from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import ProgramVariant
 
 V = TypeVar("V", bound=ProgramVariant)
@@ -22,6 +24,11 @@ class Lowered(Protocol[V_contra, S_co]):
     @property
     def shape(self) -> S_co:
         """The contract between the passes and the host."""
+        ...
+
+    @property
+    def reports(self) -> Sequence[PassReport]:
+        """What each pass did, in their order."""
         ...
 
     def specialise(self, variant: V_contra, is_static: bool = True) -> ov.Model:

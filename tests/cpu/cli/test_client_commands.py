@@ -87,24 +87,54 @@ def test_run_sends_its_options(served):
     assert ok("run", PROMPT, "--server", served.url, "-n", 8, *options) == drawn + "\n"
 
 
-def test_a_chat_with_the_server_remembers_and_forgets(served, monkeypatch):
-    lines = iter(["My name is Ada.", "What is my name?", "/clear", "", "What is my name?", "/exit"])
-    bodies = []
-    monkeypatch.setattr("staticllm.cli.run._prompt", lambda argument: None)
-    monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda words: lambda: next(lines))
+@pytest.fixture
+def chat(served, monkeypatch):
+    """Return a function that types lines into a chat with the server, and returns the contents of every request."""
     from staticllm.cli import server_client
 
-    stream = server_client.ServerClient.stream
-    monkeypatch.setattr(
-        server_client.ServerClient,
-        "stream",
-        lambda self, path, body: (
-            bodies.append([each["content"] for each in body["messages"]]) or stream(self, path, body)
-        ),
+    stream, bodies = server_client.ServerClient.stream, []
+
+    def noting(self, path, body):
+        bodies.append([each["content"] for each in body["messages"]])
+        return stream(self, path, body)
+
+    def type_in(*lines):
+        typed = iter([*lines, "/exit"])
+        monkeypatch.setattr("staticllm.cli.run._prompt", lambda argument: None)
+        monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda words: lambda: next(typed))
+        monkeypatch.setattr(server_client.ServerClient, "stream", noting)
+        return call("run", "--server", served.url, "-n", 8, "--system", "Be short."), bodies
+
+    return type_in
+
+
+def test_a_chat_with_the_server_remembers_and_forgets(chat):
+    result, bodies = chat("My name is Ada.", "What is my name?", "/clear", "", "What is my name?")
+    assert result.exit_code == 0, result.output
+    assert [len(each) for each in bodies] == [2, 4, 2]
+    assert all(each[0] == "Be short." for each in bodies)
+    assert bodies[1][1] == "My name is Ada."
+    assert bodies[2][1] == "What is my name?"
+
+
+def test_a_chat_with_the_server_has_the_commands_of_a_local_one(chat, tmp_path):
+    path = tmp_path / "chat.json"
+    result, bodies = chat(
+        "/regenerate", "hello", "/regenerate", "/stats", f"/save {path}", "/system Rhyme.", "hi", f"/load {path}", "so"
     )
-    assert ok("run", "--server", served.url, "-n", 8, "--system", "Be short.")
-    assert [len(each) for each in bodies] == [2, 4, 2] and all(each[0] == "Be short." for each in bodies)
-    assert bodies[1][1] == "My name is Ada." and bodies[2][1] == "What is my name?"
+    assert result.exit_code == 0, result.output
+    assert "there is no answer yet" in result.stderr
+    assert "8 generated (length) | TTFT" in result.stderr
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["system"] == "Be short."
+    assert [each["role"] for each in saved["messages"]] == ["user", "assistant"]
+    answer = saved["messages"][1]["content"]
+    assert bodies == [
+        ["Be short.", "hello"],
+        ["Be short.", "hello"],
+        ["Rhyme.", "hi"],
+        ["Be short.", "hello", answer, "so"],
+    ]
 
 
 def test_list_ps_and_stop(served):
