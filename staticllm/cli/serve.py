@@ -58,6 +58,13 @@ _OPTIONS = (
 )
 
 
+AS_GIVEN = (
+    "host", "port", "allowed_origins", "device", "max_waiting", "max_per_client", "idle_unload", "grace", "header_seconds",
+    "body_seconds", "send_seconds", "max_connections", "access_log",
+)  # fmt: skip
+"""Options that are settings of the server by the same name."""
+
+
 class _PortInUse(click.ClickException):
     """Another process has the port."""
 
@@ -155,26 +162,14 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
 
     keys = _keys(options["api_keys"], options["api_key_file"])
     return ServerSettings(
-        host=options["host"],
-        port=options["port"],
+        **{name: options[name] for name in AS_GIVEN},
         api_keys=(secrets.token_urlsafe(32), *keys) if options["random_key"] else keys,
-        allowed_origins=options["allowed_origins"],
         is_insecure=options["insecure"],
-        device=options["device"],
         properties=read_properties(options),
-        max_waiting=options["max_waiting"],
-        max_per_client=options["max_per_client"],
         memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
-        idle_unload=options["idle_unload"],
         is_lazy=options["lazy"],
         runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
-        grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
-        header_seconds=options["header_seconds"],
-        body_seconds=options["body_seconds"],
-        send_seconds=options["send_seconds"],
-        max_connections=options["max_connections"],
-        access_log=options["access_log"],
         has_spans=options["otel"],
     )
 
