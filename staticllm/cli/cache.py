@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from staticllm.pipelines.artifacts.cache import BlobCache, Entry
 
 GB = 1e9
+INPUTS = {"max_length": "texts", "max_prompt_len": "prompts"}
+"""Choices of a set that say how long its inputs may be."""
 MAX_KEY = 1 << 16
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -88,8 +90,8 @@ def _show(rows: list[dict[str, Any]], as_json: bool, empty: str, verb: str = "")
         return
     for row in rows:
         size = f"{row['bytes'] / 1e6:9.1f} MB"
-        inputs = f"texts of {row['max_length']}" if row["kind"] == "encoder" else f"prompts of {row['max_prompt_len']}"
-        what = f"{row['device']}, {inputs}, {row['blobs']} blobs, weights {row['weights']}"
+        inputs = "".join(f"{what} of {row[name]}, " for name, what in INPUTS.items() if row[name])
+        what = f"{row['device']}, {inputs}{row['blobs']} blobs, weights {row['weights']}"
         click.echo(f"{verb}{row['key']}  {size}  {row['used']}  {row['problem'] or what}")
     click.echo(f"{sum(row['bytes'] for row in rows) / 1e6:.1f} MB in {len(rows)} sets" if rows else empty)
 

@@ -95,11 +95,7 @@ def command(
 
 
 def _check_options(context: click.Context) -> None:
-    """Check that no option was given that only the server can decide.
-
-    Raises:
-        UsageError: one was.
-    """
+    """Raise a ``UsageError`` if an option was given that only the server can decide."""
     for name in OF_PIPELINES:
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
             option = next(each for each in context.command.params if each.name == name)

@@ -196,11 +196,7 @@ def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
 
 
 def check_cluster_options(options: dict[str, Any]) -> None:
-    """Check that the options of a cluster come with ``--ray``.
-
-    Raises:
-        ConfigError: one comes without it.
-    """
+    """Raise a ``ConfigError`` if an option of a cluster comes without ``--ray``."""
     for name in ("ray_address", "replicas", "target_requests", "models_per_replica"):
         if not options["ray"] and options[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for a cluster: give --ray too")

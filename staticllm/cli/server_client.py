@@ -65,6 +65,8 @@ def api_key_option(command: Command) -> Command:
 class ServerClient:
     """Sends requests to one server. ``url``: with or without ``http://`` and ``/v1``; None takes the environment's.
 
+    All requests raise a ``ServerError`` if there is no server, it refuses, or it answers something that is not ours.
+
     Raises:
         ConfigError: the URL or the key is impossible, or a package is missing.
     """
@@ -95,11 +97,7 @@ class ServerClient:
         )
 
     def get(self, path: str, **query: str | int) -> dict[str, Any]:
-        """Return the JSON object that ``GET path`` answers.
-
-        Raises:
-            ServerError: there is no server, it refused, or it answers something else.
-        """
+        """Return the JSON object that ``GET path`` answers."""
         with self._failures(), self._http.stream("GET", path, params=query, timeout=self._short) as response:
             found = self._json(response, GET_SECONDS)
         if not isinstance(found, dict):
@@ -107,22 +105,14 @@ class ServerClient:
         return found
 
     def objects(self, path: str, name: str) -> list[dict[str, Any]]:
-        """Return the list ``name`` of objects in what ``GET path`` answers.
-
-        Raises:
-            ServerError: there is no server, it refused, or it answers something else.
-        """
+        """Return the list ``name`` of objects in what ``GET path`` answers."""
         found = self.get(path).get(name)
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
             raise self.foreign()
         return found
 
     def post(self, path: str, body: object) -> Any:
-        """Return the JSON that ``POST path`` answers.
-
-        Raises:
-            ServerError: there is no server, or it refused.
-        """
+        """Return the JSON that ``POST path`` answers."""
         with self._failures(), self._http.stream("POST", path, json=body) as response:
             return self._json(response, ANSWER_SECONDS)
 
@@ -132,11 +122,7 @@ class ServerClient:
 
     @contextmanager
     def stream(self, path: str, body: object) -> Iterator[Iterator[dict[str, Any]]]:
-        """Post a body whose answer is a stream of events, and yield their JSON. Leaving the block ends the answer.
-
-        Raises:
-            ServerError: there is no server, it refused, or the stream ended with an error.
-        """
+        """Post a body whose answer is a stream of events, and yield their JSON. Leaving the block ends the answer."""
         from httpx_sse import connect_sse
 
         with self._failures(), connect_sse(self._http, "POST", path, json=body) as source:

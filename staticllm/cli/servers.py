@@ -107,11 +107,7 @@ def stop(client: ServerClient, model: str, as_json: bool) -> None:
 
 
 def _described(client: ServerClient, model: str) -> dict[str, Any]:
-    """Return what the server says of a model.
-
-    Raises:
-        ServerError: it has none of this name; the message lists what it has.
-    """
+    """Return what the server says of a model; the error about an unknown one lists what it has."""
     return client.get(f"/v1/models/{quote(model, safe='')}")
 
 
