@@ -64,6 +64,8 @@ class Diagnosis(Generic[K]):
     """
 
     takes_adapters: ClassVar[bool] = False
+    places: ClassVar[str] = "calls"
+    """What ``agreement`` counts."""
 
     def job(
         self,
@@ -165,7 +167,8 @@ class Diagnosis(Generic[K]):
 
     def agreement_text(self, found: Mapping[str, Any]) -> str:
         """Return in words what ``agreement`` found, which a manifest stores."""
-        return f"{found['places']} calls, cosine {found['agreement']:.6f}, {_distance(found)}"
+        distance = f"numbers differ by {found['distance']:.1e} of their range"
+        return f"{found['places']} {self.places}, cosine {found['agreement']:.6f}, {distance}"
 
     def try_out(self, job: LoadJob[K]) -> Trial:
         """Load a model and run it once."""
@@ -233,10 +236,6 @@ def least_cosine(found: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the least cosine between the rows of two arrays ``[n, width]``."""
     norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
     return float(np.min((found * expected).sum(axis=1) / np.maximum(norms, 1e-12)))
-
-
-def _distance(found: Mapping[str, Any]) -> str:
-    return f"numbers differ by {found['distance']:.1e} of their range"
 
 
 def _kept_seconds(job: LoadJob[Any]) -> Mapping[Any, float]:

@@ -70,6 +70,8 @@ TRIED_LENGTH = 64
 class EncoderDiagnosis(Diagnosis[EncoderKind]):
     """The questions about encoders."""
 
+    places = "texts"
+
     def job(
         self,
         directory: Path,
@@ -154,10 +156,6 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
         distance = float(np.abs(vectors - expected).max() / np.ptp(expected))
         shape = vectors.shape if runner.shape.output == "embeddings" else (1, -1)
         return agreed(least_cosine(vectors.reshape(shape), expected.reshape(shape)), distance, len(texts))
-
-    def agreement_text(self, found: Mapping[str, Any]) -> str:
-        distance = f"numbers differ by {found['distance']:.1e} of their range"
-        return f"{found['places']} texts, cosine {found['agreement']:.6f}, {distance}"
 
     def try_out(self, job: EncoderJob) -> Trial:
         """Embed a text, or score two texts for a query."""

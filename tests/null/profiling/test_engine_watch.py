@@ -24,7 +24,8 @@ def test_a_profiler_hands_records_to_its_trace_and_to_its_watcher():
     profiler.record(step(1.0, [1]))
     profiler.trace = None
     profiler.record(step(2.0, [1]))
-    assert len(profiler.watcher) == 2 and profiler.stats().num_steps == 2
+    assert len(profiler.watcher) == 2
+    assert profiler.stats().num_steps == 2
 
 
 def test_a_watch_tells_calls_and_answers_once_by_their_number():
@@ -42,7 +43,8 @@ def test_a_watch_tells_calls_and_answers_once_by_their_number():
         300.0,
     )
     assert (answer["end"], answer["reason"], answer["cached_tokens"], answer["output_tokens"]) == (1.6, "stop", 2, 3)
-    assert found.cursor == 6 and found.num_dropped == 0
+    assert found.cursor == 6
+    assert found.num_dropped == 0
     again = watch.since(found.cursor)
     assert (again.calls, again.ended, again.cursor) == ([], [], 6)
     watch.append(step(102.0, [2]))
@@ -72,7 +74,8 @@ def test_a_request_is_forgotten_after_its_last_call_which_is_recorded_after_its_
         watch.append(ended(number, [number + 0.1, number + 0.2]))
         watch.append(step(number + 0.1, [number]))
         watch.next_number  # noqa: B018 - it takes what is pending
-    assert len(watch._last_tokens) <= 1 and len(watch._decoding) <= 1
+    assert len(watch._last_tokens) <= 1
+    assert len(watch._decoding) <= 1
     assert watch.since(0).calls[-1]["gap_ms"] == pytest.approx(100)
 
 
@@ -81,8 +84,10 @@ def test_what_nobody_reads_is_dropped_and_counted():
     for number in range(MAX_PENDING + 10):
         watch.append(step(number, [1]))
     found = watch.since(1)
-    assert len(found.calls) == KEPT and found.cursor == MAX_PENDING + 10
-    assert found.calls[-1]["number"] == found.cursor and found.calls[0]["number"] == found.cursor - KEPT + 1
+    assert len(found.calls) == KEPT
+    assert found.cursor == MAX_PENDING + 10
+    assert found.calls[-1]["number"] == found.cursor
+    assert found.calls[0]["number"] == found.cursor - KEPT + 1
     assert found.num_dropped == found.cursor - KEPT - 1
     watch.restart()
     watch.append(step(1e6, [1]))
@@ -93,4 +98,6 @@ def test_a_cursor_of_another_watch_gets_everything():
     watch = EngineWatch(1, origin=0.0)
     watch.append(step(1.0, [1]))
     found = watch.since(500)
-    assert found.cursor == 1 and found.num_dropped == 0 and len(found.calls) == 1
+    assert found.cursor == 1
+    assert found.num_dropped == 0
+    assert len(found.calls) == 1
