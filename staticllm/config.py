@@ -303,11 +303,10 @@ def _crypts(name: str, value: Any) -> tuple[Crypt, Crypt]:
     return value[0], value[1]
 
 
-def _crypt(name: str, value: Any) -> Crypt:
+def _crypt(name: str, value: Any) -> Any:
     if not callable(value):
         raise ConfigError(f"{name}={value!r}: must be a function from bytes to bytes")
-    found: Crypt = value
-    return found
+    return value
 
 
 def _key(name: str, value: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,7 +139,7 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
         text = _tokens(STEPS)
         expected = reference.logits(text)
         answers = {length: reference.greedy(prompt, NUM_NEW) for length, prompt in prompts.items()}
-        for mode, chunk in ((mode, chunk) for mode in modes for chunk in self.chunks):
+        for mode, chunk in product(modes, self.chunks):
             name = f"{mode}, chunks of {chunk}"
             runner = _runner(_exact(job, mode, chunk))
             yield _logits(f"{name}: logits", runner, text, expected)
