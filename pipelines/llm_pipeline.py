@@ -21,8 +21,7 @@ from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.overflow import OverflowRule
+from staticllm.pipelines.engine.request import OutputQueue, OverflowRule
 from staticllm.pipelines.launch.arguments import named_in_memory, positional, resolve_candidates, source_of
 from staticllm.pipelines.launch.draft_source import take_draft_source, use_draft
 from staticllm.pipelines.launch.engine import Launched, launch
@@ -35,10 +34,9 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.snapshots import ModelSnapshots
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.input_processor import CallOptions, InputProcessor, PromptLimits
-from staticllm.pipelines.text.results import Results, results_of
+from staticllm.pipelines.text.output_processor import Results, results_of
 from staticllm.pipelines.text.stop_checker import StopChecker
-from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
-from staticllm.pipelines.text.together import run_together
+from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, run_together, stream
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from functools import cache, partial, wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 _ON, _OFF = ("YES", "TRUE", "1"), ("NO", "FALSE", "0")
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16
-Scheduler = Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"]
-SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
+Scheduler: TypeAlias = str
+"""The name of a shipped policy."""
 CacheMode = Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"]
 Programs = Literal["auto", ProgramLayout]
 PROGRAMS: tuple[Programs, ...] = ("auto", *get_args(ProgramLayout))
@@ -213,6 +215,14 @@ def parse(field: str, value: Any) -> Any:
     return _PARSERS[field](field.upper(), value)
 
 
+@cache
+def schedulers() -> tuple[str, ...]:
+    """Return the names of the shipped policies, the default first: the modules in ``pipelines/scheduling/policies``."""
+    folder = import_module("staticllm.pipelines.scheduling.policies")
+    found = sorted(each.name for each in pkgutil.iter_modules(folder.__path__))
+    return tuple(sorted(found, key=lambda name: name != StaticLLMConfig.scheduler))
+
+
 def as_whole(value: Any) -> Any:
     """Return a float that is a whole number as an int, and other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -358,7 +368,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     **_each(_buckets(1), "prefill_rows", "generate_kv_lens"),
     **_each(_buckets(0), "prefill_kv_lens"),
     **_each(partial(one_of, allowed=PROGRAMS), "programs"),
-    **_each(partial(one_of, allowed=SCHEDULERS), "scheduler"),
+    **_each(lambda name, value: one_of(name, value, schedulers()), "scheduler"),
     **_each(_cache_mode, "cache_mode"),
     **_each(_kv_type, "kv_cache_precision"),
     **_each(partial(_positive, unit="a number of GB", most=MAX_LEN), "kv_cache_gb"),

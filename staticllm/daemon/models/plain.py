@@ -16,7 +16,7 @@ from staticllm.daemon.packed.state_guard import StateGuard
 from staticllm.daemon.sharing.device_turns import Ask, ClientId
 from staticllm.daemon.sharing.devices import Devices, real_device
 from staticllm.devices import read_first_tensor
-from staticllm.pipelines.costs.calls import CallCosts
+from staticllm.pipelines.costs.model import CallCosts
 
 read_first_tensor()
 

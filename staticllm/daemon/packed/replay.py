@@ -17,7 +17,7 @@ from staticllm.daemon.packed.state_guard import StateGuard
 from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, EngineId
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError
-from staticllm.pipelines.costs.calls import CallCosts
+from staticllm.pipelines.costs.model import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 

@@ -26,7 +26,7 @@ from staticllm.daemon.models.table import Compile, ModelTable
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.daemon.sharing.timeline import Timeline
 from staticllm.errors import BusyError, ConfigError
-from staticllm.pipelines.artifacts.used_sets import note_set
+from staticllm.pipelines.artifacts.crashes import note_set
 from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel

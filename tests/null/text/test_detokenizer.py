@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor, TextDelta, joined
@@ -121,7 +120,7 @@ def test_tokens_are_not_decoded_unless_text_is_read():
     assert [silent.push(TokenOutput(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
     late = OutputProcessor(decode, prepared())
     late.push(TokenOutput(97, 0.0, 0.0, 0.0))
-    late.wants_text = True
+    late.want_text()
     assert late.push(TokenOutput(98, 0.0, 0.0, 0.0)).text == "ab", "a reader that asks later misses nothing"
 
 
