@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
@@ -28,6 +29,22 @@ PROGRAMS: tuple[Programs, ...] = ("auto", *get_args(ProgramLayout))
 Crypt = Callable[[bytes], bytes]
 
 
+T = TypeVar("T")
+
+
+def _parsed(cls: type[T]) -> type[T]:
+    """Let the constructor of a dataclass parse each value that it is given, by ``parse``, before anything is constructed."""
+    construct = cls.__init__
+
+    @wraps(construct)
+    def init(self: T, **given: Any) -> None:
+        construct(self, **{name: parse(name, value) for name, value in given.items()})
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_parsed
 @dataclass(frozen=True, kw_only=True)
 class StaticLLMConfig:
     """How a model is laid out on a device and served. Lengths are in tokens.
@@ -129,20 +146,21 @@ class StaticLLMConfig:
     adapters: AdapterSet | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._check_blobs()
-        for name in ("max_prompt_len", "min_response_len"):
-            object.__setattr__(self, name, whole(name.upper(), getattr(self, name), 1))
-        self._check_serving()
-        one_of("PROGRAMS", self.programs, PROGRAMS)
-        if self.kv_cache_precision is not None:
-            object.__setattr__(self, "kv_cache_precision", _kv_type(self.kv_cache_precision))
-        if self.adapters is not None:
-            _check_adapters(self.adapters)
-        for name in ("device_properties", "prefill_config", "generate_config"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise ConfigError(f"{name.upper()}={shown(getattr(self, name))}: must be a dict of device properties")
-        for name, least in (("prefill_rows", 1), ("prefill_kv_lens", 0), ("generate_kv_lens", 1)):
-            object.__setattr__(self, name, _buckets(name.upper(), getattr(self, name), least))
+        """Check values against each other; each by itself was parsed before.
+
+        Raises:
+            ConfigError: two values contradict each other.
+        """
+        longest = self.max_seq_len
+        if self.kv_slots is not None and self.kv_slots < longest:
+            raise ConfigError(
+                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest} slots; raise "
+                "KV_SLOTS or lower a length"
+            )
+        if self.kv_cache_gb is not None and self.kv_slots is not None:
+            raise ConfigError(
+                f"KV_CACHE_GB={self.kv_cache_gb} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
+            )
         for rows in self.prefill_rows or ():
             if rows > self.max_prompt_len:
                 raise ConfigError(
@@ -150,70 +168,11 @@ class StaticLLMConfig:
                 )
         for name in ("prefill_kv_lens", "generate_kv_lens"):
             for kv_len in getattr(self, name) or ():
-                if kv_len > self.max_seq_len:
+                if kv_len > longest:
                     raise ConfigError(
-                        f"{name.upper()} has {kv_len}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len}: "
-                        "leave it out or raise a length"
+                        f"{name.upper()} has {kv_len}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}: leave it out or "
+                        "raise a length"
                     )
-
-    def _check_blobs(self) -> None:
-        for name in ("cache_dir", "blob_path", "weights_path"):
-            object.__setattr__(self, name, _path(name.upper(), getattr(self, name)))
-        for name in (item.name for item in fields(self) if str(item.type).startswith("bool")):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, switch(name.upper(), getattr(self, name)))
-        mode = getattr(self.cache_mode, "name", self.cache_mode)  # OpenVINO has an enum for it
-        one_of("CACHE_MODE", mode, get_args(CacheMode))
-        object.__setattr__(self, "cache_mode", mode)
-        limit = self.cache_limit_gb
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-            raise ConfigError(f"CACHE_LIMIT_GB={shown(limit)}: must be a number of GB, more than 0")
-        decrypt = self.weights_decryption_callback
-        if decrypt is not None and not callable(decrypt):
-            raise ConfigError(f"WEIGHTS_DECRYPTION_CALLBACK={decrypt!r}: must be a function from bytes to bytes")
-        key = self.integrity_key
-        if key is not None and (not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES):
-            raise ConfigError(
-                f"INTEGRITY_KEY: must be at least {MIN_KEY_BYTES} bytes (for example os.urandom(32)), or be left out"
-            )
-        callbacks = self.cache_encryption_callbacks
-        if callbacks is not None:
-            is_pair = isinstance(callbacks, (tuple, list)) and len(callbacks) == 2 and all(map(callable, callbacks))
-            if not is_pair:
-                raise ConfigError(
-                    "CACHE_ENCRYPTION_CALLBACKS: must be two functions (encrypt, decrypt) from bytes to bytes"
-                )
-            object.__setattr__(self, "cache_encryption_callbacks", tuple(callbacks))
-
-    def _check_serving(self) -> None:
-        for name, least in (
-            ("max_num_seqs", 1),
-            ("kv_slots", 1),
-            ("host_kv_slots", 0),
-            ("max_waiting", 1),
-            ("memory_limit_mb", 1),
-        ):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name.upper(), getattr(self, name), least, 1 << 24))
-        if self.max_num_seqs is not None and self.max_num_seqs > MAX_SEQS:
-            raise ConfigError(f"MAX_NUM_SEQS={self.max_num_seqs}: a step holds at most {MAX_SEQS} sequences; lower it")
-        if self.kv_slots is not None and self.kv_slots < self.max_seq_len:
-            raise ConfigError(
-                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {self.max_seq_len} slots; "
-                "raise KV_SLOTS or lower a length"
-            )
-        size = self.kv_cache_gb
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < MAX_LEN
-        ):
-            raise ConfigError(f"KV_CACHE_GB={shown(size)}: must be a number of GB, more than 0")
-        if size is not None and self.kv_slots is not None:
-            raise ConfigError(
-                f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
-            )
-        one_of("SCHEDULER", self.scheduler, schedulers())
-        for name in ("ttft_ms", "tpot_ms", "gap_ms"):
-            object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
 
     @property
     def max_seq_len(self) -> int:
@@ -237,7 +196,23 @@ class StaticLLMConfig:
     @property
     def non_default(self) -> frozenset[str]:
         """The names of the fields whose values differ from their defaults."""
-        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != _default_of(item))
+        return frozenset(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)
+
+
+_DEFAULTS: dict[str, Any] = {
+    item.name: {} if item.default is MISSING else item.default for item in fields(StaticLLMConfig)
+}
+
+
+def parse(field: str, value: Any) -> Any:
+    """Return a value as the config keeps it. None stays None where that is the default; unknown fields are left alone.
+
+    Raises:
+        ConfigError: the value is impossible; the message has the property's name, the value, and what is allowed.
+    """
+    if field not in _PARSERS or (value is None and _DEFAULTS[field] is None):
+        return value
+    return _PARSERS[field](field.upper(), value)
 
 
 @cache
@@ -269,11 +244,9 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
     return int(number)
 
 
-def _path(name: str, value: object) -> str | None:
-    if value is None:
-        return None
+def _path(name: str, value: Any) -> str:
     try:
-        path = os.fsdecode(cast(Any, value))
+        path = os.fsdecode(value)
     except TypeError:
         path = ""
     if not path or "\0" in path:
@@ -294,51 +267,127 @@ def switch(name: str, value: object) -> bool:
     return value
 
 
-def _default_of(item: Field[Any]) -> Any:
-    return item.default if item.default is not MISSING else {}
+def _positive(name: str, value: Any, unit: str, most: float = math.inf) -> float:
+    """Return a number above 0 and up to ``most``. ``unit`` says of what, for the message."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise ConfigError(f"{name}={shown(value)}: must be {unit}, more than 0")
+    return value
 
 
-def _milliseconds(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_LEN * 1e3:
-        raise ConfigError(f"{name}={shown(value)}: must be milliseconds, more than 0")
-    return float(value)
+def _milliseconds(name: str, value: Any) -> float | None:
+    return None if value is None else float(_positive(name, value, "milliseconds", MAX_LEN * 1e3))
 
 
-def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Check that ``value`` is one of ``allowed``, of the same type.
+def one_of(name: str, value: T, allowed: tuple[object, ...]) -> T:
+    """Return ``value``, which must be one of ``allowed``, of the same type.
 
     Raises:
         ConfigError: the value is not; the message lists ``allowed``.
     """
     if not any(value is item or (type(value) is type(item) and value == item) for item in allowed):
         raise ConfigError(f"{name}={shown(value)}: must be one of {', '.join(map(repr, allowed))}")
+    return value
 
 
-def _kv_type(value: object) -> KVType:
-    name = type_name(value).lower()
-    if name not in get_args(KVType):
-        raise ConfigError(f"KV_CACHE_PRECISION={name!r}: must be one of {', '.join(get_args(KVType))}")
-    return cast(KVType, name)
+def _num_seqs(name: str, value: Any) -> int:
+    found = whole(name, value, 1, 1 << 24)
+    if found > MAX_SEQS:
+        raise ConfigError(f"{name}={found}: a step holds at most {MAX_SEQS} sequences; lower it")
+    return found
 
 
-def _check_adapters(value: object) -> None:
-    from staticllm.adapters.adapter_set import (
-        AdapterSet,  # it reads matrices with numpy, which `staticllm --help` does not need
-    )
+def _kv_type(name: str, value: Any) -> str:
+    found = type_name(value).lower()
+    if found not in get_args(KVType):
+        raise ConfigError(f"{name}={found!r}: must be one of {', '.join(get_args(KVType))}")
+    return found
+
+
+def _cache_mode(name: str, value: Any) -> Any:
+    return one_of(name, getattr(value, "name", value), get_args(CacheMode))  # OpenVINO has an enum for it
+
+
+def _crypts(name: str, value: Any) -> tuple[Crypt, Crypt]:
+    if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(map(callable, value))):
+        raise ConfigError(f"{name}: must be two functions (encrypt, decrypt) from bytes to bytes")
+    return value[0], value[1]
+
+
+def _crypt(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise ConfigError(f"{name}={value!r}: must be a function from bytes to bytes")
+    return value
+
+
+def _key(name: str, value: Any) -> bytes:
+    if not isinstance(value, bytes) or len(value) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"{name}: must be at least {MIN_KEY_BYTES} bytes (for example os.urandom(32)), or be left out"
+        )
+    return value
+
+
+def _properties(name: str, value: Any) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={shown(value)}: must be a dict of device properties")
+    return value
+
+
+def _adapters(name: str, value: Any) -> Any:
+    from staticllm.adapters.adapter_set import AdapterSet  # reads with numpy, which `staticllm --help` does not need
 
     if not isinstance(value, AdapterSet):
-        raise ConfigError(f"adapters is a {type(value).__name__}: must be an openvino_genai.AdapterConfig")
+        raise ConfigError(f"{name.lower()} is a {type(value).__name__}: must be an openvino_genai.AdapterConfig")
+    return value
 
 
-def _buckets(name: str, value: object, least: int) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    value = [value] if isinstance(value, int) else value
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}={shown(value)}: must be a list of whole numbers")
-    buckets = tuple(sorted({whole(name, item, least) for item in cast(Any, value)}))
-    if not buckets:
-        raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
-    return buckets
+def _buckets(least: int) -> Callable[[str, Any], tuple[int, ...]]:
+    """Return the parser of one size, or several, from ``least``: sorted, each once."""
+
+    def parser(name: str, value: Any) -> tuple[int, ...]:
+        sizes = [value] if isinstance(value, int) else value
+        if isinstance(sizes, str) or not hasattr(sizes, "__iter__"):
+            raise ConfigError(f"{name}={shown(value)}: must be a list of whole numbers")
+        found = tuple(sorted({whole(name, item, least) for item in sizes}))
+        if not found:
+            raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
+        return found
+
+    return parser
+
+
+def _each(parser: Callable[[str, Any], Any], *names: str) -> dict[str, Callable[[str, Any], Any]]:
+    return dict.fromkeys(names, parser)
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    **_each(partial(whole, least=1), "max_prompt_len", "min_response_len"),
+    **_each(partial(whole, least=1, most=1 << 24), "kv_slots", "memory_limit_mb", "max_waiting"),
+    **_each(partial(whole, least=0, most=1 << 24), "host_kv_slots"),
+    **_each(_num_seqs, "max_num_seqs"),
+    **_each(_buckets(1), "prefill_rows", "generate_kv_lens"),
+    **_each(_buckets(0), "prefill_kv_lens"),
+    **_each(partial(one_of, allowed=PROGRAMS), "programs"),
+    **_each(lambda name, value: one_of(name, value, schedulers()), "scheduler"),
+    **_each(_cache_mode, "cache_mode"),
+    **_each(_kv_type, "kv_cache_precision"),
+    **_each(partial(_positive, unit="a number of GB", most=MAX_LEN), "kv_cache_gb"),
+    **_each(partial(_positive, unit="a number of GB"), "cache_limit_gb"),
+    **_each(_milliseconds, "ttft_ms", "tpot_ms", "gap_ms"),
+    **_each(
+        switch,
+        "prefix_caching",
+        "measure_costs",
+        "prompt_lookup",
+        "export_blob",
+        "background_compile",
+        "serve_from_cpu",
+    ),
+    **_each(_path, "cache_dir", "blob_path", "weights_path"),
+    **_each(_properties, "device_properties", "prefill_config", "generate_config"),
+    **_each(_crypts, "cache_encryption_callbacks"),
+    **_each(_crypt, "weights_decryption_callback"),
+    **_each(_key, "integrity_key"),
+    **_each(_adapters, "adapters"),
+}
+"""How the value of each field is parsed: from the property's name, for messages, and the value."""

@@ -36,9 +36,9 @@ class CostComparison:
 
 
 def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, int], None] = lambda *_: None) -> bool:
-    """Leave the engine idle until it has measured all costs that it wants, at most ``seconds``. Return whether it has.
+    """Leave the engine idle until all wanted costs are measured, at most ``seconds``; return whether they are.
 
-    ``on_progress`` receives the number of costs that were measured, and the number of all that are wanted.
+    ``on_progress``: (costs measured, costs wanted).
     """
     until = time.monotonic() + seconds
     total = engine.run_between_steps(lambda: engine.runner.probe.num_left)
@@ -51,12 +51,8 @@ def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, i
 def compare_costs(engine: Engine, on_progress: Callable[[int, int], None] = lambda *_: None) -> list[CostComparison]:
     """Time calls of every size of prompts and decode steps of an idle engine, and compare them with its costs.
 
-    Prompts are timed without a past and, since most of these costs are estimates, over the second KV length. Like the chunks of
-    real prompts, they follow a call of another size; decode steps follow each other. The calls compute with stale inputs, and
-    nothing of them is kept.
-
-    Raises:
-        ClosedError: the engine was closed.
+    Prompts are timed without a past and over the second KV length, and follow a call of another size, like the chunks of real
+    prompts. The inputs are stale, and nothing of the calls is kept. Raises ``ClosedError`` if the engine was closed.
     """
     variants = engine.run_between_steps(lambda: _compared(engine.runner.index.variants))
     found: list[CostComparison] = []
@@ -68,7 +64,8 @@ def compare_costs(engine: Engine, on_progress: Callable[[int, int], None] = lamb
 
 def _compare(engine: Engine, variant: Variant) -> CostComparison:
     runner = engine.runner
-    planned, is_estimate = runner.costs(variant), variant not in runner.costs.measured
+    planned = runner.costs(variant)
+    is_estimate = variant not in runner.costs.measured
     timed = statistics.median(runner.probe.seconds_of(variant) for _ in range(RUNS))
     return CostComparison(str(variant), variant.rows, variant.kv_len, planned * 1e3, timed * 1e3, is_estimate)
 

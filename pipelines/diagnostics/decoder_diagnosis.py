@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +88,8 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
 
     def report(self, job: DecoderJob) -> DecoderReport:
         plan = cast(DecoderPlan, job.kind.plan(job))
-        shape, mode = plan.lowered.shape, plan.options.mode
+        shape = plan.lowered.shape
+        mode = plan.options.mode
         variants = tuple(VariantReport(v.phase, v.rows, v.kv_len, v.sequences) for v in plan.variants)
         return DecoderReport(
             **{**self.described(job, plan), "variants": variants},
@@ -108,7 +110,8 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
 
     def estimate(self, job: DecoderJob) -> DecoderEstimate:
         report = self.report(job)
-        copies, num_masks = copies_of_weights(report), len(report.masks)
+        copies = copies_of_weights(report)
+        num_masks = len(report.masks)
         parts = {
             "weights": report.weights_bytes * copies,
             "KV slots": report.kv.bytes,
@@ -137,7 +140,7 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
         text = _tokens(STEPS)
         expected = reference.logits(text)
         answers = {length: reference.greedy(prompt, NUM_NEW) for length, prompt in prompts.items()}
-        for mode, chunk in ((mode, chunk) for mode in modes for chunk in self.chunks):
+        for mode, chunk in product(modes, self.chunks):
             name = f"{mode}, chunks of {chunk}"
             runner = _runner(_exact(job, mode, chunk))
             yield _logits(f"{name}: logits", runner, text, expected)
@@ -250,7 +253,8 @@ def _tokens(count: int) -> list[int]:
 
 def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
     """Compare logits: a third of the text runs as a prompt, then one token of the text per step."""
-    sequence, start = runner.reset(), len(text) // 3
+    sequence = runner.reset()
+    start = len(text) // 3
     found = [runner.prefill(sequence, text[:start]).copy()]
     found += [runner.decode(sequence, token).copy() for token in text[start:]]
     differences = np.abs(np.stack(found) - expected[start - 1 :])
@@ -261,8 +265,10 @@ def _logits(check: str, runner: ModelRunner, text: list[int], expected: NDArray[
 def _interleaved(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
     """Interleave with a second sequence, in mixed prefill where a variant allows it and in decoding."""
     runner.reset()
-    mine, other = runner.cache.open(), runner.cache.open()
-    start, found = len(text) // 3, dict[int, NDArray[np.float32]]()
+    mine = runner.cache.open()
+    other = runner.cache.open()
+    start = len(text) // 3
+    found = dict[int, NDArray[np.float32]]()
     runner.prefill(mine, text[:8])
     runner.prefill(other, text[::-1][:start])
     chunk = [Segment(mine, np.array(text[8:12])), Segment(other, np.array([text[0]]))]
@@ -278,7 +284,9 @@ def _interleaved(check: str, runner: ModelRunner, text: list[int], expected: NDA
 
 def _drafted(check: str, runner: ModelRunner, text: list[int], expected: NDArray[np.float32]) -> Verdict:
     """Compare logits after each token of a draft whose first half is accepted, and after the rejected half is discarded."""
-    sequence, start, half = runner.reset(), len(text) // 3, NUM_DRAFTED // 2
+    sequence = runner.reset()
+    start = len(text) // 3
+    half = NUM_DRAFTED // 2
     runner.prefill(sequence, text[:start])
     draft = Segment(sequence, np.array(text[start : start + half] + text[:half]), num_logits=NUM_DRAFTED)
     variant = runner.variant_for([draft])
@@ -291,7 +299,8 @@ def _drafted(check: str, runner: ModelRunner, text: list[int], expected: NDArray
 
 
 def _greedy(check: str, runner: ModelRunner, prompt: list[int], expected: list[int]) -> Verdict:
-    sequence, found = runner.reset(), list[int]()
+    sequence = runner.reset()
+    found = list[int]()
     logits = runner.prefill(sequence, prompt)
     while len(found) < len(expected):
         found.append(int(logits.argmax()))

@@ -68,6 +68,8 @@ class Diagnosis(Generic[K]):
     """
 
     takes_adapters: ClassVar[bool] = False
+    places: ClassVar[str] = "calls"
+    """What ``agreement`` counts."""
 
     def job(
         self,
@@ -87,7 +89,6 @@ class Diagnosis(Generic[K]):
 
     def described(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> dict[str, Any]:
         """Return the fields of a report that are those of every kind, but ``settings``."""
-        lowered: Any = plan.lowered
         return {
             "model": str(job.directory),
             "kind": job.kind.name,
@@ -96,7 +97,7 @@ class Diagnosis(Generic[K]):
             "num_programs": len(first_variants(plan.variants, plan.options)),
             "weights_bytes": job.weights.stat().st_size,
             "buffers_bytes": self.buffer_bytes(plan),
-            "passes": tuple(getattr(lowered, "reports", ())),
+            "passes": tuple(plan.lowered.reports),
             "variants": plan.variants,
         }
 
@@ -111,7 +112,8 @@ class Diagnosis(Generic[K]):
 
         The seconds per call are those that a cache keeps of an earlier start, if the job has a cache.
         """
-        report, known = self.report(job), _kept_seconds(job)
+        report = self.report(job)
+        known = _kept_seconds(job)
         parts = {
             "weights": report.weights_bytes * copies_of_weights(report),
             "programs": PROGRAM_BYTES * report.num_programs,
@@ -135,17 +137,14 @@ class Diagnosis(Generic[K]):
         parts = {"programs, with weights": loaded - before, "buffers, first calls": after - loaded}
         return self._timed(report, parts, runner.measured_costs, "measured now")
 
-    def label(self, variant: Any) -> str:
-        """Return the sizes of a variant in short."""
-        return str(variant)
+    def timed(self, variant: Any, seconds: float | None) -> TimedVariant:
+        """Return a variant with the seconds of a call; None if they are not known."""
+        return TimedVariant(variant, str(variant), variant.rows, seconds)
 
     def _timed(
         self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], source: SecondsSource
     ) -> TimedEstimate:
-        variants = (
-            TimedVariant(each, self.label(each), each.rows * getattr(each, "batch", 1), seconds.get(each))
-            for each in report.variants
-        )
+        variants = (self.timed(each, seconds.get(each)) for each in report.variants)
         return TimedEstimate(
             **needs(report, parts),
             programs=report.programs,
@@ -172,7 +171,8 @@ class Diagnosis(Generic[K]):
 
     def agreement_text(self, found: Mapping[str, Any]) -> str:
         """Return in words what ``agreement`` found, which a manifest stores."""
-        return f"{found['places']} calls, cosine {found['agreement']:.6f}, {_distance(found)}"
+        distance = f"numbers differ by {found['distance']:.1e} of their range"
+        return f"{found['places']} {self.places}, cosine {found['agreement']:.6f}, {distance}"
 
     def try_out(self, job: LoadJob[K]) -> Trial:
         """Load a model and run it once."""
@@ -196,7 +196,8 @@ class Diagnosis(Generic[K]):
         original = self.original(job)
         for variant, compiled in programs.compiled.items():
             call = job.kind.random_call(programs, variant)
-            expected, found = original(call), run_apart(compiled, call)
+            expected = original(call)
+            found = run_apart(compiled, call)
             names = sorted(expected.keys() & found.keys())
             if not names:
                 raise ModelError("the programs and the original have no output of the same name")
@@ -211,7 +212,8 @@ def copies_of_weights(report: ModelReport) -> int:
 
 def needs(report: ModelReport, parts: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of every ``MemoryEstimate`` for these bytes by part."""
-    needed, available = sum(parts.values()), device_memory(get_core(), report.device)
+    needed = sum(parts.values())
+    available = device_memory(get_core(), report.device)
     return {
         "model": report.model,
         "device": report.device,
@@ -238,10 +240,6 @@ def least_cosine(found: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the least cosine between the rows of two arrays ``[n, width]``."""
     norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
     return float(np.min((found * expected).sum(axis=1) / np.maximum(norms, 1e-12)))
-
-
-def _distance(found: Mapping[str, Any]) -> str:
-    return f"numbers differ by {found['distance']:.1e} of their range"
 
 
 def _kept_seconds(job: LoadJob[Any]) -> Mapping[Any, float]:

@@ -1,7 +1,6 @@
 """Measures how far a model's probabilities diverge from those of the original in f32, for each setting of the CPU plugin.
 
-Settings are the precision of the computation and the groups in which activations are quantized. A text that the original wrote is
-run token by token through the original in f32 without quantization, and through the programs with each setting.
+A text that the original wrote runs token by token through the original, and through programs of each precision and quantization.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from staticllm.pipelines.programs.warm_up import make_runner
 MOST_DIVERGENCE = 2e-4
 """The largest mean divergence (KL, nats per token) of a setting that may be chosen without being asked for."""
 TEXTS, TEXT_LEN = 8, 64
-"""Texts and their tokens. The mean divergence of one text of 128 tokens is up to 8 times that of another
-(docs/benchmarks.md), so a few long texts say less than many short ones."""
+"""Number of texts, and their tokens: means of texts differ up to 8 times (docs/benchmarks.md), so many short ones are used."""
 PEERS: dict[str, dict[str, Any]] = {
     "the original, plugin's defaults (as GenAI)": {},
     "the original, f32 (as GenAI with f32)": {PRECISION: "f32"},
@@ -48,20 +46,18 @@ def measure_divergence(
 ) -> Iterator[Divergence]:
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
-    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress`` receives the
-    number of settings that were measured, and the number of all.
+    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
+    all settings).
 
     Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        ConfigError: the device is not a CPU, or an option is impossible for this model.
+        ConfigError: the device is not a CPU; and what ``prepare`` raises.
     """
     if kind(device) != "CPU":
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")
     plan = prepare(models_path, device, config)
     texts, expected = reference_texts(Path(models_path))
-    settings, chosen = candidates(get_core(), plan.options), planned_settings(get_core(), plan.options)
+    settings = candidates(get_core(), plan.options)
+    chosen = planned_settings(get_core(), plan.options)
     total = len(settings) + len(PEERS)
     for number, (label, properties) in enumerate(settings.items()):
         on_progress(number, total)
@@ -80,7 +76,8 @@ def compare(label: str, expected: list[Logits], found: list[Logits], parts: tupl
     ``parts``: the parts of the work for which the calibration chose this setting.
     """
     of_texts = [kl_divergence(mine, other) for mine, other in zip(expected, found, strict=True)]
-    divergences, means = np.concatenate(of_texts), [each.mean() for each in of_texts]
+    divergences = np.concatenate(of_texts)
+    means = [each.mean() for each in of_texts]
     same = [mine.argmax(-1) == other.argmax(-1) for mine, other in zip(expected, found, strict=True)]
     mean = float(divergences.mean())
     return Divergence(
@@ -97,7 +94,8 @@ def compare(label: str, expected: list[Logits], found: list[Logits], parts: tupl
 
 def kl_divergence(expected: Logits, found: Logits) -> NDArray[np.float64]:
     """Return the Kullback-Leibler divergence of ``found`` from ``expected``, both ``[tokens, vocab]``, in nats per token."""
-    true, other = _log_softmax(expected), _log_softmax(found)
+    true = _log_softmax(expected)
+    other = _log_softmax(found)
     divergence: NDArray[np.float64] = (np.exp(true) * (true - other)).sum(-1)
     return divergence
 
@@ -107,10 +105,13 @@ def reference_texts(models_path: Path) -> tuple[list[list[int]], list[Logits]]:
 
     Such texts are typical of the model, which greedy texts are not: they tend to repeat themselves.
     """
-    reference, texts, logits = StatefulReference(models_path), list[list[int]](), list[Logits]()
+    reference = StatefulReference(models_path)
+    texts = list[list[int]]()
+    logits = list[Logits]()
     for seed in range(TEXTS):
         random = np.random.default_rng(seed)
-        text, lines = [int(random.integers(1, 1000))], list[Logits]()
+        text = [int(random.integers(1, 1000))]
+        lines = list[Logits]()
         reference.reset()
         while len(lines) < TEXT_LEN:
             lines.append(reference.logits(text[-1:])[-1])

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -99,19 +100,11 @@ def _packages() -> Iterator[Finding]:
     yield Finding("ok", "packages", ", ".join(f"{name} {number}" for name, number in found.items()))
     releases = {".".join(number.split(".")[:3]) for name, number in found.items() if name.startswith("openvino")}
     if len(releases) > 1:
-        yield Finding(
-            "fail",
-            "OpenVINO",
-            f"packages of {len(releases)} releases",
-            "install openvino, -genai and -tokenizers of one release",
-        )
+        remedy = "install openvino, -genai and -tokenizers of one release"
+        yield Finding("fail", "OpenVINO", f"packages of {len(releases)} releases", remedy)
     if found.get("openvino") and not ov.get_version().startswith(found["openvino"]):
-        yield Finding(
-            "warn",
-            "OpenVINO",
-            f"runs {ov.get_version()}, installed {found['openvino']}",
-            "check sys.path for a second installation",
-        )
+        difference = f"runs {ov.get_version()}, installed {found['openvino']}"
+        yield Finding("warn", "OpenVINO", difference, "check sys.path for a second installation")
 
 
 def _memory() -> Finding:
@@ -126,9 +119,8 @@ def _device(device: str) -> Finding:
     try:
         name = str(core.get_property(device, "FULL_DEVICE_NAME")).strip()
         supported = core.get_property(device, "SUPPORTED_PROPERTIES")
-        driver = (
-            f", driver {core.get_property(device, 'NPU_DRIVER_VERSION')}" if "NPU_DRIVER_VERSION" in supported else ""
-        )
+        has_driver = "NPU_DRIVER_VERSION" in supported
+        driver = f", driver {core.get_property(device, 'NPU_DRIVER_VERSION')}" if has_driver else ""
         precisions = ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES"))
     except RuntimeError as error:
         return Finding("fail", device, last_line(error), "install or repair its driver")
@@ -143,31 +135,24 @@ def _cache(folder: Path) -> Iterator[Finding]:
     if free < LITTLE_DISK:
         yield Finding("warn", "disk", f"{free / 1e9:.1f} GB free", f"staticllm cache prune {folder} --limit-gb 5")
     total = 0
+    remedy = "the set is compiled again when it is needed; staticllm cache prune --all removes it"
     for entry, problem in BlobCache(folder).verify():
         total += entry.num_bytes
         if problem:
-            yield Finding(
-                "fail",
-                "cache",
-                problem,
-                "the set is compiled again when it is needed; staticllm cache prune --all removes it",
-            )
+            yield Finding("fail", "cache", problem, remedy)
     yield Finding("ok", "cache", f"{total / 1e6:.1f} MB in {str(folder)!r}, {free / 1e9:.1f} GB free")
 
 
 def _self_test(device: str) -> Finding:
     """Compare the embedded model on one device with the stateful original on the CPU."""
-    name, path = f"self-test {device}", demo_model_path()
+    name = f"self-test {device}"
+    path = demo_model_path()
     try:
-        config = StaticLLMConfig(
-            max_prompt_len=64,
-            min_response_len=64,
-            max_num_seqs=1,
-            kv_cache_precision="f32",
-            device_properties=exact_for(device),
-        )
+        short = StaticLLMConfig(max_prompt_len=64, min_response_len=64, max_num_seqs=1, kv_cache_precision="f32")
+        config = replace(short, device_properties=exact_for(device))
         runner = load(path, device, config).runner
-        sequence, tokens = runner.reset(), list[int]()
+        sequence = runner.reset()
+        tokens = list[int]()
         logits = runner.prefill(sequence, SELF_TEST)
         while len(tokens) < NUM_NEW:
             tokens.append(int(logits.argmax()))
@@ -201,12 +186,11 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
         there = entry.manifest.fingerprint if entry.manifest is not None else None
         if there is not None and there.ir_digest == here.ir_digest and there.weights_digest != here.weights_digest:
-            return Finding(
-                "warn",
-                "model",
-                f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
-                "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests",
+            mismatch = f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})"
+            remedy = (
+                "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests"
             )
+            return Finding("warn", "model", mismatch, remedy)
     ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
     complete = f"complete, weights {here.weights_digest[:12]}, {what.what}, {ran}{trial.how}"
     return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)

@@ -23,6 +23,7 @@ from staticllm.pipelines.diagnostics.reports import (
     Agreement,
     EncoderReport,
     PoolingSource,
+    TimedVariant,
     Verdict,
     difference,
     encoder_size,
@@ -68,6 +69,8 @@ TRIED_LENGTH = 64
 
 class EncoderDiagnosis(Diagnosis[EncoderKind]):
     """The questions about encoders."""
+
+    places = "texts"
 
     def job(
         self,
@@ -119,8 +122,8 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
         shared = (*past_names(shape), *present_names(shape))
         return own + sum(4 * math.prod(encoder_shape_of(name, shape, most)) for name in shared)
 
-    def label(self, variant: EncoderVariant) -> str:
-        return encoder_size(variant)
+    def timed(self, variant: EncoderVariant, seconds: float | None) -> TimedVariant:
+        return TimedVariant(variant, encoder_size(variant), variant.batch * variant.rows, seconds)
 
     def verdicts(self, job: EncoderJob, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
         """Compare texts of several lengths alone, packed with each other, and as the original computes them."""
@@ -148,14 +151,11 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
         """Load a model, and compare it with the original: the least cosine of a text's vectors, or that of all scores."""
         runner = load_job(job).runner
         texts = _texts(runner)
-        expected, vectors = _originals(job, runner, texts), embed_texts(runner, texts)
+        expected = _originals(job, runner, texts)
+        vectors = embed_texts(runner, texts)
         distance = float(np.abs(vectors - expected).max() / np.ptp(expected))
         shape = vectors.shape if runner.shape.output == "embeddings" else (1, -1)
         return agreed(least_cosine(vectors.reshape(shape), expected.reshape(shape)), distance, len(texts))
-
-    def agreement_text(self, found: Mapping[str, Any]) -> str:
-        distance = f"numbers differ by {found['distance']:.1e} of their range"
-        return f"{found['places']} texts, cosine {found['agreement']:.6f}, {distance}"
 
     def try_out(self, job: EncoderJob) -> Trial:
         """Embed a text, or score two texts for a query."""
@@ -176,7 +176,8 @@ def read_choices(properties: Mapping[str, Any]) -> EncoderChoices:
         ConfigError: ``max_length`` or ``normalize`` has an impossible value.
     """
     own = {name.lower(): value for name, value in properties.items() if name.lower() in OWN}
-    length, is_normalised = own.get("max_length"), own.get("normalize", True)
+    length = own.get("max_length")
+    is_normalised = own.get("normalize", True)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ConfigError(f"max_length={length!r}: must be a whole number from 1")
     if not isinstance(is_normalised, bool):
@@ -203,7 +204,8 @@ def _pooling(job: EncoderJob, shape: EncoderShape) -> tuple[Pooling | None, Pool
         return None, "the model's graph"
     if shape.pooling is not None:
         return shape.pooling, "the model's graph"
-    chosen, named = job.kind.chosen.pooling, job.kind.files.pooling
+    chosen = job.kind.chosen.pooling
+    named = job.kind.files.pooling
     if chosen is not None:
         return chosen, "the user"
     if named is not None:
@@ -228,7 +230,8 @@ def _originals(job: EncoderJob, runner: EncoderRunner, texts: Sequence[Tokenized
 
 def _texts(runner: EncoderRunner) -> list[TokenizedText]:
     """Return texts of random ids, the second half of each with token type 1 if the model knows types."""
-    random, most = np.random.default_rng(0), runner.shape.vocab_size or 1000
+    random = np.random.default_rng(0)
+    most = runner.shape.vocab_size or 1000
     chunked = [runner.max_rows + 88, 2 * runner.max_rows + 1] if runner.continuing else []
     lengths = [length for length in LENGTHS if length <= runner.max_rows]
     lengths += [length for length in chunked if length <= runner.max_tokens]

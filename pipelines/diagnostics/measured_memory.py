@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -40,18 +39,17 @@ UNKNOWN = (
 NUM_NEW, SHORT_PROMPT = 16, 16
 
 
-def measure_memory(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> MeasuredMemory:
+def measure_memory(directory: Path, device: str, config: StaticLLMConfig) -> MeasuredMemory:
     """Load a model in a process of its own, run its longest prompt and some decode steps, and divide its private memory.
 
-    All programs are compiled before it serves. No costs are measured meanwhile. A script that calls this needs the guard
-    ``if __name__ == "__main__"``, as any that uses ``multiprocessing``.
+    A script that calls this needs the guard ``if __name__ == "__main__"``, as any that uses ``multiprocessing``.
 
     Raises:
         StaticLLMError: loading or running failed; the message is that of the process.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, str(models_path), device, config), daemon=True)
+    process = context.Process(target=_run, args=(theirs, str(directory), device, config), daemon=True)
     with ours:
         process.start()
         theirs.close()
@@ -112,7 +110,7 @@ def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
 
 
 class Stages:
-    """The readings of this process after each stage. ``count_in`` gives the pipeline whose parts are counted by themselves."""
+    """The readings of this process after each stage; once ``count_in`` was called, parts of a pipeline are counted apart."""
 
     def __init__(self, weights: Path) -> None:
         self._weights = weights
@@ -145,7 +143,8 @@ class Stages:
 
     def _count(self) -> dict[str, int]:
         assert self._pipe is not None
-        runner, pool = self._pipe.engine.runner, self._pipe.engine.kv_manager.host_pool
+        runner = self._pipe.engine.runner
+        pool = self._pipe.engine.kv_manager.host_pool
         blocks = runner.cache.arena.blocks
         slot_bytes = runner.cache.arena.num_bytes // max(runner.cache.num_slots, 1)
         return {

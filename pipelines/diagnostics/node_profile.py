@@ -32,7 +32,7 @@ KINDS = {
     "norms": ("RMS", "MVN", "NormalizeL2"),
     "embedding": ("Gather",),
 }
-"""Kinds of work, and the beginnings of the plugin's types of their nodes. Products with weights are ``FullyConnected`` there."""
+"""Kinds of work, by prefixes of the plugin's node types; products with weights are ``FullyConnected``."""
 ELEMENTWISE, OTHER = "elementwise", "other"
 FUSED, ARITHMETIC = "Subgraph", ("Eltwise", "Math", "Multiply", "Add", "Subtract", "PowerStatic", "Swish")
 
@@ -46,14 +46,10 @@ def profile_calls(
 ) -> Iterator[CallProfile]:
     """Compile a model with counters and yield the profile of each call, on random tokens and KV slots.
 
-    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress`` receives the number of calls that were
-    profiled, and the number of all.
+    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls).
 
     Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        ConfigError: the device has no counters, or an option is impossible for this model.
+        ConfigError: the device has no counters; and what ``prepare`` raises.
     """
     if PERF_COUNT not in supported_properties(get_core(), device):
         raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")
@@ -70,7 +66,8 @@ def profile_calls(
         shared = (each for each in plan.variants if plan.options.program_group(each) == group)
         alike = shared if plan.options.mode == "shared" else (variant,)
         compiled = compile_all(plan.restricted(alike)).compiled[variant]
-        times, fused = _run(compiled, variant), _fused(compiled)
+        times = _run(compiled, variant)
+        fused = _fused(compiled)
         kinds = {
             node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times
         }
@@ -135,16 +132,14 @@ def _run(compiled: ov.CompiledModel, variant: Variant) -> list[NodeTime]:
 
 
 def times_after_first(request: ov.InferRequest) -> list[NodeTime]:
-    """Run a request ``RUNS`` times after its first run, which packs the weights, and return the mean ms of each node.
-
-    The counters of the plugin are means over all runs so far.
-    """
+    """Return the mean ms of each node over ``RUNS`` runs after the first, which packs the weights."""
     request.infer()
     first = {entry.node_name: _ms(entry) for entry in request.profiling_info}
     for _ in range(RUNS):
         request.infer()
     times = list[NodeTime]()
     for entry in request.profiling_info:
+        # the counters are means over all runs so far
         later = _ms(entry) * (RUNS + 1) - first.get(entry.node_name, 0.0)
         times.append(NodeTime(entry.node_name, entry.node_type, max(0.0, later) / RUNS))
     return times

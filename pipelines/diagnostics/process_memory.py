@@ -40,7 +40,8 @@ def written_bytes(address: int, num_bytes: int) -> int:
     """Return the bytes from ``address`` on whose pages are in memory; 0 where the system does not tell."""
     if not IS_DETAILED or not num_bytes:
         return 0
-    first, end = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+    first = address // mmap.PAGESIZE
+    end = -(-(address + num_bytes) // mmap.PAGESIZE)
     try:
         with PAGEMAP.open("rb") as file:
             file.seek(first * ENTRY_BYTES)
@@ -58,7 +59,9 @@ def mapped_bytes(path: Path) -> int:
         lines = SMAPS.read_bytes().splitlines()
     except OSError:
         return 0
-    total, is_of_file, name = 0, False, bytes(path.resolve())
+    total = 0
+    is_of_file = False
+    name = bytes(path.resolve())
     for line in lines:
         first, _, rest = line.partition(b" ")
         if not first.endswith(b":"):
@@ -133,7 +136,8 @@ def divide(stages: Sequence[MemoryStage]) -> dict[str, int]:
     parts: dict[str, int] = {}
     before = rest = 0
     for stage in stages:
-        growth, before = stage.others - before, stage.others
+        growth = stage.others - before
+        before = stage.others
         if stage.part is None:
             rest += growth
         else:

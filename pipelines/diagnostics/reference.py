@@ -76,7 +76,8 @@ class StatefulReference:
         """Append tokens, and return the logits after each of them, ``[len(tokens), vocab]``."""
         if CACHE_POSITION in self._names and len(tokens) > 1:  # its prefill is not exact: see fix_cache_position
             return np.concatenate([self.logits([token]) for token in tokens])
-        past, count = self._length, len(tokens)
+        past = self._length
+        count = len(tokens)
         feeds = {
             INPUT_IDS: np.array([tokens], np.int64),
             ATTENTION_MASK: np.ones((1, past + count), np.int64),
@@ -106,7 +107,8 @@ class EncoderReference:
     """
 
     def __init__(self, job: EncoderJob, shape: EncoderShape, pooling: Pooling) -> None:
-        self._job, self._shape = job, shape
+        self._job = job
+        self._shape = shape
         self._pooling: Pooling = pooling
         config = job.config
         self._model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)

@@ -19,11 +19,11 @@ from staticllm.pipelines.programs.compile_plan import prepare
 
 PRECISION, GROUP_SIZE = "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 GROUP_SIZES = (0, 32, 128)
-"""Activations that share a scale: none is quantized, the plugin's own size, and the size that the calibration may choose."""
+"""Activations that share a scale: 0 quantizes none, 32 is the plugin's own, 128 the calibration's choice."""
 PRECISIONS = {"FP32": "f32", "BF16": "bf16"}
-"""Element types in which a CPU computes, by the capability of a CPU that can."""
+"""Element types of a CPU's computation, by OpenVINO's name of the capability."""
 PROBED_ROWS = (1, 8, 32, 128)
-"""Rows of a decode step, of a packed step, of a short prompt and of a longer one."""
+"""Rows of a decode step, a packed step, a short prompt and a longer one."""
 
 
 def label_of(core: ov.Core, device: str, properties: Mapping[str, Any]) -> str:
@@ -60,19 +60,14 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
     """Yield the times of one product with each shape of matrix that the model repeats, with each setting and number of rows.
 
     The calibration chooses by the same products (``pipelines/programs/autotune.py``). The candidates run in turn, and no cache
-    holds the weights. Only the CPU has candidates, and only models with compressed weights.
-
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        ConfigError: an option is impossible for this model.
+    holds the weights. Only the CPU has candidates, and only models with compressed weights. Raises what ``prepare`` raises.
     """
     plan = prepare(models_path, device, config)
     matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []
     if not matrices:
         return
-    probe, settings = Probe(get_core(), device, matrices), candidates(get_core(), plan.options)
+    probe = Probe(get_core(), device, matrices)
+    settings = candidates(get_core(), plan.options)
     if not probe.takes_large_groups:
         settings = {label: each for label, each in settings.items() if each.get(GROUP_SIZE) != LARGE_GROUP}
     for rows in PROBED_ROWS:

@@ -27,7 +27,7 @@ from staticllm.pipelines.engine.request import Decode, EngineRequest, EngineText
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.engine.state import PreparedGrammar, RequestState, prepare_grammar, progress_of
 from staticllm.pipelines.profiling.call_watch import CallWatch
-from staticllm.pipelines.profiling.progress import EngineProgress
+from staticllm.pipelines.profiling.records import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner

@@ -22,8 +22,7 @@ from staticllm.pipelines.generation.logits_processors import LogitsProcessor, pr
 from staticllm.pipelines.generation.sampler import Choice, Sampler
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
-from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
-from staticllm.pipelines.profiling.records import RequestRecord
+from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import ModelRunner, SegmentResult
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestInfo

@@ -11,9 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from staticllm.core import Clock
-from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.record_ring import RecordRing
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import EngineProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Stats
 
 KEPT = 1024

@@ -6,21 +6,19 @@ Process 1 is the device: one slice per call, counters, and the host's work aroun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.request_spans import spans_of
 
 Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
 SCHEMA = 4
-RENAMED_HOST_TIMES = {"masks": "prepare", "rows": "commit"}
-"""The names of the fields of ``HostTimes`` in version 2 of the schema, with the current ones."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,7 @@ class Recorded:
 
 
 def to_chrome(
-    steps: Sequence[StepRecord],
-    requests: Sequence[RequestRecord],
-    num_dropped: int = 0,
-    jobs: Sequence[JobRecord] = (),
+    steps: Sequence[StepRecord], requests: Sequence[RequestRecord], num_dropped: int = 0, jobs: Sequence[JobRecord] = ()
 ) -> dict[str, Any]:
     """Return the document of these records. ``ts`` and ``dur`` are microseconds; the earliest moment of all records is 0."""
     begins = [*(step.start for step in steps), *(job.start for job in jobs), *(request.arrival for request in requests)]
@@ -101,7 +96,8 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         "num_swapped": step.num_swapped, "swapped": list(step.swapped), "preempted": list(step.preempted),
         "failed": step.has_failed, "host_ns": None if step.host is None else _host_ns(step.host),
     }  # fmt: skip
-    start, name = clock(step.start), f"{variant} failed" if step.has_failed else str(variant)
+    start = clock(step.start)
+    name = f"{variant} failed" if step.has_failed else str(variant)
     yield _slice(name, "call", DEVICE, 0, start, clock(step.end), args)
     yield from _host_events(step, clock)
     for request in step.preempted:
@@ -129,7 +125,8 @@ def _host_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
     """Yield slices of the engine's work before and after the call, on a track of their own."""
     if step.host is None:
         return
-    host, end = step.host, step.end
+    host = step.host
+    end = step.end
     moments = {
         "plan": (step.start - host.prepare - host.plan, step.start - host.prepare),
         "prepare": (step.start - host.prepare, step.start),
@@ -157,7 +154,9 @@ def _request_events(request: RequestRecord, clock: Clock) -> Iterator[Event]:
         "token_times_ns": [clock(moment) for moment in request.token_times],
     }  # fmt: skip
     last = max(moment for moment in (request.arrival, request.ended, *request.token_times) if moment is not None)
-    name, start, end = f"request {request.id}", clock(request.arrival), clock(last)
+    name = f"request {request.id}"
+    start = clock(request.arrival)
+    end = clock(last)
     yield _slice(name, "request", REQUESTS, request.id, start, end, args)
     yield _mark(str(request.reason), "end", request.id, end)
 
@@ -178,7 +177,7 @@ def _step(event: Event) -> StepRecord:
     return StepRecord(
         start=event["ts"] / 1e6,
         seconds=event["dur"] / 1e6,
-        variant=Variant(args["rows"], args["kv_len"], args["sequences"], args.get("extra_logits", 0)),
+        variant=Variant(args["rows"], args["kv_len"], args["sequences"], args["extra_logits"]),
         decode=tuple(args["decode"]),
         prefill=tuple((number, count) for number, count in args["prefill"]),
         slots_in_use=args["slots_in_use"],
@@ -186,12 +185,10 @@ def _step(event: Event) -> StepRecord:
         num_swapped=args["num_swapped"],
         num_running=args["running"],
         swapped=tuple(args["swapped"]),
-        preempted=tuple(args.get("preempted", ())),  # version 1 of the schema has neither this nor "failed"
-        has_failed=args.get("failed", False),
-        host=_host(args.get("host_ns")),
-        drafts=tuple(
-            (number, count, accepted) for number, count, accepted in args.get("drafts", ())
-        ),  # since version 4
+        preempted=tuple(args["preempted"]),
+        has_failed=args["failed"],
+        host=_host(args["host_ns"]),
+        drafts=tuple((number, count, accepted) for number, count, accepted in args["drafts"]),
     )
 
 
@@ -203,12 +200,13 @@ def _job(event: Event) -> JobRecord:
 def _host(parts: dict[str, int] | None) -> HostTimes | None:
     if parts is None:
         return None
-    return HostTimes(**{RENAMED_HOST_TIMES.get(name, name): value / 1e9 for name, value in parts.items()})
+    return HostTimes(**{name: value / 1e9 for name, value in parts.items()})
 
 
 def _request(event: Event) -> RequestRecord:
     args = event["args"]
-    started, ended = args["started_ns"], args["ended_ns"]
+    started = args["started_ns"]
+    ended = args["ended_ns"]
     return RequestRecord(
         id=event["tid"],
         arrival=event["ts"] / 1e6,
@@ -219,3 +217,71 @@ def _request(event: Event) -> RequestRecord:
         reason=FinishReason(args["reason"]),
         ended=None if ended is None else ended / 1e9,
     )
+
+
+Kind: TypeAlias = Literal["queued", "prefill", "decode", "swapped"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The state of a request from ``start`` to ``end`` (seconds on the clock of the records).
+
+    ``rows`` is the number of its tokens in the device call; 0 for "queued" and "swapped".
+    """
+
+    kind: Kind
+    start: float
+    end: float
+    rows: int = 0
+
+
+def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> dict[int, list[Span]]:
+    """Return the spans of every request by its id, each list in the order of time.
+
+    A request that has not ended, or whose end was not recorded, has the spans of its calls. Between two spans a request holds
+    KV slots but is not part of a call.
+    """
+    ended = {request.id: request for request in requests}
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for request in ended.values():
+        until = request.ended if request.started is None else request.started
+        if until is not None:
+            spans[request.id].append(Span("queued", request.arrival, max(until, request.arrival)))
+    for step in steps:
+        for number, count in step.prefill:
+            spans[number].append(Span("prefill", step.start, step.end, count))
+        drafted = {number: count for number, count, _ in step.drafts}
+        for number in step.decode:
+            spans[number].append(Span("decode", step.start, step.end, 1 + drafted.get(number, 0)))
+    for number, span in (*_swapped(steps, ended), *_preempted(steps, ended)):
+        spans[number].append(span)
+    return {number: sorted(spans[number], key=lambda span: (span.start, span.end)) for number in sorted(spans)}
+
+
+def _swapped(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
+    """Yield a span per swapped request, from the start of the first call that lists it to that of the first that does not."""
+    since: dict[int, float] = {}
+
+    def span(number: int, now: float) -> tuple[int, Span]:
+        start = since.pop(number)
+        end = ended[number].ended if number in ended else None
+        return number, Span("swapped", start, max(start, now if end is None else min(now, end)))
+
+    for step in steps:
+        yield from [span(number, step.start) for number in set(since) - set(step.swapped)]
+        for number in step.swapped:
+            since.setdefault(number, step.start)
+    if steps:
+        yield from [span(number, steps[-1].end) for number in list(since)]
+
+
+def _preempted(steps: Sequence[StepRecord], ended: dict[int, RequestRecord]) -> Iterable[tuple[int, Span]]:
+    """Yield a span per preempted request, from the call before which it lost its KV slots to its next call or its end."""
+    since: dict[int, float] = {}
+    for step in steps:
+        since.update(dict.fromkeys(step.preempted, step.start))
+        for number in since.keys() & {*step.decode, *(number for number, _ in step.prefill)}:
+            yield number, Span("queued", since.pop(number), step.start)
+    for number, start in since.items():
+        end = ended[number].ended if number in ended else steps[-1].end
+        yield number, Span("queued", start, max(start, end or start))

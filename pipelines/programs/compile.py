@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import openvino as ov
 
+from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import (
     KVType,
     ModelShape,
@@ -41,6 +42,11 @@ class Lowered(Protocol[V_contra, S_co]):
     @property
     def shape(self) -> S_co:
         """The contract between the passes and the host."""
+        ...
+
+    @property
+    def reports(self) -> Sequence[PassReport]:
+        """What each pass did, in their order."""
         ...
 
     def specialise(self, variant: V_contra, is_static: bool = True) -> ov.Model:

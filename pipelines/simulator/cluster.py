@@ -1,4 +1,4 @@
-"""Simulates several devices on one virtual clock, co-located or with prefill and decode on different devices."""
+"""Simulates devices on one virtual clock, co-located or with prefill and decode apart, and scenarios that compare policies."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
 
+from staticllm.config import StaticLLMConfig
+from staticllm.core import ProgramMode
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import RequestRecord
+from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.simulated_clients import BulkJobs
 from staticllm.pipelines.simulator.simulated_device import DeviceModel, Ended, SimulatedDevice, SimulatedRequest
+from staticllm.pipelines.simulator.summary import Run, summarize
 from staticllm.pipelines.simulator.workload import Arrival
 
 Dispatch = Literal["least_loaded", "two_choices", "round_robin"]
 """Which device receives a request: that with the fewest requests, of all or of two drawn at random, or each in turn."""
 ARRIVE, FINISH, BEGIN = range(3)
 """The order of events at the same moment: first arrivals, then calls that end, then calls that are planned."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The records of a simulation: one per request, in the order of arrival, and the calls and jobs of each device."""
-
-    requests: tuple[RequestRecord, ...]
-    steps: tuple[tuple[StepRecord, ...], ...]
-    jobs: tuple[tuple[JobRecord, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Pool:
     ) -> None:
         self.devices = [SimulatedDevice(model, policy()) for _ in range(size)]
         self._dispatch = dispatch
-        self._turns = count()
+        self._numbers = count()
         self._random = random.Random(0)
 
     def choose(self) -> SimulatedDevice:
         """Return the device that receives the next request."""
         if self._dispatch == "round_robin":
-            return self.devices[next(self._turns) % len(self.devices)]
+            return self.devices[next(self._numbers) % len(self.devices)]
         devices = self.devices
         if self._dispatch == "two_choices":
             devices = self._random.sample(devices, min(2, len(devices)))
@@ -77,7 +77,9 @@ class Cluster:
     def __init__(
         self, first: Pool, decode: Pool | None = None, link: Link | None = None, concurrency: int | None = None
     ) -> None:
-        self._first, self._decode, self._link = first, decode, link or Link()
+        self._first = first
+        self._decode = decode
+        self._link = link or Link()
         self._num_admissible = float("inf") if concurrency is None else concurrency
         self._queue: deque[SimulatedRequest] = deque()
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
@@ -157,7 +159,8 @@ class Cluster:
     def _collect(self, device: SimulatedDevice, now: float) -> None:
         """Record the answers that leave a device, or hand their requests over to one that decodes."""
         for ended in device.finish():
-            request, record = ended.request, ended.record
+            request = ended.request
+            record = ended.record
             is_short = len(record.token_times) < request.arrival.num_output
             has_room = record.num_prompt + len(record.token_times) <= device.model.max_seq_len
             if self._decode is not None and request.before is None and is_short and has_room:
@@ -177,3 +180,91 @@ def colocated(
 ) -> Cluster:
     """Return a cluster of ``size`` devices that prefill and decode."""
     return Cluster(Pool(model, policy, size, dispatch))
+
+
+BUSY_REQUESTS = 64
+"""The number of requests per device that measure its maximum rate, so that filling and draining are a small part of the run."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A workload and the devices that serve it.
+
+    ``num_devices`` devices prefill and decode; with ``num_decode_devices``, they only prefill, and the others decode after the
+    transfer over ``link``. At most ``concurrency`` requests are admitted at a time; None for no limit.
+    """
+
+    model: DeviceModel
+    arrivals: tuple[Arrival, ...]
+    num_devices: int = 1
+    num_decode_devices: int = 0
+    link: Link = field(default_factory=Link)
+    dispatch: Dispatch = "least_loaded"
+    concurrency: int | None = None
+
+    def with_jobs(self, seconds: float) -> Scenario:
+        """Return the same scenario with calls of another model, of ``seconds`` each, that always wait until the last arrival."""
+        jobs = BulkJobs(seconds, max(arrival.time for arrival in self.arrivals))
+        return replace(self, model=replace(self.model, jobs=jobs))
+
+    def run(self, policy: str) -> Run:
+        """Simulate every request from its arrival to its end, under the policy with this name.
+
+        Raises:
+            ConfigError: the policy is unknown, or a request is too large for the devices.
+        """
+
+        def make() -> Policy:
+            return make_policy(policy)
+
+        first = Pool(self.model, make, self.num_devices, self.dispatch)
+        decode = Pool(self.model, make, self.num_decode_devices, self.dispatch) if self.num_decode_devices else None
+        return Cluster(first, decode, self.link, self.concurrency).run(self.arrivals)
+
+
+def max_rate(scenario: Scenario) -> float:
+    """Return the requests per second that the devices serve under ``fcfs`` while requests are always waiting."""
+    devices = scenario.num_devices + scenario.num_decode_devices
+    count = max(1, min(len(scenario.arrivals), BUSY_REQUESTS * devices))
+    at_once = tuple(replace(arrival, time=0.0) for arrival in scenario.arrivals[:count])
+    answers = summarize(replace(scenario, arrivals=at_once).run("fcfs").requests).requests_per_second
+    return answers * count / sum(arrival.num_answers for arrival in at_once)
+
+
+def offered_rate(arrivals: Sequence[Arrival]) -> float:
+    """Return the number of requests that arrive per second; infinite if they all arrive at once."""
+    span = max(arrival.time for arrival in arrivals) - min(arrival.time for arrival in arrivals)
+    return (len(arrivals) - 1) / span if span > 0 else float("inf")
+
+
+def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
+    """Return the lengths of the longest prompt and of the longest answer, in tokens."""
+    return max(arrival.num_prompt for arrival in arrivals), max(arrival.num_output for arrival in arrivals)
+
+
+def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
+    """Return a device with the programs, ``max_num_seqs`` and KV slots that the pipeline would have with this config."""
+    limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms, config.gap_ms)
+    index = VariantIndex(choose_variants(config, mode))
+    return DeviceModel(index, cost, limits, config.num_kv_slots(mode), config.num_host_slots, config.max_seq_len, host)
+
+
+def tabled_model(config: StaticLLMConfig, index: VariantIndex, cost: Cost, host: HostCost) -> DeviceModel:
+    """Return a device with exactly the programs of a table. By default its arena has as many KV slots as the largest ``kv_len``.
+
+    Raises:
+        ConfigError: no program for one sequence can read all KV slots, or a sequence needs more KV slots than the arena has.
+    """
+    kv_slots = config.kv_slots or max(variant.kv_len for variant in index.variants)
+    if not any(variant.sequences == 1 and variant.kv_len >= kv_slots for variant in index.variants):
+        raise ConfigError(
+            f"no program for one sequence has a kv_len of {kv_slots}: add one to the costs, or lower KV_SLOTS"
+        )
+    if config.max_seq_len > kv_slots:
+        raise ConfigError(
+            f"prompt and answer of {config.max_seq_len} tokens, the costs have programs for {kv_slots} KV slots: "
+            "shorten them or measure with longer ones"
+        )
+    num_seqs = config.max_num_seqs or index.max_decoding(0)
+    limits = Limits(num_seqs, config.ttft_ms, config.tpot_ms, config.gap_ms)
+    return DeviceModel(index, cost, limits, kv_slots, config.num_host_slots, config.max_seq_len, host)

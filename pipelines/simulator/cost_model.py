@@ -20,12 +20,9 @@ Cost = Callable[[Variant], float]
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """The seconds per call by a formula:
+    """The seconds per call: ``fixed + weights + row * rows + attention * rows * (kv_len + rows)``.
 
-        fixed + weights + row * rows + attention * rows * (kv_len + rows)
-
-    ``weights`` is the time to read the weights once, ``row`` the time per row of the call, and ``attention`` the time per row and
-    KV slot (or row) that it attends to.
+    ``weights`` is the time to read the weights once, ``attention`` that per row and KV slot (or row) that it attends to.
     """
 
     weights: float
@@ -40,13 +37,10 @@ class AnalyticCosts:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds that the host needs between two device calls for planning, copying and choosing tokens:
+    """The seconds of the host between two device calls: ``step + row * num_rows + sequence * num_sequences``.
 
-        step + row * num_rows + sequence * num_sequences
-
-    and ``swap`` seconds more for every KV slot that is copied between the arena and the host pool. A token is available
-    ``answer`` seconds after the end of its call. If a request arrives while the device is idle, its call starts after ``wake``
-    seconds; with None the formula gives that time.
+    ``swap``: seconds per KV slot that is copied to or from the host pool. ``answer``: from the end of a call to its tokens.
+    ``wake``: from a request's arrival at an idle device to its call; None for the formula.
     """
 
     step: float = 0.0

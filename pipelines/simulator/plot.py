@@ -14,7 +14,7 @@ import numpy as np
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import RequestRecord
-from staticllm.pipelines.simulator.cluster import Run
+from staticllm.pipelines.simulator.summary import Run
 from staticllm.system.files import write_whole
 
 if TYPE_CHECKING:

@@ -20,12 +20,11 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
-from staticllm.pipelines.simulator.drafting import Drafting
-from staticllm.pipelines.simulator.simulated_clients import SimulatedClients
-from staticllm.pipelines.simulator.simulated_jobs import BulkJobs, SimulatedJobs
+from staticllm.pipelines.simulator.simulated_clients import BulkJobs, SimulatedClients, SimulatedJobs
 from staticllm.pipelines.simulator.simulated_programs import (
     ANSWER_TOKEN,
     VOCAB_SIZE,
+    Drafting,
     VirtualClock,
     prompt_of,
     simulated_runner,
@@ -37,12 +36,10 @@ from staticllm.pipelines.simulator.workload import Arrival
 class DeviceModel:
     """The programs, costs and KV slots of a device.
 
-    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the largest number of
-    slots of one sequence. The policy sees the exact costs; with ``known`` it begins with these measurements and updates them.
-    ``jobs`` are calls of another model on the same device.
-    ``lingers``: whether the device waits for away requests that are due. ``drafting``: drafts of the next tokens, None without.
-    ``prefix_caching``: whether the sequences of beams and clients that lose their slots are kept in the host pool; prompts never
-    begin alike.
+    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
+    sequence. The policy sees the exact costs, or begins with the measurements ``known`` and updates them. ``jobs`` are calls of
+    another model. ``lingers``: as in ``EngineOptions``. ``prefix_caching``: whether beams and clients' sequences that lose
+    their slots are kept in the host pool; prompts never begin alike.
     """
 
     index: VariantIndex
@@ -203,8 +200,10 @@ class SimulatedDevice:
 
     def finish(self) -> list[Ended]:
         """End the step, and return the answers that leave the device."""
-        self.is_running, self._num_leaving = False, 0
-        ended, self._ended = self._ended, []
+        self.is_running = False
+        self._num_leaving = 0
+        ended = self._ended
+        self._ended = []
         return ended
 
     def close(self) -> None:
@@ -237,7 +236,8 @@ class SimulatedDevice:
     def _begin(self, request: SimulatedRequest) -> None:
         arrival = request.arrival
         if arrival.think is not None:
-            number, state = self._clients.begin(arrival), None
+            number = self._clients.begin(arrival)
+            state = None
         else:
             asked = request.engine_request(self.model.max_seq_len, self.model.drafting)
             state = new_state(asked, VOCAB_SIZE, clock=self.clock)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import MAX_ANSWERS, ModelShape, Variant
+from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.engine.speculation.draft_model import PACKED_TOKENS, DraftModel
+from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.programs.model_runner import Accept, ModelRunner, StepResult
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
@@ -52,7 +57,9 @@ class SimulatedProgram:
 
     def __init__(self, buffers: StepBuffers, seconds: float, clock: VirtualClock, logits: NextLogits) -> None:
         self.buffers = buffers
-        self._seconds, self._clock, self._next_logits = seconds, clock, logits
+        self._seconds = seconds
+        self._clock = clock
+        self._next_logits = logits
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> float:
         """Let the time of a call pass, and return it in seconds."""
@@ -68,8 +75,10 @@ class SimulatedCache(KVCache):
 
     def __init__(self, kv_lens: Sequence[int], num_slots: int, clock: VirtualClock, swap_seconds: float) -> None:
         super().__init__(SHAPE, kv_lens)
-        self.num_slots, self.slots = num_slots, SlotAllocator(num_slots)
-        self._clock, self._swap_seconds = clock, swap_seconds
+        self.num_slots = num_slots
+        self.slots = SlotAllocator(num_slots)
+        self._clock = clock
+        self._swap_seconds = swap_seconds
 
     def copy_out(self, sequence: KVSequence) -> StoredSequence:
         self._clock.advance(len(sequence) * self._swap_seconds)
@@ -95,7 +104,8 @@ class SimulatedRunner(ModelRunner):
         host: HostCost,
     ) -> None:
         super().__init__(cache, programs, costs, clock=clock)
-        self._virtual_clock, self._host = clock, host
+        self._virtual_clock = clock
+        self._host = host
         self.num_calls = 0
         self.is_waking = True
 
@@ -160,3 +170,53 @@ def _logits_after_each() -> Logits:
 
 
 _LOGITS = _logits_after_each()
+
+
+LONGEST_CHUNK = 256
+"""The most tokens of a prompt in one call of the draft model."""
+WRONG = np.eye(1, VOCAB_SIZE, PROMPT_TOKEN, dtype=np.float32)
+"""The logits of a token that is never accepted, since answers have no token of a prompt."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Drafts of up to ``most`` tokens, each accepted with the probability ``accept`` if all before it were.
+
+    The draft model takes ``seconds`` for each token of the drafts of a call, all requests together, and for each chunk of a
+    prompt that it reads; 0 stands for prompt lookup. The engine decides when drafts pay, as for a real draft model.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    most: int
+    accept: float
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.most < 1 or not 0 <= self.accept <= 1 or not 0 <= self.seconds < float("inf"):
+            raise ConfigError(
+                f"drafts of {self.most} tokens, accepted with {self.accept:g}, {self.seconds:g} s each: must be at least one "
+                "token, a probability from 0 to 1, and 0 s or more"
+            )
+
+    @property
+    def params(self) -> DraftParams:
+        """The parameters of a request that drafts."""
+        return DraftParams(max_tokens=self.most, uses_model=True)
+
+    def model(self, max_num_seqs: int, max_seq_len: int, clock: VirtualClock) -> DraftModel:
+        """Return a draft model for ``max_num_seqs`` sequences of ``max_seq_len`` tokens."""
+        num_slots = max_num_seqs * max_seq_len
+        sizes = range(1, max_num_seqs + 1)
+        variants = {Variant(min(max_seq_len, LONGEST_CHUNK), num_slots)}
+        variants |= {Variant(n * rows, num_slots, n) for n in sizes for rows in (1, PACKED_TOKENS)}
+        rng = np.random.default_rng(0)
+
+        def guess(tokens: Tokens) -> Logits:
+            logits = next_logits(tokens)
+            logits[rng.random(len(tokens)) >= self.accept] = WRONG
+            return logits
+
+        runner = simulated_runner(variants, lambda variant: self.seconds, num_slots, clock, HostCost(), None, guess)
+        return DraftModel(runner, sys.maxsize)  # it knows the tokens of every prompt

@@ -10,7 +10,15 @@ import numpy as np
 
 from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import percentile
-from staticllm.pipelines.simulator.cluster import Run
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a simulation: one per request, in the order of arrival, and the calls and jobs of each device."""
+
+    requests: tuple[RequestRecord, ...]
+    steps: tuple[tuple[StepRecord, ...], ...]
+    jobs: tuple[tuple[JobRecord, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.pipelines.simulator.cluster import Scenario
 from staticllm.pipelines.simulator.cost_model import HostCost
-from staticllm.pipelines.simulator.scenario import Scenario
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import Summary, summarize
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson
@@ -71,18 +71,10 @@ def validate(
     rate: float | None,
     seed: int,
 ) -> Iterator[tuple[Check, DeviceModel]]:
-    """Calibrate, predict and measure four workloads under each policy.
+    """Calibrate, predict and measure four workloads under each policy; yield each check and the device calibrated for it.
 
-    Args:
-        model: A model directory.
-        device: The OpenVINO device.
-        policies: Names of policies.
-        num_requests: Requests per workload.
-        rate: Requests per second; None for 60 % of the maximum rate that the simulator finds.
-        seed: The seed of the arrivals, which are the same for the simulator and the engine.
-
-    Yields:
-        Each check when it is done, and the device that was calibrated for it.
+    ``rate`` is in requests per second; None for 60 % of the maximum rate that the simulator finds. ``seed``: of the arrivals,
+    which are the same for the simulator and the engine.
 
     Raises:
         StaticLLMError: the model cannot be loaded, or a request failed.
@@ -94,12 +86,7 @@ def validate(
 
 
 def _check(
-    pipe: StaticLLMPipeline,
-    policy: str,
-    workload: tuple[int, int],
-    num_requests: int,
-    rate: float | None,
-    seed: int,
+    pipe: StaticLLMPipeline, policy: str, workload: tuple[int, int], num_requests: int, rate: float | None, seed: int
 ) -> tuple[Check, DeviceModel]:
     lengths = Lengths.fixed(*workload)
     rate = rate or LOAD * _saturated(calibrate(pipe, burst(CALIBRATION_REQUESTS, lengths), seed), policy, lengths)
@@ -112,28 +99,23 @@ def _check(
 
 
 def calibrate(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int = 0) -> DeviceModel:
-    """Return a device with costs measured by the engine while it serves the same arrivals with other prompts.
-
-    This also warms up every shape, because the simulator does not model that the first inference at a shape is slower.
-    """
+    """Return a device with the engine's costs for the same arrivals with other prompts; this warms up every shape, too."""
     return _model_of(pipe, serve(pipe, arrivals, seed + 1))
 
 
 def _model_of(pipe: StaticLLMPipeline, records: Records) -> DeviceModel:
-    config, runner = pipe.config, pipe.engine.runner
+    config = pipe.config
+    runner = pipe.engine.runner
     limits = Limits(MAX_SEQS, config.ttft_ms, config.tpot_ms, config.gap_ms)
     num_slots = runner.cache.slots.num_slots
     known = runner.costs.measured
-    cost, host = measured_costs(records, known), measured_host(records)
+    cost = measured_costs(records, known)
+    host = measured_host(records)
     return DeviceModel(runner.index, cost, limits, num_slots, config.num_host_slots, config.max_seq_len, host, known)
 
 
 def measured_costs(records: Records, known: Mapping[Variant, float]) -> CostModel[Variant]:
-    """Return the mean seconds of every variant that ran, and the ``known`` costs of the others.
-
-    Means, unlike medians, add up to the total time. The first call of each variant is left out, because it may have been the
-    first inference at a new shape.
-    """
+    """Return the mean seconds of every variant that ran, without its first call, and the ``known`` costs of the others."""
     seconds: dict[Variant, list[float]] = {}
     for step in _steps(records):
         seconds.setdefault(step.variant, []).append(step.seconds)
@@ -179,8 +161,7 @@ def _wake(records: Records, alive: Sequence[tuple[float, float]]) -> float | Non
 def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
     """Return the non-negative weights ``[m]`` that fit ``columns [n, m]`` to ``values [n]``.
 
-    While some are negative, the column of the most negative one is dropped and gets weight 0. This is a simple approximation of
-    NNLS (Lawson, Hanson: Solving Least Squares Problems, 1974, chapter 23).
+    The column of the most negative weight is dropped while there is one: a simple NNLS (Lawson, Hanson 1974, chapter 23).
     """
     kept = list(range(columns.shape[1]))
     weights: NDArray[np.float64] = np.zeros(0)
@@ -196,13 +177,12 @@ def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) ->
 def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Records:
     """Submit every request at its time, wait for all, and return the records of the engine.
 
-    The answers are not read before the end, because detokenization would compete with the engine for the CPU.
-
     Raises:
         StaticLLMError: a request failed.
     """
     rng = np.random.default_rng(seed)
-    profiler, records = pipe.engine.profiler, list[Record]()
+    profiler = pipe.engine.profiler
+    records = list[Record]()
     prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids in every vocabulary
     handles: list[GenerationHandle] = []
     profiler.trace = records
@@ -210,6 +190,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
     for arrival, prompt in zip(arrivals, prompts, strict=True):
         time.sleep(max(0.0, start + arrival.time - time.perf_counter()))
         handles.append(pipe.submit(prompt, max_new_tokens=arrival.num_output, ignore_eos=True))
+    # answers are read at the end: detokenization would compete with the engine for the CPU
     while len(_requests(records)) < len(handles):
         time.sleep(POLL_SECONDS)
     profiler.trace = None
@@ -222,7 +203,8 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
 
 def _load(model: str | os.PathLike[str], device: str, policy: str) -> StaticLLMPipeline:
     """Load the pipeline without prefix caching, which the simulator does not model."""
-    longest_prompt, longest_output = max(prompt for prompt, _ in WORKLOADS), max(output for _, output in WORKLOADS)
+    longest_prompt = max(prompt for prompt, _ in WORKLOADS)
+    longest_output = max(output for _, output in WORKLOADS)
     return StaticLLMPipeline(
         model, device, MAX_PROMPT_LEN=longest_prompt, MIN_RESPONSE_LEN=longest_output, MAX_NUM_SEQS=MAX_SEQS,
         PREFIX_CACHING=False, MAX_WAITING=MANY_WAITING, SCHEDULER=policy,

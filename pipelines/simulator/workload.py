@@ -21,7 +21,7 @@ class Arrival:
     """One request: its arrival ``time`` in seconds from the start, and lengths in tokens. A higher ``priority`` goes first.
 
     ``think`` is None for a request whose tokens the engine chooses. Otherwise a client chooses them, and takes ``think`` seconds
-    from the logits to the next token. ``num_answers`` answers are sampled after one prompt, or with ``are_beams`` so many beams.
+    from the logits to the next token. ``num_answers``: the answers sampled after one prompt, or its beams with ``are_beams``.
     """
 
     id: int
@@ -61,8 +61,7 @@ class Lengths:
 def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, is_span_fixed: bool = False) -> list[Arrival]:
     """Return ``count`` requests, on average ``rate`` per second, with exponentially distributed gaps.
 
-    ``is_span_fixed`` stretches the gaps so that the last request arrives at exactly ``count / rate``, as vLLM's benchmark does:
-    the mean rate of the run is then exactly ``rate``.
+    ``is_span_fixed`` stretches the gaps so that the last request arrives at ``count / rate``, as vLLM's benchmark does.
 
     Raises:
         ConfigError: ``rate`` is not positive, ``count`` is less than 1, or a length is impossible.
@@ -139,7 +138,8 @@ def _json_rows(place: Path, lines: list[str]) -> list[tuple[int, Any]]:
 
 def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
     try:
-        beams, answers = int(row.get("beams") or 1), int(row.get("answers") or 1)
+        beams = int(row.get("beams") or 1)
+        answers = int(row.get("answers") or 1)
         arrival = Arrival(
             number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), int(row.get("priority") or 0),
             num_answers=max(beams, answers), are_beams=beams > 1,

@@ -21,9 +21,9 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cluster import Cluster, Pool, Run
+from staticllm.pipelines.simulator.cluster import Cluster, Pool
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
-from staticllm.pipelines.simulator.summary import steady_rate
+from staticllm.pipelines.simulator.summary import Run, steady_rate
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst
 
 PREFILL_INSTANCES, PREFILL_CARDS = 6, 16

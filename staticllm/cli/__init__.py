@@ -23,11 +23,11 @@ _SECTIONS = {
     "Use a model": {
         "run": ("run.command", "Answer a prompt or piped text, or chat."),
         "serve": ("serve.command", "Serve models over HTTP, with OpenAI's API."),
-        "embed": ("embed.command", "Turn texts into vectors."),
-        "rerank": ("rerank.command", "Sort texts by a query."),
+        "embed": ("embed.embed", "Turn texts into vectors."),
+        "rerank": ("embed.rerank", "Sort texts by a query."),
     },
     "Try a model": {
-        "doctor": ("doctor.command", "Check packages, devices, a model and results."),
+        "doctor": ("model_reports.doctor", "Check packages, devices, a model and results."),
         "inspect": ("model_reports.inspect", "Show how a model would be lowered and compiled."),
         "verify": ("model_reports.verify", "Compare a model with its original, in f32."),
         "bench": ("bench.command", "Measure prompt, generation and multi-client speed."),

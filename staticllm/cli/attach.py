@@ -11,14 +11,14 @@ from pathlib import Path
 import click
 
 import staticllm
+from staticllm.cli.options import flag, value
 from staticllm.errors import ConfigError
 from staticllm.system.files import whole_file
 from staticllm.wire import endpoint
 
 HOOK = Path(staticllm.__file__).parent / "attach" / "startup"
 FILE = "staticllm-attach.pth"
-"""The name of the file in the environment's site-packages. Python runs its line at each start, and reads it as the locale says:
-it is ASCII."""
+"""The file in the environment's site-packages whose line Python runs at each start; ASCII, for it is read as the locale says."""
 _SECONDS = 60.0
 _LINE = (
     'import os, sys; os.environ.get("STATICLLM_ATTACH", "off") not in ("", "off") and not sys.flags.ignore_environment '
@@ -31,14 +31,12 @@ _GONE = "staticllm attach: {module!a} is not there any more: install staticllm a
 
 
 @click.command("attach", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--devices", help="Devices whose models go to the daemon, such as CPU,NPU (all).")
-@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True, help="Higher goes first.")
-@click.option("--exact", is_flag=True, help="Run models as they are: the same numbers, without packing.")
-@click.option(
-    "--require/--auto", "is_required", help="Fail instead of running natively what the daemon does not serve."
-)
-@click.option("--install", is_flag=True, help="Let the programs of a Python environment attach themselves instead.")
-@click.option("--uninstall", is_flag=True, help="Undo --install.")
+@value("--devices", None, "Devices whose models go to the daemon, such as CPU,NPU (all).")
+@value("--priority", click.IntRange(-100, 100), "Higher goes first.", 0)
+@flag("--exact", "Run models as they are: the same numbers, without packing.")
+@value("--require/--auto is_required", None, "Fail instead of running natively what the daemon does not serve.")
+@flag("--install", "Let the programs of a Python environment attach themselves instead.")
+@flag("--uninstall", "Undo --install.")
 @click.argument("command", nargs=-1)
 def command(
     devices: str | None,
@@ -127,7 +125,8 @@ def install(python: str, hook: Path, daemon: list[str]) -> Path:
     Raises:
         ConfigError: the interpreter cannot be run, or its folder cannot be written.
     """
-    path, module = _folder_of(python) / FILE, str(hook / "sitecustomize.py")
+    path = _folder_of(python) / FILE
+    module = str(hook / "sitecustomize.py")
     gone = _GONE.format(module=module, file=str(path))
     line = _LINE.format(hook=str(hook), module=module, daemon=json.dumps(daemon), gone=gone)
     try:

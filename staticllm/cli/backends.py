@@ -130,7 +130,8 @@ class _Received:
 
     def take(self, event: Mapping[str, Any]) -> str:
         """Take an event, and return the text that it brings."""
-        self.model, self.usage = event.get("model", self.model), event.get("usage") or self.usage
+        self.model = event.get("model", self.model)
+        self.usage = event.get("usage") or self.usage
         found = ""
         for choice in event.get("choices") or ():
             found += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
@@ -174,7 +175,9 @@ class ServerBackend:
                 if piece and write(piece):
                     received.finish_reason = "cancelled"
                     break
-        end, first, usage = time.perf_counter(), received.first, received.usage
+        end = time.perf_counter()
+        first = received.first
+        usage = received.usage
         figures = {
             "model": received.model,
             "prompt_tokens": usage.get("prompt_tokens"),

@@ -7,9 +7,10 @@ import io
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,14 +20,15 @@ from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import (
     PROGRAM_GROUP,
     TOKEN_IDS,
-    Command,
     check_lengths,
     check_output,
+    flag,
     layout_options,
     model_argument,
     profiling,
     read_config,
     read_properties,
+    value,
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.terminal import markdown
@@ -57,11 +59,6 @@ class Test:
     prompt: int
     new: int
     clients: int = 1
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of prompt and answer."""
-        return self.prompt + self.new
 
 
 @dataclass(frozen=True)
@@ -102,19 +99,19 @@ class Report:
     lines: Sequence[str]
 
 
-def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Parse comma-separated whole numbers; 0 skips a test."""
-    try:
-        counts = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r}: must be whole numbers, separated by commas") from None
-    if min(counts) < 0:
-        raise click.BadParameter(f"{value!r}: must not be negative")
-    return counts
+class Counts(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
+    """Whole numbers, separated by commas; 0 skips a test."""
 
+    name = "N,N…"
 
-def _count_option(*names: str, default: str, description: str) -> Callable[[Command], Command]:
-    return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            counts = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r}: must be whole numbers, separated by commas", param, ctx)
+        if min(counts) < 0:
+            self.fail(f"{value!r}: must not be negative", param, ctx)
+        return counts
 
 
 @contextmanager
@@ -265,29 +262,18 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 
 @click.command("bench", cls=GroupedCommand, groups=GROUPS)
 @model_argument
-@_count_option("--n-prompt", default="512", description="Tokens per prompt; 0 skips this test.")
-@_count_option("-n", "--n-gen", default="128", description="Tokens to generate; 0 skips this test.")
-@_count_option("-d", "--n-depth", default="0", description="Tokens before the generated ones.")
-@_count_option("-c", "--clients", default="0", description="Concurrent requests, 64 prompt and 64 new tokens each.")
-@click.option(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Runs, after a warm-up.",
-)
+@value("--n-prompt", Counts(), "Tokens per prompt; 0 skips this test.", "512")
+@value("-n --n-gen", Counts(), "Tokens to generate; 0 skips this test.", "128")
+@value("-d --n-depth", Counts(), "Tokens before the generated ones.", "0")
+@value("-c --clients", Counts(), "Concurrent requests, 64 prompt and 64 new tokens each.", "0")
+@value("-r --repetitions", click.IntRange(1), "Runs, after a warm-up.", 5)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Same as -o json.")
-@click.option(
-    "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
-)
-@click.option("--costs", is_flag=True, help="Only compare the costs that calls are planned by with timed calls.")
-@click.option("--calibration", is_flag=True, help="Only print the programs' settings, and the times of all candidates.")
-@click.option("--divergence", is_flag=True, help="Only compare the settings of this CPU with the original in f32.")
-@click.option(
-    "--nodes", is_flag=True, help="Only divide the time of calls among the kinds of nodes that the device runs."
-)
+@flag("--json as_json", "Same as -o json.")
+@value("--profile", click.Path(), "Write a Chrome trace (ui.perfetto.dev); print where a token's time goes.")
+@flag("--costs", "Only compare the costs that calls are planned by with timed calls.")
+@flag("--calibration", "Only print the programs' settings, and the times of all candidates.")
+@flag("--divergence", "Only compare the settings of this CPU with the original in f32.")
+@flag("--nodes", "Only divide the time of calls among the kinds of nodes that the device runs.")
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
@@ -309,9 +295,12 @@ def command(model: str, **options: Any) -> None:
         check_output(options["profile"])
     found = _run(Path(model), properties, tests, options)
     output = "json" if options["as_json"] else options["output"]
-    click.echo({"md": _markdown, "json": _json, "csv": _csv}[output](found.rows))
-    if output == "md":
-        click.echo("\n".join(["", *_settings_lines(found.settings)]))
+    if output == "json":
+        click.echo(json.dumps([asdict(row) for row in found.rows], indent=2))
+    elif output == "csv":
+        click.echo(_csv(found.rows))
+    else:
+        click.echo("\n".join([_markdown(found.rows), "", *_settings_lines(found.settings)]))
 
 
 def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> Measured:
@@ -336,28 +325,19 @@ def programs_of(programs: BoundPrograms) -> str:
 
 
 def _tests(options: dict[str, Any]) -> list[Test]:
-    prompts = [Test(f"pp{count}", "--n-prompt", count, 1) for count in options["n_prompt"] if count]
-    tokens = [
-        Test(
-            f"tg{count}" + (f" @ d{depth}" if depth else ""),
-            "--n-depth" if depth else "--n-gen",
-            depth or SHORT_PROMPT,
-            count + 1,
-        )
-        for depth in options["n_depth"]
-        for count in options["n_gen"]
-        if count
-    ]
-    return [
-        *prompts,
-        *tokens,
-        *(Test(f"c{count}", "--clients", 64, 64, count) for count in options["clients"] if count),
-    ]
+    tests = [Test(f"pp{count}", "--n-prompt", count, 1) for count in options["n_prompt"] if count]
+    for depth, count in product(options["n_depth"], filter(None, options["n_gen"])):
+        if depth:
+            tests.append(Test(f"tg{count} @ d{depth}", "--n-depth", depth, count + 1))
+        else:
+            tests.append(Test(f"tg{count}", "--n-gen", SHORT_PROMPT, count + 1))
+    return tests + [Test(f"c{count}", "--clients", 64, 64, count) for count in options["clients"] if count]
 
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
     """Return the user's properties, with lengths and a queue large enough for every test, and with prefix caching off."""
-    default, most = StaticLLMConfig(), max(test.clients for test in tests)
+    default = StaticLLMConfig()
+    most = max(test.clients for test in tests)
     lengths = {
         "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
         "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),
@@ -403,13 +383,10 @@ def _markdown(rows: list[Row]) -> str:
     for row in rows:
         rate = f"{row.tokens_per_second:.2f} ± {row.std:.2f}"
         cells.append([row.model, row.device, row.programs, row.test, rate, f"{row.ms:.2f}"])
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
-    lines.insert(
-        1, "|" + "|".join("-" * (width + 1) + (":" if column > 3 else "-") for column, width in enumerate(widths)) + "|"
-    )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in cells]
+    rules = ["-" * (width + 1) + (":" if column > 3 else "-") for column, width in enumerate(widths)]
+    lines.insert(1, f"|{'|'.join(rules)}|")
     rates: dict[str, list[float]] = {}
     for row in rows:
         rates.setdefault(row.kind, []).append(row.tokens_per_second)
@@ -424,10 +401,6 @@ def _markdown(rows: list[Row]) -> str:
 def _bar(share: float) -> str:
     eighths = max(1, round(share * CHART_WIDTH * 8))
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _json(rows: list[Row]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=2)
 
 
 def _csv(rows: list[Row]) -> str:

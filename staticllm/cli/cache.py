@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from staticllm.cli.options import Number
+from staticllm.cli.options import Number, flag, value
 from staticllm.cli.progress import progress
 from staticllm.errors import BlobError, ConfigError
 from staticllm.system.files import read_regular
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from staticllm.pipelines.artifacts.cache import BlobCache, Entry
 
 GB = 1e9
+INPUTS = {"max_length": "texts", "max_prompt_len": "prompts"}
+"""Choices of a set that say how long its inputs may be."""
 MAX_KEY = 1 << 16
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group("cache")
-@click.option("--key-file", type=click.Path(), help="File with the INTEGRITY_KEY that the sets are signed with.")
+@value("--key-file", click.Path(), "File with the INTEGRITY_KEY that the sets are signed with.")
 @click.pass_context
 def command(ctx: click.Context, key_file: str | None) -> None:
     """Manage the blob sets in a cache folder (CACHE_DIR)."""
@@ -43,7 +45,7 @@ def _key() -> bytes:
 
 
 def _common(function: Command) -> Command:
-    function = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+    function = flag("--json as_json", "Print JSON.")(function)
     return click.argument("folder", type=click.Path())(function)
 
 
@@ -88,8 +90,8 @@ def _show(rows: list[dict[str, Any]], as_json: bool, empty: str, verb: str = "")
         return
     for row in rows:
         size = f"{row['bytes'] / 1e6:9.1f} MB"
-        inputs = f"texts of {row['max_length']}" if row["kind"] == "encoder" else f"prompts of {row['max_prompt_len']}"
-        what = f"{row['device']}, {inputs}, {row['blobs']} blobs, weights {row['weights']}"
+        inputs = "".join(f"{what} of {row[name]}, " for name, what in INPUTS.items() if row[name])
+        what = f"{row['device']}, {inputs}{row['blobs']} blobs, weights {row['weights']}"
         click.echo(f"{verb}{row['key']}  {size}  {row['used']}  {row['problem'] or what}")
     click.echo(f"{sum(row['bytes'] for row in rows) / 1e6:.1f} MB in {len(rows)} sets" if rows else empty)
 
@@ -105,7 +107,8 @@ def list_sets(folder: str, as_json: bool) -> None:
 @_common
 def verify(folder: str, as_json: bool) -> None:
     """Compare every byte of every set in FOLDER with its digest. Exit with code 1 if a set is damaged."""
-    cache, rows = _open(folder), []
+    cache = _open(folder)
+    rows = []
     with progress("comparing digests") as shown:
         num_sets = len(cache.entries())
         for entry, problem in cache.verify():
@@ -124,9 +127,9 @@ def verify(folder: str, as_json: bool) -> None:
 
 @command.command("prune")
 @_common
-@click.option("--limit-gb", type=Number(0, 1e6), help="Keep the most recently used sets, up to this size.")
-@click.option("--all", "is_all", is_flag=True, help="Remove every set.")
-@click.option("--yes", "is_sure", is_flag=True, help="Do not ask before --all.")
+@value("--limit-gb", Number(0, 1e6), "Keep the most recently used sets, up to this size.")
+@flag("--all is_all", "Remove every set.")
+@flag("--yes is_sure", "Do not ask before --all.")
 def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_sure: bool) -> None:
     """Remove sets from FOLDER, the least recently used first. Sets in use are kept."""
     if (limit_gb is None) != is_all:
@@ -144,7 +147,7 @@ def prune(folder: str, as_json: bool, limit_gb: float | None, is_all: bool, is_s
 @click.argument("folder", type=click.Path())
 @click.argument("key")
 @click.argument("target", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 def export(folder: str, key: str, target: str, as_json: bool) -> None:
     """Copy the set KEY (or a unique prefix) from FOLDER to TARGET, a new folder that the option BLOB_PATH loads."""
     cache = _open(folder)
@@ -160,7 +163,7 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
 @command.command("import")
 @click.argument("folder", type=click.Path())
 @click.argument("source", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
     from staticllm.pipelines.artifacts.blob_set import read_manifest, read_stored
@@ -169,7 +172,8 @@ def import_(folder: str, source: str, as_json: bool) -> None:
     manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # check all bytes first, so that nothing of a damaged set is copied
         pass
-    cache, key = BlobCache(folder, key=_key()), key_of(manifest.fingerprint)
+    cache = BlobCache(folder, key=_key())
+    key = key_of(manifest.fingerprint)
     _copy(cache, Path(source), cache.path(key), key)
     click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 

@@ -12,7 +12,7 @@ import click
 
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.model_arguments import model_directory
-from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_properties
+from staticllm.cli.options import PROGRAM_GROUP, flag, layout_options, model_argument, read_properties, value
 from staticllm.cli.progress import Progress, progress
 from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.errors import ConfigError, DeviceError
@@ -38,20 +38,12 @@ if TYPE_CHECKING:
     default="",
     help="Folder to write; must not exist.  [openvino_model.blob in the folder of MODEL]",
 )
-@click.option(
-    "--verify",
-    "is_verified",
-    is_flag=True,
-    help="Compare the set's logits, or an encoder's vectors, with the CPU in f32; a set that differs too much is never loaded.",
+@flag(
+    "--verify is_verified",
+    "Compare the set's logits, or an encoder's vectors, with the CPU in f32; a set that differs too much is never loaded.",
 )
-@click.option(
-    "--adapter",
-    "adapters",
-    type=click.Path(),
-    multiple=True,
-    help="A LoRA adapter of the shapes that the set will serve.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@value("--adapter adapters", click.Path(), "A LoRA adapter of the shapes that the set will serve.", multiple=True)
+@flag("--json as_json", "Print the manifest.")
 @layout_options
 def command(
     model: str, target: str, is_verified: bool, adapters: tuple[str, ...], as_json: bool, **options: Any
@@ -164,12 +156,15 @@ class Steps:
         self._shown(event)
         if self._is_terminal or not event.is_done or event.stage not in DONE:
             return
-        text, index, total = DONE[event.stage], event.index, event.total
+        text = DONE[event.stage]
+        index = event.index
+        total = event.total
         if event.stage == "compile":
             self._compiled = [*(self._compiled if index > 1 else []), event.variant]
         if event.stage == "export":  # reported per variant; variants of one program share its blob
             if event.variant not in self._compiled:
                 return
-            index, total = self._compiled.index(event.variant) + 1, len(self._compiled)
+            index = self._compiled.index(event.variant) + 1
+            total = len(self._compiled)
         what = f"{text} {index} of {total}" if total > 1 else text
         click.echo(f"{what:<28} {event.seconds:6.2f} s", err=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from staticllm.cli.options import flag, value
 from staticllm.cli.progress import Progress, progress
 from staticllm.errors import StaticLLMError
 from staticllm.wire import endpoint
@@ -23,10 +24,8 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--foreground", is_flag=True, help="Be the daemon, instead of starting it in the background.")
-@click.option(
-    "--idle-seconds", type=click.FloatRange(min=0.1), help="Seconds without a program after which it ends (600)."
-)
+@flag("--foreground", "Be the daemon, instead of starting it in the background.")
+@value("--idle-seconds", click.FloatRange(min=0.1), "Seconds without a program after which it ends (600).")
 @click.option("--worker-of", type=click.IntRange(1), hidden=True)  # staticllm serve --supervise
 def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -> None:
     """Start the daemon; programs under `staticllm attach` also start it when they need it."""
@@ -56,7 +55,7 @@ def stop() -> None:
 
 
 @command.command("status")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 def show_status(as_json: bool) -> None:
     """Say whether the daemon runs, which models it has, and which programs use it. Exit code 1 if it does not run."""
     from staticllm.daemon.process import lifetime
@@ -73,16 +72,16 @@ def show_status(as_json: bool) -> None:
 
 
 @command.command()
-@click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks."
-)
-@click.option("--count", type=click.IntRange(min=1), help="End after this number of looks.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
+@value("--interval", click.FloatRange(min=0.1), "Seconds between two looks.", 1.0)
+@value("--count", click.IntRange(min=1), "End after this number of looks.")
+@flag("--json as_json", "Print one JSON object per look.")
 def top(interval: float, count: int | None, as_json: bool) -> None:
-    """Show again and again who uses the devices."""
+    """Show again and again which programs use the devices."""
     from staticllm.daemon.process import lifetime
 
-    folder, before, number = _folder(), None, 0
+    folder = _folder()
+    before = None
+    number = 0
     while count is None or number < count:
         if number:
             time.sleep(interval)
@@ -95,14 +94,15 @@ def top(interval: float, count: int | None, as_json: bool) -> None:
             if number and sys.stdout.isatty():
                 click.clear()
             click.echo("\n".join(_lines(found, before, interval)))
-        before, number = found, number + 1
+        before = found
+        number = number + 1
 
 
 @command.command()
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="How long to record.")
+@value("--seconds", click.FloatRange(min=0.1), "How long to record.", 5.0)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("daemon_trace.json"))
 def trace(seconds: float, output: Path) -> None:
-    """Record who uses the devices, as a Chrome trace with a track for each program."""
+    """Record which programs use the devices, as a Chrome trace with a track for each program."""
     from staticllm.daemon.process import lifetime
     from staticllm.pipelines.daemon_client.daemon_link import ask
 

@@ -1,4 +1,4 @@
-"""``staticllm embed`` turns texts into vectors: arguments, lines or JSON lines become NPY or JSON lines."""
+"""``staticllm embed`` turns texts into vectors, and ``staticllm rerank`` sorts texts by how well they answer a query."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand
-from staticllm.cli.options import Whole, as_text, check_output, encoder_arguments, encoder_model, encoder_options
+from staticllm.cli.options import (
+    Whole,
+    as_text,
+    check_output,
+    encoder_arguments,
+    encoder_model,
+    encoder_options,
+    flag,
+    value,
+)
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.texts import Batch, TextSource, text_options
 from staticllm.errors import ConfigError, StaticLLMError
@@ -26,29 +35,29 @@ if TYPE_CHECKING:
     from staticllm.cli.vector_files import Write
     from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+
+import json
+
 POOLINGS = {"cls": "CLS", "mean": "MEAN", "last": "LAST_TOKEN"}
 IN_FLIGHT = 2
 """Batches at once: one is tokenized while the other runs."""
 
 
-GROUPS = {
-    "Text before each text": ("prompt", "kind"),
-    "Vectors": ("form", "dimensions", "pooling"),
-}
+GROUPS = {"Text before each text": ("prompt", "kind"), "Vectors": ("form", "dimensions", "pooling")}
 
 
 @click.command("embed", cls=GroupedCommand, groups=GROUPS)
 @text_options
 @encoder_model
-@click.option("-o", "--output", type=click.Path(), help="File to write: .npy or .jsonl.  [JSON lines to stdout]")
-@click.option("--format", "form", type=click.Choice(["npy", "jsonl"]), help="Format.  [that of the suffix; jsonl]")
-@click.option("--prompt", help="Text to put before each text.")
+@value("-o --output", click.Path(), "File to write: .npy or .jsonl.  [JSON lines to stdout]")
+@value("--format form", click.Choice(["npy", "jsonl"]), "Format.  [that of the suffix; jsonl]")
+@value("--prompt", None, "Text to put before each text.")
 @click.option("--query", "kind", flag_value="query", help="Put the model's prompt for queries before each text.")
 @click.option("--document", "kind", flag_value="document", help="Put its prompt for documents there.  [the default]")
-@click.option("--dimensions", type=Whole(1), help="Leading values to keep, for models trained for it (Matryoshka).")
-@click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How tokens become one vector.  [the model's own]")
+@value("--dimensions", Whole(1), "Leading values to keep, for models trained for it (Matryoshka).")
+@value("--pooling", click.Choice(list(POOLINGS)), "How tokens become one vector.  [the model's own]")
 @encoder_options
-def command(model: str, texts: tuple[str, ...], **options: Any) -> None:
+def embed(model: str, texts: tuple[str, ...], **options: Any) -> None:
     """Embed TEXTS, the lines of a file, or lines from stdin, with the encoder in MODEL.
 
     MODEL is the first argument, unless -m names it. Each line of a file is a text. With --field, or if the file is named
@@ -125,9 +134,13 @@ class Embedder:
     def __init__(
         self, pipe: StaticEmbeddingPipeline, source: TextSource, prompt: str, dimensions: int | None, shown: Progress
     ) -> None:
-        self._pipe, self._source, self._prompt, self._dimensions = pipe, source, prompt, dimensions
+        self._pipe = pipe
+        self._source = source
+        self._prompt = prompt
+        self._dimensions = dimensions
         self._shown = shown
-        self._num_done, self._share = 0, 0.0
+        self._num_done = 0
+        self._share = 0.0
         self._lock = threading.Lock()
         self._is_stopped = False
 
@@ -172,3 +185,45 @@ class Embedder:
             return self._pipe.encode(batch.texts, prompt=self._prompt, dimensions=self._dimensions, on_progress=tell)
         except StaticLLMError as error:
             raise self._source.located(error, batch) from error
+
+
+@click.command("rerank")
+@text_options
+@encoder_model
+@click.option("--query", required=True, help="What the texts are sorted by.")
+@value("--top-n", Whole(1), "Texts to print, the best ones.  [all]")
+@flag("--json as_json", "Print one JSON object per text.")
+@encoder_options
+def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as_json: bool, **options: Any) -> None:
+    """Sort TEXTS, the lines of a file, or lines from stdin by the QUERY, with the reranker in MODEL.
+
+    MODEL is the first argument, unless -m names it. Print the index of each text, from 0, its score and the text, the
+    best first. Texts are read as by `staticllm embed`.
+    """
+    query = as_text(query, "--query")
+    source = TextSource(texts, options["file"], options["field"])
+    with source.batches() as batches:
+        entries = [entry for batch in batches for entry in batch.entries]
+    with progress("loading") as shown:
+        ranking = _rank(model, query, Batch(entries, 1.0), source, encoder_arguments(options), shown)[:top_n]
+    for index, score in ranking:
+        text = entries[index].text
+        if as_json:
+            click.echo(json.dumps({"index": index, "score": score, "text": text}, ensure_ascii=False))
+        else:
+            click.echo(f"{index}\t{score:.6f}\t{text}")
+
+
+def _rank(
+    model: str, query: str, batch: Batch, source: TextSource, arguments: dict[str, Any], shown: Progress
+) -> list[tuple[int, float]]:
+    from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline, ranking
+
+    with StaticRerankPipeline(model, on_progress=shown, **arguments) as pipe:
+        try:
+            scores = pipe.scores(
+                query, batch.texts, on_progress=lambda done, total: shown.show(f"scoring, {done} texts", done, total)
+            )
+        except StaticLLMError as error:
+            raise source.located(error, batch) from error
+    return ranking(scores, len(scores))

@@ -28,7 +28,8 @@ class GroupedCommand(click.Command):
         self, *arguments: Any, groups: Groups | None = None, rare: Groups | None = None, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self.groups, self.rare = groups or {}, rare or {}
+        self.groups = groups or {}
+        self.rare = rare or {}
         if self.rare:
             self.params.append(_help_all())
 

@@ -48,11 +48,7 @@ def model_and_prompt(arguments: Sequence[str], named: str | None) -> ModelAndPro
 
 
 def one_model(argument: str | None, named: str | None) -> str | None:
-    """Return the model that is given as an argument or by ``-m``; None without either.
-
-    Raises:
-        UsageError: it is given twice.
-    """
+    """Return the model that is given as an argument or by ``-m``, None without either; a ``UsageError`` if by both."""
     if argument is not None and named is not None:
         raise click.UsageError(f"the model is given twice, as {argument!r} and as -m {named!r}: leave one out")
     return argument if named is None else named

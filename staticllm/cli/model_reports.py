@@ -1,14 +1,16 @@
-"""``staticllm inspect``, ``plan`` and ``verify``: what is known of a model of any kind, before it serves."""
+"""``staticllm inspect``, ``plan``, ``verify`` and ``doctor``: what is known of a model of any kind, and of the machine."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand
-from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_properties
+from staticllm.cli.model_arguments import one_model
+from staticllm.cli.options import PROGRAM_GROUP, flag, layout_options, model_argument, read_properties, value
 from staticllm.cli.plan_embed import EMBED_GROUP, embed_options
 from staticllm.cli.progress import progress
 from staticllm.core import ProgramMode
@@ -22,7 +24,7 @@ MODES: dict[str, tuple[ProgramMode, ...]] = {
 
 @click.command("inspect", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @model_argument
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@flag("--json as_json", "Print one JSON object.")
 @layout_options
 def inspect(model: str, as_json: bool, **options: Any) -> None:
     """Show states, masks, passes, variants and bytes of MODEL (the demo model without it). Nothing is compiled for the device.
@@ -41,8 +43,8 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
 @click.command("plan", cls=GroupedCommand, groups={**PROGRAM_GROUP, **EMBED_GROUP})
 @embed_options
 @model_argument
-@click.option("--measured", is_flag=True, help="Load the model and measure where its memory goes.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@flag("--measured", "Load the model and measure where its memory goes.")
+@flag("--json as_json", "Print one JSON object.")
 @layout_options
 def plan(model: str, measured: bool, as_json: bool, **options: Any) -> None:
     """Estimate the bytes of weights, KV slots and buffers of MODEL, and check whether they fit. Nothing is compiled.
@@ -69,15 +71,9 @@ def plan(model: str, measured: bool, as_json: bool, **options: Any) -> None:
 
 @click.command("verify")
 @model_argument
-@click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …")
-@click.option(
-    "--programs",
-    type=click.Choice(list(MODES)),
-    default="both",
-    show_default=True,
-    help="One program per variant, or one for all.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@value("--device", None, "OpenVINO device: CPU, NPU, GPU …", "CPU")
+@value("--programs", click.Choice(list(MODES)), "One program per variant, or one for all.", "both")
+@flag("--json as_json", "Print one JSON object.")
 @click.pass_context
 def verify(ctx: click.Context, model: str, device: str, programs: str, as_json: bool) -> None:
     """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
@@ -106,3 +102,37 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, as_json: 
 
 def _print(report: Any, as_json: bool) -> None:
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+
+
+MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
+
+
+@click.command("doctor")
+@value("--device devices", None, "Devices for the self-test.  [all]", multiple=True)
+@click.argument("model", type=click.Path(), required=False)
+@value("-m --model named", click.Path(), "The same as MODEL.")
+@value("--cache-dir", click.Path(), "A cache folder whose sets are verified.")
+@flag("--json as_json", "Print JSON.")
+def doctor(
+    devices: tuple[str, ...], model: str | None, named: str | None, cache_dir: str | None, as_json: bool
+) -> None:
+    """Check packages, devices, memory and a cache, load MODEL, and run the embedded model. Exit with code 1 if a check fails.
+
+    MODEL is compiled with short lengths and runs a chat turn, a text or pairs, on the first --device, else on the CPU. With
+    --cache-dir, its weights are compared with those that the sets in the cache were compiled from.
+    """
+    model = one_model(model, named)
+    findings = []
+    with progress("examining") as shown:
+        from staticllm.pipelines.diagnostics.doctor import examine
+
+        for finding in examine(devices, cache_dir, model, shown):
+            findings.append(finding)
+            if not as_json:
+                mark, colour = MARKS[finding.level]
+                remedy = f"\n      {finding.remedy}" if finding.remedy else ""
+                shown.write(f"{click.style(mark, fg=colour)}  {finding.name}: {finding.value}{remedy}")
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.level == "fail" for finding in findings):
+        raise SystemExit(1)

@@ -47,9 +47,20 @@ class Whole(click.IntRange):
         return number
 
 
+def value(names: str, kind: Any, text: str, default: Any = None, **more: Any) -> Callable[[Command], Command]:
+    """Return the decorator for an option with a value. ``names`` are separated by blanks; a default is shown in the help."""
+    shown = {} if default is None else {"default": default, "show_default": True}
+    return click.option(*names.split(), type=kind, help=text, **shown, **more)
+
+
+def flag(names: str, text: str) -> Callable[[Command], Command]:
+    """Return the decorator for an option without a value. ``names`` are separated by blanks."""
+    return click.option(*names.split(), is_flag=True, help=text)
+
+
 def model_option(command: Command) -> Command:
     """Add ``-m``/``--model``, with the demo model as default, to a command whose argument is not the model."""
-    option = click.option("-m", "--model", type=click.Path(), help=MODEL_HELP)
+    option = value("-m --model", click.Path(), MODEL_HELP)
 
     @wraps(command)
     def with_model(*arguments: Any, model: str | None, **options: Any) -> Any:
@@ -60,7 +71,7 @@ def model_option(command: Command) -> Command:
 
 def model_argument(command: Command) -> Command:
     """Add ``[MODEL]`` and its synonym ``-m``/``--model``; the default is the demo model."""
-    option = click.option("-m", "--model", "named", type=click.Path(), help="The same as MODEL.")
+    option = value("-m --model named", click.Path(), "The same as MODEL.")
     argument = click.argument("model", type=click.Path(), required=False)
 
     @wraps(command)
@@ -70,9 +81,7 @@ def model_argument(command: Command) -> Command:
     return cast(Command, argument(option(with_model)))
 
 
-PROGRAM_GROUP = {
-    "Programs": ("max_prompt_len", "min_response_len", "programs", "precision", "kv_precision"),
-}
+PROGRAM_GROUP = {"Programs": ("max_prompt_len", "min_response_len", "programs", "precision", "kv_precision")}
 """The group of ``layout_options`` in the help; ``--device`` and ``-p`` stand among the usual ones."""
 
 
@@ -80,28 +89,16 @@ def layout_options(command: Command) -> Command:
     """Add ``--device`` and the options that decide which programs are compiled."""
     for option in reversed(
         [
-            click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …"),
-            click.option(
-                "--max-prompt-len", type=click.IntRange(1, MAX_LEN), help="Longest prompt, in tokens.  [1024]"
-            ),
-            click.option(
-                "--min-response-len", type=click.IntRange(1, MAX_LEN), help="Tokens kept free for the response.  [128]"
-            ),
-            click.option(
+            value("--device", None, "OpenVINO device: CPU, NPU, GPU …", "CPU"),
+            value("--max-prompt-len", click.IntRange(1, MAX_LEN), "Longest prompt, in tokens.  [1024]"),
+            value("--min-response-len", click.IntRange(1, MAX_LEN), "Tokens kept free for the response.  [128]"),
+            value(
                 "--programs",
-                type=click.Choice(PROGRAMS),
-                help="One program per variant, one for all, one per phase, or one for few rows.",
+                click.Choice(PROGRAMS),
+                "One program per variant, one for all, one per phase, or one for few rows.",
             ),
-            click.option(
-                "--precision",
-                type=click.Choice(["f32", "f16", "bf16"]),
-                help="Compute in this type.  [the device's own]",
-            ),
-            click.option(
-                "--kv-precision",
-                type=click.Choice(["f32", "f16", "bf16", "u8"]),
-                help="Store keys and values in this type.",
-            ),
+            value("--precision", click.Choice(["f32", "f16", "bf16"]), "Compute in this type.  [the device's own]"),
+            value("--kv-precision", click.Choice(["f32", "f16", "bf16", "u8"]), "Store keys and values in this type."),
             property_option,
         ]
     ):
@@ -161,7 +158,8 @@ def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLM
     """
     from staticllm.devices import check_device, check_known, get_core, known_properties, supported_properties
 
-    core, device = get_core(), options["device"]
+    core = get_core()
+    device = options["device"]
     known = (
         supported_properties(core, check_device(core, device))
         if needs_device
@@ -178,7 +176,7 @@ def encoder_model(command: Command) -> Command:
         directory, others = model_and_texts(model, texts)
         return command(*arguments, model=directory, texts=others, **options)
 
-    option = click.option("-m", "--model", type=click.Path(), help="Model directory; then all arguments are texts.")
+    option = value("-m --model", click.Path(), "Model directory; then all arguments are texts.")
     return cast(Command, option(with_model))
 
 
@@ -186,11 +184,9 @@ def encoder_options(command: Command) -> Command:
     """Add the options that decide how an encoder is loaded."""
     for option in (
         property_option,
-        click.option(
-            "--precision", type=click.Choice(["f32", "f16", "bf16"]), help="Compute in this type.  [the device's own]"
-        ),
-        click.option("--max-length", type=Whole(1), help="Most tokens of a text; longer ones are truncated."),
-        click.option("--device", default="CPU", show_default=True, help="OpenVINO device: CPU, NPU, GPU …"),
+        value("--precision", click.Choice(["f32", "f16", "bf16"]), "Compute in this type.  [the device's own]"),
+        value("--max-length", Whole(1), "Most tokens of a text; longer ones are truncated."),
+        value("--device", None, "OpenVINO device: CPU, NPU, GPU …", "CPU"),
     ):
         command = option(command)
     return command
@@ -212,7 +208,8 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
     Raises:
         UsageError: the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence.
     """
-    longest, room = properties["MAX_PROMPT_LEN"], properties["MIN_RESPONSE_LEN"]
+    longest = properties["MAX_PROMPT_LEN"]
+    room = properties["MIN_RESPONSE_LEN"]
     if not isinstance(longest, int) or not isinstance(room, int):
         return  # the config raises the error
     if prompt > longest:
@@ -286,7 +283,7 @@ def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from staticllm.pipelines.profiling.breakdown import breakdowns_of, table
+    from staticllm.pipelines.profiling.stats import breakdowns_of, table
 
     with pipe.record() as trace:
         yield

@@ -1,8 +1,4 @@
-"""Shows a progress bar on stderr for work that may take longer than two seconds, if stderr is a terminal.
-
-``tqdm`` draws it: it clears its line at the end, shows the elapsed time, fits narrow terminals, falls back to ASCII, and has no
-dependencies. click's own bar stays on the screen and has no clock, and ``rich`` needs three more packages.
-"""
+"""Shows a progress bar on stderr, drawn by ``tqdm``, for work that may take longer than two seconds, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +35,9 @@ class Progress:
         self._lock = threading.Lock()
         self._is_closed = False
         self._bar: tqdm[Any] | None = None
-        self._text, self._num_done, self._total = text, 0, 0
+        self._text = text
+        self._num_done = 0
+        self._total = 0
 
     def __call__(self, event: ProgressEvent) -> None:
         """Show one part of loading a model; pass this object as ``on_progress``."""
@@ -49,7 +47,9 @@ class Progress:
     def show(self, text: str, num_done: int = 0, total: int = 0) -> None:
         """Show that ``num_done`` of ``total`` parts are done; without a total the line has a clock and no bar."""
         with self._lock:
-            self._text, self._num_done, self._total = text, num_done, total
+            self._text = text
+            self._num_done = num_done
+            self._total = total
 
     def write(self, line: str) -> None:
         """Print a line on stdout; the bar stays below it."""
@@ -71,7 +71,8 @@ class Progress:
                 bar.start_t = self._start
                 self._bar = bar
             bar.bar_format = WITH_TOTAL if self._total > 1 else WITHOUT_TOTAL
-            bar.total, bar.n = self._total, self._num_done
+            bar.total = self._total
+            bar.n = self._num_done
             bar.set_description_str(self._text)
 
     def close(self) -> None:

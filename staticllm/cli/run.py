@@ -19,10 +19,12 @@ from staticllm.cli.options import (
     Whole,
     as_text,
     check_output,
+    flag,
     layout_options,
     profiling,
     read_properties,
     read_text,
+    value,
 )
 from staticllm.cli.progress import progress
 from staticllm.cli.server_client import ServerClient, api_key_option, server_option
@@ -46,22 +48,19 @@ OF_PIPELINES = (
 
 @click.command("run", cls=GroupedCommand, groups=GROUPS)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
-@click.option("-m", "--model", type=click.Path(), help=MODEL_HELP + " With --server, a name.")
+@value("-m --model", click.Path(), MODEL_HELP + " With --server, a name.")
 @server_option
 @api_key_option
-@click.option("-n", "--max-new-tokens", type=Whole(1), default=256, show_default=True,
-              help="Longest answer, in tokens.")  # fmt: skip
+@value("-n --max-new-tokens", Whole(1), "Longest answer, in tokens.", 256)
 @click.option("--system", default="", help="System message.")
-@click.option("--temperature", type=Number(0, 1e6), help="Sample at this temperature; greedy without it.")
-@click.option("--top-p", type=Number(0, 1, min_open=True), help="Sample from the smallest set with this probability.")
-@click.option("--top-k", type=Whole(0), help="Sample from this many tokens.")
-@click.option("--seed", type=Whole(0), help="Seed for sampling.")
-@click.option("--raw", is_flag=True, help="Do not apply the chat template.")
-@click.option("--stats", is_flag=True, help="Print timings to stderr.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a stream.")
-@click.option(
-    "--profile", type=click.Path(), help="Write a Chrome trace (ui.perfetto.dev); print where a token's time goes."
-)
+@value("--temperature", Number(0, 1e6), "Sample at this temperature; greedy without it.")
+@value("--top-p", Number(0, 1, min_open=True), "Sample from the smallest set with this probability.")
+@value("--top-k", Whole(0), "Sample from this many tokens.")
+@value("--seed", Whole(0), "Seed for sampling.")
+@flag("--raw", "Do not apply the chat template.")
+@flag("--stats", "Print timings to stderr.")
+@flag("--json as_json", "Print one JSON object instead of a stream.")
+@value("--profile", click.Path(), "Write a Chrome trace (ui.perfetto.dev); print where a token's time goes.")
 @layout_options
 def command(
     arguments: tuple[str, ...], model: str | None, server: str | None, api_key: str | None, **options: Any
@@ -96,11 +95,7 @@ def command(
 
 
 def _check_options(context: click.Context) -> None:
-    """Check that no option was given that only the server can decide.
-
-    Raises:
-        UsageError: one was.
-    """
+    """Raise a ``UsageError`` if an option was given that only the server can decide."""
     for name in OF_PIPELINES:
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
             option = next(each for each in context.command.params if each.name == name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
-from staticllm.cli.options import PROGRAM_GROUP, Number, layout_options, read_properties
+from staticllm.cli.options import PROGRAM_GROUP, Number, flag, layout_options, read_properties, value
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,14 +50,19 @@ class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
 
 
 _OPTIONS = (
-    click.option("--ray", is_flag=True, help="Serve on the machines of a Ray cluster; see docs/cluster.md."),
-    click.option(
-        "--ray-address", metavar="ADDRESS", help="The cluster; auto for this machine's.  [this machine alone]"
-    ),
-    click.option("--replicas", type=Replicas(), help="Replicas of each kind of model.  [1]"),
-    click.option("--target-requests", type=float, help="Requests of a replica above which another one is added.  [8]"),
-    click.option("--models-per-replica", type=click.IntRange(1), help="Models that a replica keeps loaded.  [2]"),
+    flag("--ray", "Serve on the machines of a Ray cluster; see docs/cluster.md."),
+    value("--ray-address", None, "The cluster; auto for this machine's.  [this machine alone]", metavar="ADDRESS"),
+    value("--replicas", Replicas(), "Replicas of each kind of model.  [1]"),
+    value("--target-requests", float, "Requests of a replica above which another one is added.  [8]"),
+    value("--models-per-replica", click.IntRange(1), "Models that a replica keeps loaded.  [2]"),
 )
+
+
+AS_GIVEN = (
+    "host", "port", "allowed_origins", "device", "max_waiting", "max_per_client", "idle_unload", "grace", "header_seconds",
+    "body_seconds", "send_seconds", "max_connections", "access_log",
+)  # fmt: skip
+"""Options that are settings of the server by the same name."""
 
 
 class _PortInUse(click.ClickException):
@@ -83,53 +88,36 @@ RARE = {
 
 @click.command("serve", cls=GroupedCommand, groups=GROUPS, rare=RARE)
 @click.argument("models", nargs=-1, metavar="[[NAME=]PATH]...")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 lets the system choose."
+@value("--host", None, "Address to listen at.", "127.0.0.1")
+@value("--port", click.IntRange(0, 65535), "0 lets the system choose.", 8000)
+@value("--api-key api_keys", None, f"A key that clients must send; may be repeated.  [${KEY_VARIABLE}]", multiple=True)
+@value("--api-key-file", click.Path(dir_okay=False), "A file with one key per line.")
+@flag("--insecure", "Let other machines connect without a key.")
+@value("--allowed-origins", None, "Web pages that may send requests; * for all.", metavar="ORIGIN", multiple=True)
+@value("--max-waiting", click.IntRange(1), "Requests that wait per model.", 64)
+@value("--max-per-client", click.IntRange(1), "Answers of one client at once.  [3/4, or all if it is alone]")
+@value("--memory-limit-mb", click.IntRange(1), "Memory of all loaded models together, by estimate.")
+@value("--idle-unload", Number(0.1), "Unload models that were not used for this long.", metavar="SECONDS")
+@flag("--lazy", "Load the first model by its first request, too.")
+@value("--grace", Number(0), "Seconds for running answers at the end.", 10.0)
+@value("--max-body-mb", click.IntRange(1, 1024), "Largest request.", 16)
+@value("--header-seconds", Number(0.1), "Time for the headers of a request.", 10.0)
+@value("--body-seconds", Number(0.1), "Time for its body.", 60.0)
+@value("--send-seconds", Number(0.1), "Close the connection of a client that takes nothing for so long.", 120.0)
+@value("--max-connections", click.IntRange(1), "Connections at once.", 1024)
+@value("--access-log", None, "Write a line of JSON per request to FILE; - for standard error.", metavar="FILE")
+@flag("--otel", "Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
+@flag("--supervise", "Run each model in a process of its own, which is started again after a crash.")
+@flag("--daemon", "Run chat models in your daemon, which other programs share.")
+@flag("--random-key", "Make a key that only the ready file or descriptor tells.")
+@value(
+    "--ready-fd",
+    click.IntRange(1),
+    "Write URL, port, key and pid as JSON to this file descriptor once it serves.",
+    metavar="N",
 )
-@click.option(
-    "--api-key", "api_keys", multiple=True, help=f"A key that clients must send; may be repeated.  [${KEY_VARIABLE}]"
-)
-@click.option("--api-key-file", type=click.Path(dir_okay=False), help="A file with one key per line.")
-@click.option("--insecure", is_flag=True, help="Let other machines connect without a key.")
-@click.option("--allowed-origins", multiple=True, metavar="ORIGIN", help="Web pages that may send requests; * for all.")
-@click.option(
-    "--max-waiting", type=click.IntRange(1), default=64, show_default=True, help="Requests that wait per model."
-)
-@click.option(
-    "--max-per-client",
-    type=click.IntRange(1),
-    help="Answers of one client at once.  [3/4, or all if it is alone]",
-)
-@click.option("--memory-limit-mb", type=click.IntRange(1), help="Memory of all loaded models together, by estimate.")
-@click.option("--idle-unload", type=Number(0.1), metavar="SECONDS", help="Unload models that nobody used for so long.")
-@click.option("--lazy", is_flag=True, help="Load the first model by its first request, too.")
-@click.option(
-    "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
-)
-@click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
-@click.option(
-    "--header-seconds", type=Number(0.1), default=10.0, show_default=True, help="Time for the headers of a request."
-)
-@click.option("--body-seconds", type=Number(0.1), default=60.0, show_default=True, help="Time for its body.")
-@click.option("--send-seconds", type=Number(0.1), default=120.0, show_default=True,
-              help="Close the connection of a client that takes nothing for so long.")  # fmt: skip
-@click.option("--max-connections", type=click.IntRange(1), default=1024, show_default=True, help="Connections at once.")
-@click.option("--access-log", metavar="FILE", help="Write a line of JSON per request to FILE; - for standard error.")
-@click.option("--otel", is_flag=True, help="Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
-@click.option(
-    "--supervise",
-    is_flag=True,
-    help="Run each model in a process of its own, which is started again after a crash.",
-)
-@click.option("--daemon", is_flag=True, help="Run chat models in your daemon, which other programs share.")
-@click.option("--random-key", is_flag=True, help="Make a key that only the ready file or descriptor tells.")
-@click.option("--ready-fd", type=click.IntRange(1), metavar="N",
-              help="Write URL, port, key and pid as JSON to this file descriptor once it serves.")  # fmt: skip
-@click.option(
-    "--ready-file", type=click.Path(), help="Write them to this file, which only you can read, until the end."
-)
-@click.option("--parent-pid", type=click.IntRange(1), metavar="PID", help="End when this process ends.")
+@value("--ready-file", click.Path(), "Write them to this file, which only you can read, until the end.")
+@value("--parent-pid", click.IntRange(1), "End when this process ends.", metavar="PID")
 @cluster_options
 @option_file
 @layout_options
@@ -174,26 +162,14 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
 
     keys = _keys(options["api_keys"], options["api_key_file"])
     return ServerSettings(
-        host=options["host"],
-        port=options["port"],
+        **{name: options[name] for name in AS_GIVEN},
         api_keys=(secrets.token_urlsafe(32), *keys) if options["random_key"] else keys,
-        allowed_origins=options["allowed_origins"],
         is_insecure=options["insecure"],
-        device=options["device"],
         properties=read_properties(options),
-        max_waiting=options["max_waiting"],
-        max_per_client=options["max_per_client"],
         memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
-        idle_unload=options["idle_unload"],
         is_lazy=options["lazy"],
         runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
-        grace=options["grace"],
         max_body=options["max_body_mb"] << 20,
-        header_seconds=options["header_seconds"],
-        body_seconds=options["body_seconds"],
-        send_seconds=options["send_seconds"],
-        max_connections=options["max_connections"],
-        access_log=options["access_log"],
         has_spans=options["otel"],
     )
 
@@ -220,11 +196,7 @@ def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
 
 
 def check_cluster_options(options: dict[str, Any]) -> None:
-    """Check that the options of a cluster come with ``--ray``.
-
-    Raises:
-        ConfigError: one comes without it.
-    """
+    """Raise a ``ConfigError`` if an option of a cluster comes without ``--ray``."""
     for name in ("ray_address", "replicas", "target_requests", "models_per_replica"):
         if not options["ray"] and options[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for a cluster: give --ray too")

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import click
-
+from staticllm.cli.options import value
 from staticllm.cli.terminal import cell
 from staticllm.errors import ConfigError, StaticLLMError
 
@@ -55,16 +54,18 @@ def server_options(command: Command) -> Command:
 def server_option(command: Command) -> Command:
     """Add ``--server``."""
     text = f"URL of the server.  [${SERVER_VARIABLE}, else {DEFAULT_SERVER}]"
-    return click.option("--server", metavar="URL", help=text)(command)
+    return value("--server", None, text, metavar="URL")(command)
 
 
 def api_key_option(command: Command) -> Command:
     """Add ``--api-key``."""
-    return click.option("--api-key", metavar="KEY", help=f"Key of the server.  [${KEY_VARIABLE}]")(command)
+    return value("--api-key", None, f"Key of the server.  [${KEY_VARIABLE}]", metavar="KEY")(command)
 
 
 class ServerClient:
     """Sends requests to one server. ``url``: with or without ``http://`` and ``/v1``; None takes the environment's.
+
+    All requests raise a ``ServerError`` if there is no server, it refuses, or it answers something that is not ours.
 
     Raises:
         ConfigError: the URL or the key is impossible, or a package is missing.
@@ -96,11 +97,7 @@ class ServerClient:
         )
 
     def get(self, path: str, **query: str | int) -> dict[str, Any]:
-        """Return the JSON object that ``GET path`` answers.
-
-        Raises:
-            ServerError: there is no server, it refused, or it answers something else.
-        """
+        """Return the JSON object that ``GET path`` answers."""
         with self._failures(), self._http.stream("GET", path, params=query, timeout=self._short) as response:
             found = self._json(response, GET_SECONDS)
         if not isinstance(found, dict):
@@ -108,22 +105,14 @@ class ServerClient:
         return found
 
     def objects(self, path: str, name: str) -> list[dict[str, Any]]:
-        """Return the list ``name`` of objects in what ``GET path`` answers.
-
-        Raises:
-            ServerError: there is no server, it refused, or it answers something else.
-        """
+        """Return the list ``name`` of objects in what ``GET path`` answers."""
         found = self.get(path).get(name)
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
             raise self.foreign()
         return found
 
     def post(self, path: str, body: object) -> Any:
-        """Return the JSON that ``POST path`` answers.
-
-        Raises:
-            ServerError: there is no server, or it refused.
-        """
+        """Return the JSON that ``POST path`` answers."""
         with self._failures(), self._http.stream("POST", path, json=body) as response:
             return self._json(response, ANSWER_SECONDS)
 
@@ -133,11 +122,7 @@ class ServerClient:
 
     @contextmanager
     def stream(self, path: str, body: object) -> Iterator[Iterator[dict[str, Any]]]:
-        """Post a body whose answer is a stream of events, and yield their JSON. Leaving the block ends the answer.
-
-        Raises:
-            ServerError: there is no server, it refused, or the stream ended with an error.
-        """
+        """Post a body whose answer is a stream of events, and yield their JSON. Leaving the block ends the answer."""
         from httpx_sse import connect_sse
 
         with self._failures(), connect_sse(self._http, "POST", path, json=body) as source:
@@ -173,7 +158,8 @@ class ServerClient:
 
     def _json(self, response: httpx.Response, seconds: float) -> Any:
         """Read an answer within a time and a size, and return its JSON."""
-        status, until = response.status_code, time.monotonic() + seconds
+        status = response.status_code
+        until = time.monotonic() + seconds
         data = bytearray()
         for part in response.iter_bytes():
             data += part
@@ -222,7 +208,8 @@ def _is_event(found: Any) -> bool:
     """Return whether a value has the form of a chunk, as far as it is read."""
     if not isinstance(found, dict):
         return False
-    choices, usage = found.get("choices") or [], found.get("usage") or {}
+    choices = found.get("choices") or []
+    usage = found.get("usage") or {}
     if not isinstance(choices, list) or not isinstance(usage, dict):
         return False
     return isinstance(usage.get("prompt_tokens_details") or {}, dict) and all(map(_is_choice, choices))

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import click
 
+from staticllm.cli.options import flag, value
 from staticllm.cli.server_client import ServerClient, server_options
 from staticllm.cli.terminal import cell, table
 from staticllm.errors import StaticLLMError
@@ -33,7 +34,7 @@ MAX_REQUESTS = 20
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @server_options
 def list_models(client: ServerClient, as_json: bool) -> None:
     """List the models that a server knows, with their kinds, and whether they are loaded."""
@@ -49,7 +50,7 @@ def list_models(client: ServerClient, as_json: bool) -> None:
 
 
 @click.command("ps")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @server_options
 def ps(client: ServerClient, as_json: bool) -> None:
     """List the models that a server has loaded, with their sizes, and when each will be unloaded."""
@@ -81,7 +82,7 @@ def _until(moment: object) -> str:
 
 @click.command("stop")
 @click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json as_json", "Print JSON.")
 @server_options
 def stop(client: ServerClient, model: str, as_json: bool) -> None:
     """Unload MODEL, when its running answers have ended. Its next request loads it again."""
@@ -106,24 +107,18 @@ def stop(client: ServerClient, model: str, as_json: bool) -> None:
 
 
 def _described(client: ServerClient, model: str) -> dict[str, Any]:
-    """Return what the server says of a model.
-
-    Raises:
-        ServerError: it has none of this name; the message lists what it has.
-    """
+    """Return what the server says of a model; the error about an unknown one lists what it has."""
     return client.get(f"/v1/models/{quote(model, safe='')}")
 
 
 @click.command("top")
 @click.argument("model", required=False)
-@click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."
-)
-@click.option("--count", type=click.IntRange(min=1), help="End after this number of looks.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per look.")
+@value("--interval", click.FloatRange(min=0.1), "Seconds between looks.", 1.0)
+@value("--count", click.IntRange(min=1), "End after this number of looks.")
+@flag("--json as_json", "Print one JSON object per look.")
 @server_options
 def top(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
-    """Show who waits, prefills and decodes in MODEL (by default the first chat model), and how the device is used."""
+    """Show which requests wait, prefill and decode in MODEL (by default the first chat model), and how the device is used."""
     before: dict[str, Any] | None = None
     number = 0
     while count is None or number < count:
@@ -139,14 +134,16 @@ def top(client: ServerClient, model: str | None, interval: float, count: int | N
             if number and sys.stdout.isatty():
                 click.clear()
             click.echo("\n".join(lines_of(client.url, found, before)))
-        before, number = found, number + 1
+        before = found
+        number = number + 1
 
 
 def lines_of(url: str, found: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
     """Return what a person reads of the feed ``found``, with rates since the feed ``before``."""
     status = next((each["status"] for each in found["models"] if each["name"] == found["model"]), "?")
     head = f"{found['model']} at {url}: {status}"
-    totals, limits = found["totals"], found["limits"]
+    totals = found["totals"]
+    limits = found["limits"]
     if totals is None or limits is None:
         return [head, "nothing is loaded, or its process is being started"]
     lines = [f"{head}, {totals['requests']} answers, {totals['calls']} device calls, {totals['preemptions']} preempted"]
@@ -183,7 +180,8 @@ def _rates(totals: dict[str, Any], before: dict[str, Any] | None, found: dict[st
         return
     prefill, decode = ((totals[name] - old[name]) / seconds for name in ("prefill_seconds", "decode_seconds"))
     yield f"device    {_bar(prefill + decode)} {prefill:.0%} prefill, {decode:.0%} decode"
-    new, read = totals["output_tokens"] - old["output_tokens"], totals["prompt_tokens"] - old["prompt_tokens"]
+    new = totals["output_tokens"] - old["output_tokens"]
+    read = totals["prompt_tokens"] - old["prompt_tokens"]
     cached = totals["cached_tokens"] - old["cached_tokens"]
     yield f"tokens/s  {new / seconds:.1f} generated, {read / seconds:.1f} of prompts, {cached / seconds:.1f} cached"
 

@@ -1,26 +1,25 @@
-"""``staticllm simulate`` runs scheduling policies on a virtual clock."""
+"""``staticllm simulate`` runs scheduling policies on a virtual clock, and compares the clock with the engine."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
-from staticllm.cli.options import Number, model_option
+from staticllm.cli.options import Number, flag, model_option, value
 from staticllm.cli.progress import progress
-from staticllm.cli.validate import compare_with_engine
 from staticllm.config import StaticLLMConfig, schedulers
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.simulator.cluster import Run
-    from staticllm.pipelines.simulator.drafting import Drafting
-    from staticllm.pipelines.simulator.scenario import Scenario
+    from staticllm.pipelines.simulator.cluster import Scenario
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
-    from staticllm.pipelines.simulator.summary import RunSummary
+    from staticllm.pipelines.simulator.simulated_programs import Drafting
+    from staticllm.pipelines.simulator.summary import Run, RunSummary, Summary
+    from staticllm.pipelines.simulator.validate import Check
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
@@ -29,8 +28,10 @@ HEADER = (
     f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
     f"{'longest gap':>13}{'p95':>9}{'latency ms':>12}{'fairness':>10}{'busy':>7}{'jobs':>7}"
 )
-
-
+CHECK_HEADER = (
+    f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
+    f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
+)
 GROUPS = {
     "Targets": ("ttft_ms", "tpot_ms", "gap_ms"),
     "Comparisons": ("validate", "model", "device"),
@@ -46,91 +47,71 @@ RARE = {
 }  # fmt: skip
 
 
+POSITIVE = Number(0, 1e9, min_open=True)
+COUNT = click.IntRange(1)
+
+
 @click.command("simulate", cls=GroupedCommand, groups=GROUPS, rare=RARE)
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(schedulers()), help="May be repeated.  [dynamic, fcfs]"
-)
-@click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Number of requests.")
-@click.option(
+@value("--policy policies", click.Choice(schedulers()), "May be repeated.  [dynamic, fcfs]", multiple=True)
+@value("-n --requests", COUNT, "Number of requests.", 200)
+@value(
     "--arrivals",
-    type=click.Choice(["poisson", "uniform", "burst"]),
-    default="poisson",
-    show_default=True,
-    help="Arrival process; a burst arrives all at once.",
+    click.Choice(["poisson", "uniform", "burst"]),
+    "Arrival process; a burst arrives all at once.",
+    "poisson",
 )
-@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second.  [60 % of the maximum rate]")
-@click.option("--prompt", default="256", show_default=True, help="Tokens per prompt: N, or LEAST-MOST.")
-@click.option("--output", default="256", show_default=True, help="Tokens per answer: N, or LEAST-MOST.")
-@click.option("--answers", type=click.IntRange(1, 128), default=1, show_default=True, help="Answers per request.")
-@click.option("--beams", type=click.IntRange(1, 64), default=1, show_default=True, help="Beams per request instead.")
-@click.option(
-    "--draft-tokens", type=click.IntRange(1, 64), help="Draft up to N tokens per request and call, where it pays."
-)
-@click.option(
-    "--accept", type=Number(0, 1), default=0.7, show_default=True, help="Probability that a drafted token is accepted."
-)
-@click.option(
-    "--draft-ms", type=float, default=0.0, show_default=True, help="Draft model's ms per token; 0 for prompt lookup."
-)
-@click.option(
-    "--trace", type=click.Path(), help="Read requests from a file instead, JSON lines or CSV: arrival, prompt, output."
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and lengths.")
-@click.option(
-    "--devices", type=click.IntRange(1), default=1, show_default=True, help="Devices that prefill and decode."
-)
-@click.option("--disaggregate", metavar="PxD", help="Use P devices that prefill and D that decode instead.")
-@click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="Latency from P to D, per request.")
-@click.option("--slot-bytes", type=float, default=0.0, show_default=True, help="Bytes from P to D, per token.")
-@click.option(
-    "--bandwidth",
-    type=Number(0, 1e9, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="Bandwidth from P to D, GB/s.",
-)
-@click.option(
-    "--dispatch",
-    type=click.Choice(["least_loaded", "two_choices", "round_robin"]),
-    default="least_loaded",
-    show_default=True,
-    help="Which device takes a request.",
-)
-@click.option("--concurrency", type=click.IntRange(1), help="Most requests admitted at a time; others queue.")
-@click.option("--max-num-seqs", type=click.IntRange(1), help="Most requests running at a time.  [as the pipeline]")
-@click.option("--kv-slots", type=click.IntRange(1), help="KV slots of the arena.  [as the pipeline]")
-@click.option("--host-kv-slots", type=click.IntRange(0), help="KV slots of the host pool.  [as the pipeline]")
-@click.option("--ttft-ms", type=Number(0, 1e9, min_open=True), help="Target for the time to first token.")
-@click.option("--tpot-ms", type=Number(0, 1e9, min_open=True), help="Target for the time between two tokens.")
-@click.option(
-    "--gap-ms",
-    type=Number(0, 1e9, min_open=True),
-    default=StaticLLMConfig.gap_ms,
-    show_default=True,
-    help="Longest wait of a request that has begun for a place among the running ones.",
-)
-@click.option("--programs", type=click.Choice(["shared", "separate"]), default="shared", show_default=True,
-              help="Which programs the device has, without --costs.")  # fmt: skip
-@click.option("--costs", type=click.Path(), help="Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
-@click.option("--weights-ms", type=float, default=20.0, show_default=True, help="Without --costs: ms per call,")
-@click.option("--row-ms", type=float, default=0.5, show_default=True, help="plus ms per row,")
-@click.option(
-    "--attention-us", type=float, default=0.05, show_default=True, help="plus us per row and slot that it sees."
-)
-@click.option("--host-ms", type=float, default=0.0, show_default=True, help="Host time between two calls.")
-@click.option("--swap-us", type=float, default=0.0, show_default=True, help="Host time per KV slot that is swapped.")
-@click.option(
-    "--job-ms",
-    type=Number(0, 1e6, min_open=True),
-    help="Calls of another model, such as documents to embed, that always wait on each device: ms per call.",
-)
-@click.option("--save-costs", type=click.Path(), help="Write the costs to a file; with --validate, the measured ones.")
-@click.option("--validate", is_flag=True, help="Compare with the engine, on this machine.")
+@value("--disaggregate", None, "Use P devices that prefill and D that decode instead.", metavar="PxD")
+@flag("--validate", "Compare with the engine, on this machine.")
 @option_file
 @model_option
-@click.option("--device", default="CPU", show_default=True, help="Device for --validate.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(), help="Plot the runs to a file: PNG, SVG, PDF.")
+@flag("--json as_json", "Print one JSON object.")
+@value("--rate", POSITIVE, "Requests per second.  [60 % of the maximum rate]")
+@value("--prompt", None, "Tokens per prompt: N, or LEAST-MOST.", "256")
+@value("--output", None, "Tokens per answer: N, or LEAST-MOST.", "256")
+@value("--answers", click.IntRange(1, 128), "Answers per request.", 1)
+@value("--beams", click.IntRange(1, 64), "Beams per request instead.", 1)
+@value("--draft-tokens", click.IntRange(1, 64), "Draft up to N tokens per request and call, where it pays.")
+@value("--accept", Number(0, 1), "Probability that a drafted token is accepted.", 0.7)
+@value("--draft-ms", click.FLOAT, "Draft model's ms per token; 0 for prompt lookup.", 0.0)
+@value("--trace", click.Path(), "Read requests from a file instead, JSON lines or CSV: arrival, prompt, output.")
+@value("--seed", click.IntRange(0), "Seed of arrivals and lengths.", 0)
+@value("--devices", COUNT, "Devices that prefill and decode.", 1)
+@value("--transfer-ms", click.FLOAT, "Latency from P to D, per request.", 0.0)
+@value("--slot-bytes", click.FLOAT, "Bytes from P to D, per token.", 0.0)
+@value("--bandwidth", POSITIVE, "Bandwidth from P to D, GB/s.", 10.0)
+@value(
+    "--dispatch",
+    click.Choice(["least_loaded", "two_choices", "round_robin"]),
+    "Which device takes a request.",
+    "least_loaded",
+)
+@value("--concurrency", COUNT, "Most requests admitted at a time; others queue.")
+@value("--max-num-seqs", COUNT, "Most requests running at a time.  [as the pipeline]")
+@value("--kv-slots", COUNT, "KV slots of the arena.  [as the pipeline]")
+@value("--host-kv-slots", click.IntRange(0), "KV slots of the host pool.  [as the pipeline]")
+@value("--ttft-ms", POSITIVE, "Target for the time to first token.")
+@value("--tpot-ms", POSITIVE, "Target for the time between two tokens.")
+@value(
+    "--gap-ms",
+    POSITIVE,
+    "Longest wait of a request that has begun for a place among the running ones.",
+    StaticLLMConfig.gap_ms,
+)
+@value("--programs", click.Choice(["shared", "separate"]), "Which programs the device has, without --costs.", "shared")
+@value("--costs", click.Path(), "Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
+@value("--weights-ms", click.FLOAT, "Without --costs: ms per call,", 20.0)
+@value("--row-ms", click.FLOAT, "plus ms per row,", 0.5)
+@value("--attention-us", click.FLOAT, "plus us per row and slot that it sees.", 0.05)
+@value("--host-ms", click.FLOAT, "Host time between two calls.", 0.0)
+@value("--swap-us", click.FLOAT, "Host time per KV slot that is swapped.", 0.0)
+@value(
+    "--job-ms",
+    Number(0, 1e6, min_open=True),
+    "Calls of another model, such as documents to embed, that always wait on each device: ms per call.",
+)
+@value("--save-costs", click.Path(), "Write the costs to a file; with --validate, the measured ones.")
+@value("--device", None, "Device for --validate.", "CPU")
+@value("--plot", click.Path(), "Plot the runs to a file: PNG, SVG, PDF.")
 def command(**options: Any) -> None:
     """Run scheduling policies, the same objects as in the engine, on a virtual clock with given costs per call.
 
@@ -140,7 +121,7 @@ def command(**options: Any) -> None:
         raise click.UsageError("--plot draws simulated runs: leave out --validate")
     options["policies"] = list(dict.fromkeys(options["policies"])) or ["dynamic", "fcfs"]
     if options["validate"]:
-        compare_with_engine(options)
+        _validate(options)
     else:
         _simulate(options)
 
@@ -195,8 +176,7 @@ def _scenario(options: dict[str, Any]) -> Scenario:
     A rate above the maximum gives a warning on stderr: the queue then grows until the last request arrives, and the latencies
     measure the length of the queue, not the quality of the policy.
     """
-    from staticllm.pipelines.simulator.cluster import Link
-    from staticllm.pipelines.simulator.scenario import Scenario, max_rate, offered_rate
+    from staticllm.pipelines.simulator.cluster import Link, Scenario, max_rate, offered_rate
 
     arrivals = _arrivals(options, 1.0 if options["rate"] is None else options["rate"])
     prefill, decode = _devices(options)
@@ -229,7 +209,8 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
     if options["answers"] > 1 and options["beams"] > 1:
         raise click.UsageError("--answers and --beams are two ways to decode: give one of them")
     lengths = workload.Lengths(_range("--prompt", options["prompt"]), _range("--output", options["output"]))
-    count, seed = options["requests"], options["seed"]
+    count = options["requests"]
+    seed = options["seed"]
     if options["arrivals"] == "burst":
         found = workload.burst(count, lengths, seed)
     else:
@@ -240,8 +221,8 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.programs.variant_index import VariantIndex
+    from staticllm.pipelines.simulator.cluster import configured_model, longest, tabled_model
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
-    from staticllm.pipelines.simulator.scenario import configured_model, longest, tabled_model
 
     for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes", "draft_ms"):
         if not 0 <= options[name] < float("inf"):
@@ -262,7 +243,7 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
 
 
 def _drafting(options: dict[str, Any]) -> Drafting | None:
-    from staticllm.pipelines.simulator.drafting import Drafting
+    from staticllm.pipelines.simulator.simulated_programs import Drafting
 
     if options["draft_tokens"] is None:
         return None
@@ -287,3 +268,48 @@ def _range(name: str, text: str) -> tuple[int, int]:
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise click.UsageError(f"{name} {text!r}: must be a whole number from 1, or two: 64-512")
     return int(match[1]), int(match[2] or match[1])
+
+
+def _validate(options: dict[str, Any]) -> None:
+    """Print the deviations of the simulator from the engine (``--validate``), and write the costs for ``--save-costs``.
+
+    Raises:
+        StaticLLMError: the model cannot be loaded or run.
+        ConfigError: the costs cannot be written.
+    """
+    from staticllm.pipelines.simulator.cost_model import write_costs
+    from staticllm.pipelines.simulator.validate import WORKLOADS, validate
+
+    checks: list[Check] = []
+    model: DeviceModel | None = None
+    if not options["as_json"]:
+        click.echo(CHECK_HEADER)
+    total = len(options["policies"]) * len(WORKLOADS)
+    with progress("loading the model, and measuring its costs") as shown:
+        arguments = (options[name] for name in ("model", "device", "policies", "requests", "rate", "seed"))
+        for check, calibrated in validate(*arguments):
+            checks.append(check)
+            model = calibrated
+            if not options["as_json"]:
+                shown.write(_check_lines(check))
+            shown.show("serving workloads", len(checks), total)
+    if options["save_costs"] and model is not None:
+        write_costs(options["save_costs"], model.index.variants, model.cost)
+    if options["as_json"]:
+        click.echo(json.dumps([{**asdict(check), "deviations": check.deviations} for check in checks], indent=2))
+
+
+def _check_lines(check: Check) -> str:
+    """Return two lines: simulated with the costs measured before the run, then with those of the run itself."""
+    head = f"{check.policy:<14}{f'{check.prompt}/{check.output}':>9}{check.rate:>8.2f}"
+    before = f"{head}{_check_cells(check.predicted, check.measured)}"
+    return f"{before}\n{'  of the run itself':<31}{_check_cells(check.replayed, check.measured)}"
+
+
+def _check_cells(simulated: Summary, measured: Summary) -> str:
+    from staticllm.pipelines.simulator.validate import deviations
+
+    return "".join(
+        f"  {getattr(simulated, name):>8.1f} {getattr(measured, name):>8.1f} {deviation:>+5.1f}%"
+        for name, deviation in deviations(simulated, measured).items()
+    )

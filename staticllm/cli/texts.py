@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import click
 
-from staticllm.cli.options import as_text
+from staticllm.cli.options import as_text, value
 from staticllm.errors import PromptError, StaticLLMError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -23,7 +23,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 MAX_LINE_BYTES = 1 << 26
 TEXT_ERROR = re.compile(r"text (\d+):? (.*)", re.DOTALL)
 BATCH_TEXTS, BATCH_CHARS = 1024, 1 << 22
-"""So many texts or characters are read before they are handed on: more fill a device's calls hardly better."""
+"""Size of a batch: more texts or characters hardly fill a device's calls better."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Batch:
 def text_options(command: Command) -> Command:
     """Add ``[TEXTS]...``, ``--file`` and ``--field``."""
     for option in (
-        click.option("--field", metavar="NAME", help=f"Read JSON lines; the text is in this field.  [{FIELD}]"),
-        click.option("-f", "--file", type=click.Path(), help="A file with one text per line; - is stdin."),
+        value("--field", None, f"Read JSON lines; the text is in this field.  [{FIELD}]", metavar="NAME"),
+        value("-f --file", click.Path(), "A file with one text per line; - is stdin."),
         click.argument("texts", nargs=-1),
     ):
         command = option(command)
@@ -183,6 +183,7 @@ def _batches(entries: Iterator[Entry], share: Callable[[], float | None]) -> Ite
         num_chars += len(entry.text)
         if len(held) == BATCH_TEXTS or num_chars >= BATCH_CHARS:
             yield Batch(held, share())
-            held, num_chars = [], 0
+            held = []
+            num_chars = 0
     if held:
         yield Batch(held, share())

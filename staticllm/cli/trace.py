@@ -16,9 +16,11 @@ from staticllm.cli.options import (
     Number,
     check_lengths,
     check_output,
+    flag,
     layout_options,
     model_option,
     read_properties,
+    value,
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig, schedulers
@@ -36,12 +38,12 @@ def command() -> None:
 @command.command("record", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @click.option("-o", "--output", type=click.Path(), required=True, help="File to write, Chrome trace JSON.")
 @model_option
-@click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="Number of requests.")
-@click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens per prompt.")
-@click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per answer.")
-@click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second, Poisson.  [all at once]")
-@click.option("--scheduler", type=click.Choice(schedulers()), help="Policy.  [dynamic]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@value("--requests", click.IntRange(1), "Number of requests.", 16)
+@value("--prompt-len", click.IntRange(1), "Random tokens per prompt.", 128)
+@value("--new-tokens", click.IntRange(1), "Tokens per answer.", 32)
+@value("--rate", Number(0, 1e9, min_open=True), "Requests per second, Poisson.  [all at once]")
+@value("--scheduler", click.Choice(schedulers()), "Policy.  [dynamic]")
+@flag("--json as_json", "Print one JSON object.")
 @layout_options
 def record(output: str, model: str, as_json: bool, **options: Any) -> None:
     """Serve random prompts and write a Chrome trace.
@@ -88,7 +90,8 @@ def _serve(pipe: StaticLLMPipeline, options: dict[str, Any], shown: Progress) ->
 
     rng = np.random.default_rng([num_prompt, num_new])
     due = np.cumsum(rng.exponential(1 / rate, count)) if rate else np.zeros(count)
-    start, handles = time.perf_counter(), []
+    start = time.perf_counter()
+    handles = []
     for moment in due:
         time.sleep(max(0.0, start + moment - time.perf_counter()))
         prompt = rng.integers(*TOKEN_IDS, num_prompt)

@@ -31,17 +31,14 @@ _MOST_FOLDERS = 256
 _DEPTH = 3
 """Folders below a given one that are searched: models--owner--name/snapshots/revision of a Hugging Face cache."""
 _FILE_ENDINGS = (*ARCHIVES, ".gguf", ".blob", ".onnx", ".xml", *WEIGHTS)
-"""Endings of files; no name on Hugging Face that is a model for us has one."""
+"""Endings of files, which no name on Hugging Face has."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SPLIT = re.compile(r"-00001-of-\d+")
 
 
 @dataclass(frozen=True)
 class ModelPath:
-    """What a path holds: ``directory`` is the folder that is meant, which is that of a file that was given.
-
-    ``found`` are the names that decided, and ``task`` is the task of an export, if one helps.
-    """
+    """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps."""
 
     path: Path
     directory: Path
@@ -242,9 +239,7 @@ def _hugging_face(folder: _Folder) -> _Found | None:
     if _is_sentence_transformer(folder):
         return _Found(kinds.HUGGING_FACE, weights, "feature-extraction")
     kind, task = _HEADS.get(head, (kinds.HUGGING_FACE_OTHER, ""))
-    if (
-        head == "Model" and "vocab_size" not in config
-    ):  # of images, sounds, or several models for which this is one name
+    if head == "Model" and "vocab_size" not in config:  # of images or sounds, or one name for several models
         kind = kinds.HUGGING_FACE_OTHER
     if not head and _is_scored(folder, config):
         task = "text-classification"
@@ -252,17 +247,12 @@ def _hugging_face(folder: _Folder) -> _Found | None:
 
 
 def _head(config: dict[str, Any]) -> str:
-    """Return the kind of a model's head by the end of its first architecture (``ForMaskedLM``); "" without architectures.
-
-    A model with its own code says by ``auto_map`` that it is a causal language model, whatever its class is called.
-    """
-    named, code = config.get("architectures"), config.get("auto_map")
+    """Return the end of the first architecture's name (``ForMaskedLM``), "" without one; ``auto_map`` may say ``ForCausalLM``."""
+    named = config.get("architectures")
+    code = config.get("auto_map")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    if (
-        isinstance(code, dict)
-        and "AutoModelForCausalLM" in code
-        and name.endswith(("Model", "ForConditionalGeneration"))
-    ):
+    is_own = isinstance(code, dict) and "AutoModelForCausalLM" in code
+    if is_own and name.endswith(("Model", "ForConditionalGeneration")):
         return "ForCausalLM"
     if not name or (head := _HEAD.search(name)) is None:
         return name

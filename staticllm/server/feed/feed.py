@@ -11,7 +11,7 @@ from typing import Any
 
 from staticllm.errors import ClosedError
 from staticllm.pipelines.profiling.call_watch import CallLog
-from staticllm.pipelines.profiling.progress import RequestProgress
+from staticllm.pipelines.profiling.records import RequestProgress
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.server.models.served import ServedModel
 

@@ -43,18 +43,23 @@ def ok(*arguments, **more):
 
 def refused(*arguments, code=1, **more):
     result = call(*arguments, **more)
-    assert result.exit_code == code and not result.stdout, result.output
+    assert result.exit_code == code, result.output
+    assert not result.stdout, result.output
     assert "Traceback" not in result.stderr
     line = result.stderr.strip().splitlines()[-1]
-    assert line.startswith("Error: ") and (code == 2 or result.stderr.count("\n") == 1), result.stderr
+    assert line.startswith("Error: "), result.stderr
+    assert code == 2 or result.stderr.count("\n") == 1, result.stderr
     return line
 
 
 def test_run_asks_the_server(served):
     text = ok("run", PROMPT, "--server", served.url, "-n", 12)
     found = json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json"))
-    assert found["text"] + "\n" == text and found["model"] == "demo"
-    assert found["generated_tokens"] == 12 and found["finish_reason"] == "length" and found["ttft_ms"] > 0
+    assert found["text"] + "\n" == text
+    assert found["model"] == "demo"
+    assert found["generated_tokens"] == 12
+    assert found["finish_reason"] == "length"
+    assert found["ttft_ms"] > 0
     assert (
         json.loads(ok("run", PROMPT, "--server", served.url, "-n", 12, "--json", "-m", "demo"))["text"] == found["text"]
     )
@@ -71,7 +76,8 @@ def test_run_asks_the_server(served):
         key="",
         input=PROMPT,
     )
-    assert result.stdout == text and "12 generated (length)" in result.stderr
+    assert result.stdout == text
+    assert "12 generated (length)" in result.stderr
 
 
 def test_run_sends_its_options(served):
@@ -87,24 +93,54 @@ def test_run_sends_its_options(served):
     assert ok("run", PROMPT, "--server", served.url, "-n", 8, *options) == drawn + "\n"
 
 
-def test_a_chat_with_the_server_remembers_and_forgets(served, monkeypatch):
-    lines = iter(["My name is Ada.", "What is my name?", "/clear", "", "What is my name?", "/exit"])
-    bodies = []
-    monkeypatch.setattr("staticllm.cli.run._prompt", lambda argument: None)
-    monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda words: lambda: next(lines))
+@pytest.fixture
+def chat(served, monkeypatch):
+    """Return a function that types lines into a chat with the server, and returns the contents of every request."""
     from staticllm.cli import server_client
 
-    stream = server_client.ServerClient.stream
-    monkeypatch.setattr(
-        server_client.ServerClient,
-        "stream",
-        lambda self, path, body: (
-            bodies.append([each["content"] for each in body["messages"]]) or stream(self, path, body)
-        ),
+    stream, bodies = server_client.ServerClient.stream, []
+
+    def noting(self, path, body):
+        bodies.append([each["content"] for each in body["messages"]])
+        return stream(self, path, body)
+
+    def type_in(*lines):
+        typed = iter([*lines, "/exit"])
+        monkeypatch.setattr("staticllm.cli.run._prompt", lambda argument: None)
+        monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda words: lambda: next(typed))
+        monkeypatch.setattr(server_client.ServerClient, "stream", noting)
+        return call("run", "--server", served.url, "-n", 8, "--system", "Be short."), bodies
+
+    return type_in
+
+
+def test_a_chat_with_the_server_remembers_and_forgets(chat):
+    result, bodies = chat("My name is Ada.", "What is my name?", "/clear", "", "What is my name?")
+    assert result.exit_code == 0, result.output
+    assert [len(each) for each in bodies] == [2, 4, 2]
+    assert all(each[0] == "Be short." for each in bodies)
+    assert bodies[1][1] == "My name is Ada."
+    assert bodies[2][1] == "What is my name?"
+
+
+def test_a_chat_with_the_server_has_the_commands_of_a_local_one(chat, tmp_path):
+    path = tmp_path / "chat.json"
+    result, bodies = chat(
+        "/regenerate", "hello", "/regenerate", "/stats", f"/save {path}", "/system Rhyme.", "hi", f"/load {path}", "so"
     )
-    assert ok("run", "--server", served.url, "-n", 8, "--system", "Be short.")
-    assert [len(each) for each in bodies] == [2, 4, 2] and all(each[0] == "Be short." for each in bodies)
-    assert bodies[1][1] == "My name is Ada." and bodies[2][1] == "What is my name?"
+    assert result.exit_code == 0, result.output
+    assert "there is no answer yet" in result.stderr
+    assert "8 generated (length) | TTFT" in result.stderr
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["system"] == "Be short."
+    assert [each["role"] for each in saved["messages"]] == ["user", "assistant"]
+    answer = saved["messages"][1]["content"]
+    assert bodies == [
+        ["Be short.", "hello"],
+        ["Be short.", "hello"],
+        ["Rhyme.", "hi"],
+        ["Be short.", "hello", answer, "so"],
+    ]
 
 
 def test_list_ps_and_stop(served):
@@ -152,9 +188,14 @@ def test_top_shows_the_scheduler(served):
         json.loads(line)
         for line in ok("top", "--json", "--count", 2, "--interval", 0.1, server=served.url).splitlines()
     ]
-    assert len(looks) == 2 and looks[1]["totals"]["requests"] >= 1 and looks[1]["now"] > looks[0]["now"]
+    assert len(looks) == 2
+    assert looks[1]["totals"]["requests"] >= 1
+    assert looks[1]["now"] > looks[0]["now"]
     text = ok("top", "demo", "--count", 2, "--interval", 0.1, server=served.url)
-    assert text.count("demo at http://") == 2 and "tokens/s" in text and "TTFT" in text and "KV slots" in text
+    assert text.count("demo at http://") == 2
+    assert "tokens/s" in text
+    assert "TTFT" in text
+    assert "KV slots" in text
 
 
 def test_top_lists_requests_and_lost_models():
@@ -180,7 +221,9 @@ def test_top_lists_requests_and_lost_models():
     }  # fmt: skip
     later = {**found, "now": 12.0, "totals": {**totals, "output_tokens": 30, "decode_seconds": 1.0, "calls": 5}}
     text = "\n".join(lines_of("http://x", later, found))
-    assert "15.0 generated" in text and "50% decode" in text and "50 of 100" in text
+    assert "15.0 generated" in text
+    assert "50% decode" in text
+    assert "50 of 100" in text
     assert "25 running (at most 4 at once); 2 of at most 64 wait" in text and "and 5 more" in text
     assert "is being started" in "\n".join(lines_of("http://x", {**found, "totals": None}, None))
 
@@ -270,7 +313,8 @@ def test_a_list_of_ollama_is_shown_as_far_as_it_goes():
         assert ok("list", server=address).splitlines()[1].split() == ["a", "-", "-"]
         listed = ok("ps", server=address)
     assert listed.splitlines()[1].split() == ["a", "-", "-", "-"]
-    assert "\x1b" not in listed and "[2Jb" in listed
+    assert "\x1b" not in listed
+    assert "[2Jb" in listed
 
 
 def test_an_answer_without_an_end_is_given_up(monkeypatch):
@@ -293,7 +337,8 @@ def test_wrong_models_and_options_get_one_line(served):
         ["top", "no-such", "--server"],
     ):
         line = refused(*command, served.url)
-        assert "'no-such' does not exist" in line and "'demo'" in line
+        assert "'no-such' does not exist" in line
+        assert "'demo'" in line
     assert "--max-prompt-len" in refused("run", PROMPT, "--server", served.url, "--max-prompt-len", 64, code=2)
     assert "--property" in refused("run", PROMPT, "--server", served.url, "-p", "KV_SLOTS=64", code=2)
     assert "goes with --server" in refused("run", PROMPT, "--api-key", "x", code=2)

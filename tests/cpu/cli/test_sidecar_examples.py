@@ -53,7 +53,8 @@ def test_a_client_prints_the_answer_and_leaves_nothing(client, tmp_path):
     result = subprocess.run(
         [*client, "Hello"], capture_output=True, encoding="utf-8", timeout=SECONDS, check=False, cwd=tmp_path
     )
-    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr, result.stderr
     assert len(result.stdout.strip()) > 10
     assert [each.name for each in tmp_path.iterdir() if each.name != "r"] == []
 
@@ -112,10 +113,12 @@ def test_a_crash_of_the_model_is_an_error_and_the_next_question_is_answered(monk
 def test_the_clients_are_short_and_need_no_package():
     text = (EXAMPLES / "sidecar_client.py").read_text(encoding="utf-8")
     imported = [line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert set(imported) <= sys.stdlib_module_names and len(text.splitlines()) <= 60
+    assert set(imported) <= sys.stdlib_module_names
+    assert len(text.splitlines()) <= 60
     script = (EXAMPLES / "sidecar_client.mjs").read_text(encoding="utf-8")
     modules = [line.split('"')[-2] for line in script.splitlines() if line.startswith("import ")]
-    assert all(name.startswith("node:") for name in modules) and len(script.splitlines()) <= 60
+    assert all(name.startswith("node:") for name in modules)
+    assert len(script.splitlines()) <= 60
 
 
 DRIVE = """
@@ -171,4 +174,5 @@ def test_the_window_talks_to_its_server(monkeypatch, tmp_path):
         screen.wait()
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.split("\nHello\n")[1].split("\nWhat is an NPU?\n")
-    assert len(first.strip()) > 5 and len(second.strip()) > 5
+    assert len(first.strip()) > 5
+    assert len(second.strip()) > 5

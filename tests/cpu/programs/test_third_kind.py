@@ -43,6 +43,7 @@ class SoundShape:
 class LoweredSound:
     model: ov.Model
     shape: SoundShape
+    reports: tuple = ()
 
     def specialise(self, variant, is_static=True):
         return self._sized(variant.rows, variant.rows)

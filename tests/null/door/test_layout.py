@@ -120,6 +120,66 @@ def test_imports_are_absolute_and_follow_the_import_order(root):
             assert allowed, f"{me} may not import {name}: {mine} lies below {other} or beside it"
 
 
+def needed_by(root, path, modules):
+    """Return the files that a file imports, at once or in a function, other than for the types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    skipped = {id(inner) for node in for_types for statement in node.body for inner in ast.walk(statement)}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped or not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        else:
+            base = node.module or ""
+            if node.level:
+                folder = module_of(root, path.parent / "__init__.py").split(".")
+                base = ".".join([*folder[: len(folder) - node.level + 1], *([base] if base else [])])
+            names = {f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names}
+        found |= names & modules.keys()
+    return found - {module_of(root, path)}
+
+
+def circles_of(graph):
+    """Return the sets of modules that reach each other, by Tarjan's algorithm."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(module):
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            circle = {stack.pop()}
+            while module not in circle:
+                circle.add(stack.pop())
+            if len(circle) > 1:
+                found.append(frozenset(circle))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return set(found)
+
+
+def test_no_files_import_each_other_in_a_circle(root):
+    """Imports in functions count: they hide a circle, and do not open it."""
+    modules = {module_of(root, path): path for path in sources(root)}
+    found = circles_of({module: needed_by(root, path, modules) for module, path in modules.items()})
+    assert not found, [sorted(circle) for circle in found]
+
+
+def test_the_search_finds_circles():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e2"}, "e2": {"e", "a"}}
+    assert circles_of(graph) == {frozenset("bc"), frozenset(["e", "e2"])}
+
+
 def test_injected_packages_import_only_each_other_and_openvino(root):
     """They run in environments without staticllm and its dependencies, below another name."""
     known = sys.stdlib_module_names | {"numpy", "openvino"}

@@ -6,9 +6,8 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.call_watch import KEPT, CallWatch
-from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
-from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import EngineProgress, JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
-from staticllm.pipelines.profiling.chrome_trace import to_chrome
+from staticllm.pipelines.profiling.chrome_trace import spans_of, to_chrome
 from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.request_spans import spans_of
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -252,25 +251,6 @@ def test_running_requests_do_not_count_as_waiting():
     with recording(engine.profiler) as trace:
         run_to_end(engine, [fake_request([1, 2], 2), fake_request([5, 6], 2)])
     assert [step.num_waiting for step in trace.steps] == [1, 1, 0, 0]
-
-
-def test_traces_of_the_first_schema_are_read(tmp_path):
-    document = to_chrome(served()[0].steps, [])
-    for event in slices(document, "call"):
-        del event["args"]["preempted"], event["args"]["failed"]
-    (tmp_path / "old.json").write_text(json.dumps(document))
-    assert not any(step.preempted or step.has_failed for step in Trace.load(tmp_path / "old.json").steps)
-
-
-def test_traces_of_the_second_schema_are_read(tmp_path):
-    steps = served()[0].steps
-    document = to_chrome(steps, [])
-    for event in slices(document, "call"):
-        times = event["args"]["host_ns"]
-        event["args"]["host_ns"] = {"masks": times.pop("prepare"), "rows": times.pop("commit"), **times}
-    (tmp_path / "old.json").write_text(json.dumps(document))
-    for before, after in zip(steps, Trace.load(tmp_path / "old.json").steps, strict=True):
-        assert astuple(after.host) == pytest.approx(astuple(before.host), abs=2e-9)
 
 
 def test_host_times_are_slices_before_and_after_their_call():

@@ -14,8 +14,8 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import MAX_WAIT_SHARE, POLICIES, BatchWait, Planner, make_policy
 from staticllm.pipelines.scheduling.validation import MAX_WAIT_SECONDS, IllegalPlanError, check
+from staticllm.pipelines.simulator.cluster import Scenario, configured_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
-from staticllm.pipelines.simulator.scenario import Scenario, configured_model
 from staticllm.pipelines.simulator.workload import Arrival
 from staticllm.testing import fake_engine, fake_request, run_to_end
 from staticllm.testing.device import FakeProgram

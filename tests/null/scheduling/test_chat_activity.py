@@ -21,8 +21,8 @@ from staticllm.pipelines.scheduling.job_turns import (
     JobTurns,
 )
 from staticllm.pipelines.scheduling.planner import Planner, make_policy
+from staticllm.pipelines.simulator.cluster import Scenario, configured_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
-from staticllm.pipelines.simulator.scenario import Scenario, configured_model
 from staticllm.pipelines.simulator.workload import Arrival
 
 DEVICE = Device(VariantIndex((Variant(1, 64), Variant(16, 0, 1))), lambda variant: 0.0006, high_slot=20)

@@ -11,8 +11,8 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.scheduling.time_slices import WAIT_SHARE, TimeSlices
 from staticllm.pipelines.scheduling.validation import check
+from staticllm.pipelines.simulator.cluster import Scenario, max_rate
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
-from staticllm.pipelines.simulator.scenario import Scenario, max_rate
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import summarize
 from staticllm.pipelines.simulator.workload import Lengths, poisson

@@ -9,8 +9,7 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.call_watch import KEPT, MAX_ENTRIES, MAX_REQUESTS, CallWatch
-from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
-from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.server.feed.feed import Mirror
 from staticllm.wire.messages import Kind, Message, decode, encode

@@ -17,10 +17,9 @@ from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
 from staticllm.pipelines.engine.speculation.draft_planner import FIRST_PLAIN
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
-from staticllm.pipelines.simulator.cluster import Cluster, Pool
+from staticllm.pipelines.simulator.cluster import Cluster, Pool, Scenario, configured_model, max_rate
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
-from staticllm.pipelines.simulator.drafting import Drafting
-from staticllm.pipelines.simulator.scenario import Scenario, configured_model, max_rate
+from staticllm.pipelines.simulator.simulated_programs import Drafting
 from staticllm.pipelines.simulator.summary import summarize_run
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, read_trace
 

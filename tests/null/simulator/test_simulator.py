@@ -17,9 +17,8 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool
+from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool, Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs, write_costs
-from staticllm.pipelines.simulator.scenario import Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
 from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize, summarize_run
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson, read_trace, uniform
@@ -208,14 +207,7 @@ def test_costs_survive_a_round_trip_through_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     "entries",
-    [
-        [],
-        {},
-        [1],
-        [{"rows": 1}],
-        [{"rows": 1, "kv_len": 0, "seconds": 1}],
-        [{"rows": 1, "kv_len": 8, "seconds": 0}],
-    ],
+    [[], {}, [1], [{"rows": 1}], [{"rows": 1, "kv_len": 0, "seconds": 1}], [{"rows": 1, "kv_len": 8, "seconds": 0}]],
 )
 def test_bad_costs_are_refused(tmp_path, entries):
     path = tmp_path / "costs.json"
