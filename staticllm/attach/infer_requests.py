@@ -173,6 +173,8 @@ class NativeRequest:
     """An infer request of OpenVINO with the methods of ``DaemonRequest``."""
 
     is_closed = False
+    epoch = 0
+    """It does not end with a daemon."""
 
     def __init__(self, request: Any) -> None:
         self._request = request

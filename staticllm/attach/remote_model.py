@@ -308,7 +308,7 @@ class MovableRequest:
         place = self._place
         self._close_place()
         try:
-            if isinstance(place, DaemonRequest):
+            if place is not None:
                 self._model.has_died(place.epoch)
         except UnavailableError as reason:
             self._native_reason = f"{reason} ({error})"
