@@ -23,6 +23,7 @@ GENERATED = (
     "docs/api.md",
     "docs/cli.md",
     "docs/cluster.md",
+    "docs/generation.md",
     "docs/errors.md",
     "docs/properties.md",
     "docs/scheduling.md",

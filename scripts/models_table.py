@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from staticllm.errors import UnsupportedModelError
-from staticllm.pipelines.diagnostics.verify import verify_model
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 HEAD = """# Models
@@ -55,7 +55,8 @@ def table(folder: Path) -> str:
 def row_of(path: Path) -> str:
     print(path.name)
     try:
-        verdicts = list(verify_model(path))
+        job = job_in(path, "CPU", {})
+        verdicts = list(diagnosis_of(job.kind.name).verdicts(job, ("separate", "shared")))
     except UnsupportedModelError as error:
         return f"| {path.name} | refused by `{error.stage}` | {error.reason} | |"
     good = sum(verdict.is_ok for verdict in verdicts)

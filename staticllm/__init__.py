@@ -31,7 +31,7 @@ from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, 
 from staticllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.conversation.parsing.events import (
+    from staticllm.pipelines.conversation.events import (
         ArgumentsDelta,
         CallBegin,
         CallBroken,
@@ -127,7 +127,7 @@ _LAZY = {
     "VariantIndex": "programs.variant_index",
     **dict.fromkeys(
         ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
-        "conversation.parsing.events",
+        "conversation.events",
     ),
     **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
     "EmbeddingConfig": "embedding.embedding_config",

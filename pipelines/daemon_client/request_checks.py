@@ -8,16 +8,13 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
-from staticllm.core import MAX_ANSWERS
-from staticllm.errors import MAX_LEN, ConfigError, shown
+from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.engine.overflow import RULES
 from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
-from staticllm.pipelines.generation.config_values import WIDE
-from staticllm.pipelines.generation.extra_options import MAX_BIAS, MAX_TOKEN, NUMBERS, Bounds
-from staticllm.pipelines.generation.method_options import LONGEST_DRAFT, MAX_BEAMS
-from staticllm.pipelines.generation.options import PENALTIES, UNLIMITED
-from staticllm.pipelines.generation.sampling_params import SEQUENCES, SamplingParams
+from staticllm.pipelines.generation.options.extra import MAX_BIAS, MAX_TOKEN
+from staticllm.pipelines.generation.options.resolve import LONGEST_DRAFT
+from staticllm.pipelines.generation.options.table import MAX_BEAMS, OPTIONS, SAMPLING, SEQUENCES, SamplingParams
 
 MAX_SEQUENCE_TOKENS = 1 << 18
 MAX_STOP_CHARACTERS = 1 << 16
@@ -28,18 +25,10 @@ _OPTIONS = {
     "bad_words": "bad_words or bad_words_ids",
 }
 """The options of a program that set the sequences of tokens of a request."""
-_BOUNDS = {
-    **PENALTIES, **NUMBERS,
-    "top_p": Bounds(0.0, 1.0, has_least=False),
-    "min_p": Bounds(0.0, 1.0),
-    "temperature": WIDE["temperature"],
-    **dict.fromkeys(("top_k", "no_repeat_ngram_size"), Bounds(0, MAX_NUMBER)),
-}  # fmt: skip
-"""The bounds of sampling parameters, as a program has them."""
 _WHOLE = {
-    "seed": ("rng_seed", 0, UNLIMITED),
-    "num_sequences": ("num_return_sequences or best_of", 1, MAX_ANSWERS),
-    "min_new_tokens": ("min_new_tokens", 0, MAX_LEN),
+    "seed": ("rng_seed", 0, OPTIONS["rng_seed"].most),
+    "num_sequences": ("num_return_sequences or best_of", 1, OPTIONS["num_return_sequences"].most),
+    "min_new_tokens": ("min_new_tokens", 0, OPTIONS["min_new_tokens"].most),
     "priority": ("priority", -MAX_PRIORITY, MAX_PRIORITY),
 }
 """The whole numbers of a request: the options of a program that set them, and their bounds."""
@@ -78,21 +67,8 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
             _check_sequences(field.name, value)
         elif type(value) not in _NUMBERS[str(field.type)] or not abs(value) <= MAX_NUMBER:
             raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and at most {MAX_NUMBER}")
-    _check_bounds(request.sampling)
-
-
-def _check_bounds(sampling: SamplingParams) -> None:
-    """Check the numbers that logits are multiplied by, divided by or compared with, by the bounds that a program has for them.
-
-    Raises:
-        ConfigError: one is outside of them.
-    """
-    for name, bounds in _BOUNDS.items():
-        value = getattr(sampling, name)
-        is_low = value < bounds.least or (value == bounds.least and not bounds.has_least and sampling.do_sample)
-        if is_low or value > bounds.most:
-            least = f"{'from' if bounds.has_least else 'above'} {bounds.least:g}"
-            raise ConfigError(f"{name}={value!r}: must be a number {least}, up to {bounds.most:g}")
+    for name, row in SAMPLING.items():
+        row.check(name, getattr(request.sampling, name), request.sampling.do_sample)
 
 
 def check_scales(scales: Sequence[Any], num_adapters: int) -> None:
@@ -137,9 +113,10 @@ def _check_beams(request: EngineRequest) -> None:
     if size is not None and (type(size) is not int or size < 1):
         raise ConfigError(f"no_repeat_ngram_size={size!r}: must be a whole number of at least 1")
     for name in ("diversity_penalty", "length_penalty"):
-        value, bounds = getattr(beams, name), WIDE[name]
-        if type(value) not in (int, float) or not bounds.least <= value <= bounds.most:
-            raise ConfigError(f"{name}={shown(value)}: must be a number from {bounds.least:g}, up to {bounds.most:g}")
+        value = getattr(beams, name)
+        if type(value) not in (int, float):
+            raise ConfigError(f"{name}={shown(value)}: must be a number")
+        OPTIONS[name].check(name, value)
     if beams.stop_criteria not in get_args(StopCriteria):
         raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
 

@@ -1,4 +1,4 @@
-"""Checks that everything that staticllm needs is present and works, with a remedy for each problem."""
+"""Checks that everything that staticllm needs is present and works, with a remedy for each problem (``staticllm doctor``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,14 +14,24 @@ from pathlib import Path
 import openvino as ov
 import psutil
 
+from staticllm.compiler_passes.model_kind import kind_in
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import get_core, kind, npu_compiler_problem
-from staticllm.errors import StaticLLMError, last_line
-from staticllm.model_dir import demo_model_path
+from staticllm.errors import (
+    GenerationConfigError,
+    ModelError,
+    PromptError,
+    StaticLLMError,
+    UnsupportedModelError,
+    last_line,
+)
+from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.artifacts.cache import BlobCache
-from staticllm.pipelines.diagnostics.model_check import check_model
-from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
+from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
 from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.loading.load import load
 
@@ -39,6 +50,7 @@ PACKAGES = (
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))
 NUM_NEW = 16
+NOT_TEXT = "its graph is neither a decoder's nor an encoder's"
 
 
 def examine(
@@ -147,14 +159,12 @@ def _self_test(device: str) -> Finding:
     """Compare the embedded model on one device with the stateful original on the CPU."""
     name, path = f"self-test {device}", demo_model_path()
     try:
-        exact = {key: value for key, value in EXACT.items() if key != "KV_CACHE_PRECISION"}
-        properties = exact if kind(device) == "CPU" else {}
         config = StaticLLMConfig(
             max_prompt_len=64,
             min_response_len=64,
             max_num_seqs=1,
             kv_cache_precision="f32",
-            device_properties=properties,
+            device_properties=exact_for(device),
         )
         runner = load(path, device, config).runner
         sequence, tokens = runner.reset(), list[int]()
@@ -170,3 +180,45 @@ def _self_test(device: str) -> Finding:
         return Finding("ok", name, f"{NUM_NEW} of {NUM_NEW} tokens equal the original's")
     remedy = "do not trust this device: update its driver, or set INFERENCE_PRECISION_HINT=f32"
     return Finding("fail", name, f"{same} of {NUM_NEW} tokens equal the original's", remedy)
+
+
+def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnProgress) -> Finding:
+    """Load the model at ``path`` on ``device`` and run it once; compare its weights with those of the sets in a cache."""
+    start = time.perf_counter()
+    try:
+        directory = check_model_dir(path)
+        what = kind_in(directory)
+        if what is None:
+            raise ModelError(NOT_TEXT)
+        job = job_in(directory, device, {}, on_progress)
+        trial = diagnosis_of(job.kind.name).try_out(job)
+        here = fingerprint_model(directory)
+    except StaticLLMError as error:
+        found = path_kind(path, needs_tokenizer=True)
+        if not found.is_loadable:
+            return Finding("fail", "model", found.what, found.remedy)
+        return Finding("fail", "model", str(error), _remedy(error))
+    for entry in BlobCache(cache_dir).entries() if cache_dir is not None else ():
+        there = entry.manifest.fingerprint if entry.manifest is not None else None
+        if there is not None and there.ir_digest == here.ir_digest and there.weights_digest != here.weights_digest:
+            return Finding(
+                "warn",
+                "model",
+                f"its weights ({here.weights_digest[:12]}) are not those of set {entry.key} ({there.weights_digest[:12]})",
+                "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests",
+            )
+    ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
+    complete = f"complete, weights {here.weights_digest[:12]}, {what.what}, {ran}{trial.how}"
+    return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)
+
+
+def _remedy(error: StaticLLMError) -> str:
+    """Return what helps a model that cannot be loaded or run."""
+    again = "export the original with optimum-cli export openvino (docs/models.md)"
+    if isinstance(error, UnsupportedModelError):
+        return again
+    if isinstance(error, GenerationConfigError):
+        return "correct the field in generation_config.json, or remove it there"
+    if isinstance(error, PromptError):
+        return "correct the chat template in openvino_tokenizer.xml or chat_template.jinja, or set another on the tokenizer"
+    return f"copy the model again, or {again}"

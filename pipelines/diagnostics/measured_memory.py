@@ -15,8 +15,15 @@ import numpy as np
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramVariant, ProgressEvent, Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.diagnostics.memory_parts import MeasuredMemory, MemoryStage, divide
-from staticllm.pipelines.diagnostics.process_memory import IS_DETAILED, mapped_bytes, private_bytes, written_bytes
+from staticllm.pipelines.diagnostics.process_memory import (
+    IS_DETAILED,
+    MeasuredMemory,
+    MemoryStage,
+    divide,
+    mapped_bytes,
+    private_bytes,
+    written_bytes,
+)
 from staticllm.pipelines.programs.bind import BoundPrograms
 
 if TYPE_CHECKING:

@@ -1,15 +1,73 @@
-"""The results of the diagnostics: frozen values whose fields are the keys of the commands' JSON, in their order."""
+"""The results of the diagnostics: frozen values whose fields are the keys of the commands' JSON, and their lines of text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from staticllm.compiler_passes.pass_pipeline import PassReport
-from staticllm.core import KVType, Part, Phase, ProgramLayout
+from staticllm.core import KVType, Part, Phase, Pooling, ProgramLayout, ProgramVariant
 
 Level = Literal["ok", "warn", "fail"]
+PoolingSource = Literal["the model's graph", "the user", "the model's files", "the default"]
+SecondsSource = Literal["measured now", "kept in the cache", "unknown"]
+
+
+def mib(num_bytes: int, width: int = 0) -> str:
+    """Return a number of bytes as text, in MiB."""
+    return f"{num_bytes / 2**20:{width}.1f} MiB"
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """A lowered model of any kind (``staticllm inspect``).
+
+    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``settings`` are the precision and the
+    quantization of activations, of each part of the work where parts can differ. ``buffers_bytes`` are those of the host's
+    memory behind the ports.
+    """
+
+    model: str
+    kind: str
+    device: str
+    programs: ProgramLayout
+    num_programs: int
+    settings: Mapping[Part, str] | str
+    weights_bytes: int
+    buffers_bytes: int
+    passes: tuple[PassReport, ...]
+    variants: tuple[Any, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that ``staticllm inspect --json`` prints."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the lines that ``staticllm inspect`` prints."""
+        rows = [f"{name:<10}{text}" for name, text in self.rows()]
+        return [*rows, "", *self.tables(), "pass                       nodes          what it did", *self._passes()]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what is said of the model, each with its name."""
+        return [
+            ("model", self.model),
+            ("kind", self.kind),
+            ("weights", mib(self.weights_bytes)),
+            ("buffers", mib(self.buffers_bytes)),
+            ("programs", f"{self.num_programs} {self.programs} on {self.device}"),
+            ("variants", ", ".join(map(str, self.variants))),
+        ]
+
+    def tables(self) -> list[str]:
+        """Return the lines of further tables, each followed by an empty line."""
+        return []
+
+    def _passes(self) -> Iterable[str]:
+        for entry in self.passes:
+            first, *more = entry.notes or ("",)
+            yield f"{entry.name:<25}  {entry.nodes_before:>5} → {entry.nodes_after:<5}  {first}"
+            yield from (" " * 42 + note for note in more)
 
 
 @dataclass(frozen=True)
@@ -43,7 +101,7 @@ class RecurrentReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention layer. ``mask`` is the label of its mask, one of ``ModelReport.masks``."""
+    """One attention layer. ``mask`` is the label of its mask, one of ``DecoderReport.masks``."""
 
     layer: int
     query_heads: int
@@ -74,36 +132,173 @@ class VariantReport:
 
 
 @dataclass(frozen=True)
-class ModelReport:
-    """A lowered model (``staticllm inspect``).
+class DecoderReport(ModelReport):
+    """A lowered decoder. ``is_packable``: whether one call can take rows of several sequences.
 
-    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``settings`` are the precision and the
-    quantization of activations, for each part of the work. ``buffers_bytes`` are those of masks, logits and new rows.
-    ``is_packable``: whether one call can take rows of several sequences. ``max_num_seqs`` is the most requests that run at once.
+    ``max_num_seqs`` is the most requests that run at once.
     """
 
-    model: str
-    device: str
-    programs: ProgramLayout
     settings: Mapping[Part, str]
-    weights_bytes: int
+    variants: tuple[VariantReport, ...]
     vocab_size: int
     num_states: int
     states: tuple[StateReport, ...]
     recurrent: RecurrentReport
-    num_programs: int
     is_packable: bool
     layers: tuple[LayerReport, ...]
     masks: tuple[str, ...]
     kv: KVReport
-    buffers_bytes: int
-    passes: tuple[PassReport, ...]
     max_num_seqs: int
-    variants: tuple[VariantReport, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        kv = self.kv
+        slots = f"{kv.type}, {kv.bytes_a_token} bytes per token, {mib(kv.bytes)} for {kv.num_slots} slots"
+        host = f"at most {mib(kv.host_bytes)} more in the host pool"
+        return [
+            ("model", self.model),
+            ("weights", mib(self.weights_bytes)),
+            ("states", f"{self.num_states} in {len(self.layers)} layers, vocabulary {self.vocab_size}"),
+            ("KV slots", slots),
+            *self._restrictions(),
+            ("buffers", f"{mib(self.buffers_bytes)} for masks, logits and new rows"),
+            ("programs", f"{self.programs} on {self.device}"),
+            *(("settings", f"{text} ({', '.join(parts)})") for text, parts in _grouped(self.settings.items())),
+            ("serves", f"{self.max_num_seqs} requests at once; {host}"),
+            *self._sizes(),
+        ]
+
+    def tables(self) -> list[str]:
+        layers = [
+            f"{each.layer:>5}  {each.query_heads:>11}  {each.kv_heads:>8}  {each.head_dim:>9}  {each.mask}"
+            for each in self.layers
+        ]
+        return ["layer  query heads  kv heads  head size  mask", *layers, ""]
+
+    def _restrictions(self) -> list[tuple[str, str]]:
+        states = self.recurrent
+        if states.num_states:
+            size = f"{states.bytes_a_sequence / 1024:.1f} KiB per sequence"
+            return [("recurrent", f"{states.num_states} states, {size}; one sequence per call, no idle rows")]
+        text = "one sequence each, because its positions affect all rows of a call"
+        return [] if self.is_packable else [("calls", text)]
+
+    def _sizes(self) -> list[tuple[str, str]]:
+        """Return one row for all sizes with the same KV lengths: the rows, and "x sequences" if several share them."""
+        sizes = [(f"{v.rows}x{v.sequences}" if v.sequences > 1 else str(v.rows), v.kv_len) for v in self.variants]
+        kv_lens = {size: ", ".join(map(str, sorted(found))) for size, found in _grouped((b, a) for a, b in sizes)}
+        return [("variants", f"rows {', '.join(rows)}: KV length {text}") for text, rows in _grouped(kv_lens.items())]
+
+
+def _grouped(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
+    """Return each second value with all first values that stand beside it, in their order."""
+    found: dict[Any, list[Any]] = {}
+    for name, value in pairs:
+        found.setdefault(value, []).append(name)
+    return list(found.items())
+
+
+@dataclass(frozen=True)
+class EncoderReport(ModelReport):
+    """A lowered encoder.
+
+    ``width``: the numbers per text. ``first_position``: the position of a text's first token; None if the model takes no
+    positions. ``pooling`` is None for scores. ``max_length``: the most tokens of a text. ``reasons``: why texts cannot share a
+    sequence, empty if they can. ``shares_prefixes``: whether a common beginning of texts is computed once per sequence.
+    ``unsafe_rows``: numbers of rows for which no static program is made.
+    """
+
+    settings: str
+    output: str
+    width: int
+    masks: tuple[str, ...]
+    first_position: int | None
+    has_token_types: bool
+    pooling: Pooling | None
+    pooling_source: PoolingSource
+    num_dense: int
+    is_normalised: bool
+    max_length: int
+    vocab_size: int | None
+    is_packable: bool
+    shares_prefixes: bool
+    reasons: tuple[str, ...]
+    unsafe_rows: tuple[int, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        ids = f", {self.vocab_size} token ids" if self.vocab_size else ""
+        positions = "none" if self.first_position is None else f"from {self.first_position}"
+        unsafe = f"no static program of {', '.join(map(str, self.unsafe_rows))} rows"
+        chunks = " + earlier tokens, for texts that run in chunks" if any(v.past for v in self.variants) else ""
+        return [
+            ("model", self.model),
+            ("kind", f"encoder: {self.output}, {self.width} numbers per text"),
+            ("weights", mib(self.weights_bytes)),
+            ("texts", f"up to {self.max_length} tokens{ids}"),
+            ("masks", ", ".join(self.masks)),
+            ("positions", positions + (", token types" if self.has_token_types else "")),
+            *([] if self.pooling is None else [("pooling", self._pooling())]),
+            ("packable", self._packable()),
+            *([("unsafe", unsafe)] if self.unsafe_rows else []),
+            ("buffers", f"{mib(self.buffers_bytes)} for masks, pooling and vectors"),
+            ("programs", f"{self.num_programs} {self.programs} on {self.device}, {self.settings}"),
+            ("variants", f"{', '.join(map(encoder_size, self.variants))} (sequences x tokens{chunks})"),
+        ]
+
+    def _pooling(self) -> str:
+        dense = f", {self.num_dense} Dense modules" if self.num_dense else ""
+        return f"{self.pooling} (from {self.pooling_source}){dense}{', normalised' if self.is_normalised else ''}"
+
+    def _packable(self) -> str:
+        if not self.is_packable:
+            return "no, one text per sequence: " + "; ".join(self.reasons)
+        return "yes, and a common beginning of texts runs once per sequence" if self.shares_prefixes else "yes"
+
+
+def encoder_size(variant: Any) -> str:
+    """Return the sizes of an encoder's variant in short: sequences x tokens, and the earlier tokens that it sees."""
+    return f"{variant.batch}x{variant.rows}" + (f"+{variant.past}" if variant.past else "")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory that a model needs on a device (``staticllm plan``).
+
+    ``bytes`` has an entry per part, and ``needed`` is their sum. ``available`` and ``fits`` are None if the device does not
+    report its memory, or if it was measured what the model takes.
+    """
+
+    model: str
+    device: str
+    is_present: bool
+    bytes: Mapping[str, int]
+    needed: int
+    available: int | None
+    fits: bool | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``staticllm inspect --json`` prints."""
+        """Return the object that ``staticllm plan --json`` prints."""
         return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the lines that ``staticllm plan`` prints."""
+        found = [self._heading, *(f"  {name:<22} {mib(count, 10)}" for name, count in self.bytes.items())]
+        found.append(f"  {'together':<22} {mib(self.needed, 10)}")
+        return found + self._fit_lines()
+
+    @property
+    def _heading(self) -> str:
+        return f"on {self.device}"
+
+    @property
+    def _remedy(self) -> str:
+        return "choose another device, or weights of fewer bits"
+
+    def _fit_lines(self) -> list[str]:
+        if self.available is None:
+            missing = f"there is no {self.device} on this machine, so its memory is unknown"
+            return [f"{self.device} does not report its memory" if self.is_present else missing]
+        verdict = "it fits" if self.fits else f"it does not fit: {self._remedy}"
+        return [f"  {'available':<22} {mib(self.available, 10)}", verdict]
 
 
 @dataclass(frozen=True)
@@ -123,26 +318,68 @@ class VariantEstimate(VariantReport):
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
-    """The memory that a model would need on a device (``staticllm plan``).
+class DecoderEstimate(MemoryEstimate):
+    """The memory of a decoder."""
 
-    ``bytes`` has an entry per part (weights, KV slots, host pool, recurrent states, buffers), and ``needed`` is their sum.
-    ``available`` and ``fits`` are None if the device does not report its memory.
-    """
-
-    model: str
-    device: str
-    is_present: bool
     programs: ProgramsEstimate
     variants: tuple[VariantEstimate, ...]
-    bytes: Mapping[str, int]
-    needed: int
-    available: int | None
-    fits: bool | None
+
+    @property
+    def _heading(self) -> str:
+        return f"{self.programs.count} {self.programs.mode} programs for {len(self.variants)} variants on {self.device}"
+
+    @property
+    def _remedy(self) -> str:
+        return "lower MAX_PROMPT_LEN, KV_SLOTS or HOST_KV_SLOTS, or choose a smaller KV_CACHE_PRECISION"
+
+
+@dataclass(frozen=True)
+class TimedVariant:
+    """The size of one program, its label and tokens, and the seconds of a call; None if they are not known."""
+
+    variant: ProgramVariant
+    label: str
+    num_tokens: int
+    seconds: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``staticllm plan --json`` prints."""
-        return asdict(self)
+        """Return the sizes, and the seconds."""
+        sizes: Any = self.variant
+        return {**asdict(sizes), "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class TimedEstimate(MemoryEstimate):
+    """The memory of a model whose calls take the same time whenever they run, and the seconds of each call.
+
+    If they were measured now, so was the memory: ``bytes`` are those of the process.
+    """
+
+    programs: ProgramLayout
+    num_programs: int
+    seconds_source: SecondsSource
+    variants: tuple[TimedVariant, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "variants": [each.as_dict() for each in self.variants]}
+
+    @property
+    def _heading(self) -> str:
+        return f"{self.num_programs} {self.programs} programs for {len(self.variants)} variants on {self.device}"
+
+    def lines(self) -> list[str]:
+        hint = "; --measured measures it, -p CACHE_DIR=… reads it from a cache"
+        source = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
+        times = [
+            f"  {each.label:<22} {each.seconds * 1e3:9.2f} ms  {each.num_tokens / each.seconds:9.0f} tokens/s"
+            for each in self.variants
+            if each.seconds is not None
+        ]
+        return [*super().lines(), source, *times]
+
+    def _fit_lines(self) -> list[str]:
+        is_measured = self.seconds_source == "measured now" and self.available is not None
+        return [] if is_measured else super()._fit_lines()
 
 
 @dataclass(frozen=True)
@@ -231,13 +468,29 @@ class CallProfile:
 class Verdict:
     """One check of ``staticllm verify``.
 
-    ``value`` is the largest difference as a share of the range of the logits, or the share of equal tokens.
+    ``value`` is the largest difference as a share of the range of the original's numbers, or the share of equal tokens;
+    ``figure`` says it in words.
     """
 
     check: str
     is_ok: bool
     value: float
     detail: str = ""
+    figure: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of the check that ``staticllm verify --json`` prints."""
+        return {name: value for name, value in asdict(self).items() if name != "figure"}
+
+    def line(self) -> str:
+        """Return the line that ``staticllm verify`` prints."""
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{'ok  ' if self.is_ok else 'FAIL'} {self.check:<40} {self.figure}{detail}"
+
+
+def difference(check: str, share: float, tolerance: float, numbers: str = "numbers", detail: str = "") -> Verdict:
+    """Return the verdict on numbers that differ by this share of their range."""
+    return Verdict(check, share <= tolerance, share, detail, f"{numbers} differ by {share:.1e} of their range")
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Choice, Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask

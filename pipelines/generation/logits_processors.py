@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 
 class LogitsProcessor(Protocol):

@@ -21,7 +21,7 @@ from staticllm.pipelines.generation.filters import (
     without_top_choices,
 )
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.options.table import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.schemas.depth import check_depth
-from staticllm.pipelines.grammars.schemas.facts import LITERAL, MAPS
-from staticllm.pipelines.grammars.schemas.numbers import adds_bounds, with_exact_bounds
-from staticllm.pipelines.grammars.schemas.rewriting import rewritten
+from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS, check_depth
+from staticllm.pipelines.grammars.schema_rewriting import rewritten
 
 WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
 """What may stand between two parts of a JSON text: a space, or a line break and an indentation.
@@ -82,8 +80,7 @@ def prepared(schema: Any) -> Any:
     if schema is True:
         schema = {}
     check_depth(schema)
-    rules = _Rules("allOf" not in _names(schema), adds_bounds(schema))
-    return {**_prepared(schema, rules), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**_prepared(schema, closes="allOf" not in _names(schema)), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _names(schema: object) -> set[str]:
@@ -93,21 +90,14 @@ def _names(schema: object) -> set[str]:
     return {name for value in schema for name in _names(value)} if isinstance(schema, list) else set()
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """Whether objects that list their properties have no others, and whether several parts of the schema bound one number."""
-
-    closes: bool
-    adds_bounds: bool
-
-
-def _prepared(schema: Any, rules: _Rules) -> Any:
+def _prepared(schema: Any, closes: bool) -> Any:
+    """``closes``: objects that list their properties have no others."""
     if isinstance(schema, list):
-        return [_prepared(value, rules) for value in schema]
+        return [_prepared(value, closes) for value in schema]
     if not isinstance(schema, dict):
         return schema
     is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
-    rules = replace(rules, closes=rules.closes and not is_combined)
+    closes = closes and not is_combined
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
@@ -115,13 +105,13 @@ def _prepared(schema: Any, rules: _Rules) -> Any:
         if name == "pattern" and isinstance(value, str):
             found[name] = _with_text_classes(value)
         elif name in MAPS and isinstance(value, dict):
-            parts = {key: _prepared(each, rules) for key, each in value.items()}
+            parts = {key: _prepared(each, closes) for key, each in value.items()}
             is_patterns = name == "patternProperties"
             found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
         else:
-            found[name] = value if name in LITERAL else _prepared(value, rules)
-    found = with_exact_bounds(_without_dependents(_whole_counts(found)), rules.adds_bounds)
-    if rules.closes and _lists_its_properties(schema):
+            found[name] = value if name in LITERAL else _prepared(value, closes)
+    found = with_exact_bounds(_without_dependents(_whole_counts(found)))
+    if closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
     return found
 
@@ -160,3 +150,81 @@ def _without_dependents(schema: Schema) -> Schema:
         {"anyOf": [{"properties": {name: False}}, {"required": names}]} for name, names in required.items() if names
     ]
     return {**rest, "allOf": [*rest.get("allOf", []), *choices]} if choices else rest
+
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_WHOLE = 1 << 63
+STEP_DIGITS = 3
+"""An excluded whole bound becomes an included one that is further in by 10 to the power of minus so many digits more than the
+other bound has, and by a millionth at most."""
+
+
+def with_exact_bounds(schema: Schema) -> Schema:
+    """Return a schema object whose bounds llguidance keeps; it lacks numbers within a millionth of an excluded whole bound.
+
+    llguidance 1.9 allows an excluded whole bound if the other bound, which another part of the schema may have, is a fraction of
+    the same unit: 0 for ``{"exclusiveMinimum": 0, "maximum": 0.5}``. It clips whole bounds to 64-bit integers.
+
+    Raises:
+        GenerationConfigError: a bound, or a whole number that is a value, is not exact as a 64-bit float, or too large.
+    """
+    bounds = {name: schema[name] for name in BOUNDS if name in schema and _is_number(schema[name])}
+    for name, bound in bounds.items():
+        if isinstance(bound, int) and (abs(bound) >= MAX_WHOLE or int(float(bound)) != bound):
+            raise _inexact(name, bound)
+    for number in _whole_numbers([schema.get("const"), schema.get("enum")]):
+        if _written(number) != number:
+            raise _inexact("the value", number)
+    if schema.get("type") == "integer":
+        return schema
+    for excluded, included, others, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        end = next((bounds[name] for name in others if name in bounds), None)
+        if excluded in bounds and bounds[excluded] == int(bounds[excluded]):
+            bound = float(Decimal(bounds[excluded]) + sign * _step(end))
+            further = max if sign > 0 else min
+            schema = {name: value for name, value in schema.items() if name != excluded}
+            schema[included] = further(bound, bounds.get(included, bound))
+    return schema
+
+
+def _inexact(what: str, number: int) -> GenerationConfigError:
+    return GenerationConfigError(
+        f"the JSON schema has {what} {str(number)[:40]}: a number must be below 2^63 and exact as a 64-bit float, as all whole "
+        "ones up to 2^53 are; use a string instead, another number, or leave it out"
+    )
+
+
+def _whole_numbers(value: object) -> Iterator[int]:
+    """Yield the whole numbers in a JSON value."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, int) and not isinstance(part, bool):
+            yield part
+
+
+def _written(number: int) -> int | None:
+    """Return the number that llguidance writes for this one; None if it has none."""
+    if abs(number) < MAX_WHOLE:
+        return int(float(number))
+    try:
+        return int(Decimal(repr(float(number))))
+    except OverflowError:
+        return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _step(end: float | None) -> Decimal:
+    exponent = 0 if end is None else Decimal(repr(end)).normalize().as_tuple().exponent
+    digits = -exponent if isinstance(exponent, int) else 0
+    return Decimal(1).scaleb(-max(6, digits + STEP_DIGITS))

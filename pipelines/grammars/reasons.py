@@ -10,8 +10,8 @@ from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.matcher import first_line
 from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema, children
 from staticllm.pipelines.grammars.regex import python_reason, with_place
-from staticllm.pipelines.grammars.schemas.facts import LITERAL, MAPS
-from staticllm.pipelines.grammars.schemas.rewriting import OVERLAPPING
+from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS
+from staticllm.pipelines.grammars.schema_rewriting import OVERLAPPING
 from staticllm.pipelines.grammars.translation import SyntaxTree
 
 NOTHING = "NoExtensionBias"

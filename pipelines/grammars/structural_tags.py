@@ -26,8 +26,7 @@ from staticllm.pipelines.grammars.nodes import (
     Text,
     one_of,
 )
-from staticllm.pipelines.grammars.plain_text import plain_text
-from staticllm.pipelines.grammars.qwen_xml import xml_parameters
+from staticllm.pipelines.grammars.parameters import plain_text, xml_parameters
 from staticllm.pipelines.grammars.regex import rust_regex
 
 Ends = tuple[str, ...]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
+import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, OnProgress, Part, Phase, Variant
-from staticllm.devices import check_device, default_kv_type, get_core
+from staticllm.devices import check_device, check_known, default_kv_type, get_core
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
@@ -44,7 +45,8 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         self, job: DecoderJob, for_blobs: bool = False, start: StartWith = "all programs"
     ) -> CompilePlan[Variant, ModelShape]:
         """Read and lower the model, choose its variants, and probe how their programs are best compiled."""
-        return prepare(job.directory, job.device, job.config, job.on_progress, for_blobs, start, probes_of(job))
+        probes = probes_of(job)
+        return prepare(job.directory, job.device, job.config, job.on_progress, for_blobs, start, probes, check_known)
 
     def random_call(
         self, programs: CompiledPrograms[Variant, ModelShape], variant: Variant
@@ -115,20 +117,21 @@ def job_of(
     config: StaticLLMConfig,
     on_progress: OnProgress = lambda event: None,
     explicit: Collection[str] | None = None,
+    check: Callable[[ov.Core, object], str] = check_device,
 ) -> DecoderJob:
     """Check directory and device, resolve ``KV_CACHE_GB`` to a number of KV slots, and fit the host pool to ``MEMORY_LIMIT_MB``.
 
     ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
-    defaults.
+    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used.
 
     Raises:
         ModelError: the directory is missing or incomplete.
-        DeviceError: the device is not on this machine.
+        DeviceError: ``check`` refuses the device.
         ConfigError: the model does not fit into ``MEMORY_LIMIT_MB``.
     """
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
-    core, name = get_core(), check_device(get_core(), device)
+    core, name = get_core(), check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
     resolved = with_host_slots(name, directory, with_kv_slots(config, directory, kv_type), kv_type)
     given = frozenset(config.non_default if explicit is None else explicit)

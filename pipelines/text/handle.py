@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
-from staticllm.pipelines.conversation.parsing.events import Event
+from staticllm.pipelines.conversation.events import Event
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest

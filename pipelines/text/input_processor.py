@@ -14,16 +14,16 @@ import openvino_genai as genai
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import AdapterError, GenerationConfigError, shown
-from staticllm.pipelines.conversation.parsing.formats import MessageFormat, format_beside
-from staticllm.pipelines.conversation.parsing.required_calls import answer_grammar
+from staticllm.pipelines.conversation.formats import MessageFormat, format_beside
+from staticllm.pipelines.conversation.required_calls import answer_grammar
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
-from staticllm.pipelines.generation.config_values import FileOptions
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
-from staticllm.pipelines.generation.extra_options import ToolOptions
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
-from staticllm.pipelines.generation.options import GenerationOptions, copy_config, limit_of, resolve
+from staticllm.pipelines.generation.options.genai import FileOptions
+from staticllm.pipelines.generation.options.resolve import GenerationOptions, copy_config, limit_of, resolve
+from staticllm.pipelines.generation.options.tools import ToolOptions
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.tokenization import (

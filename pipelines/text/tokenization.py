@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from staticllm.devices import read_first_tensor
 from staticllm.errors import ModelError, PromptError, PromptTooLongError, last_line
-from staticllm.pipelines.conversation.templates.chat_template import render
-from staticllm.pipelines.generation.extra_options import ToolOptions, function_of, is_tool
+from staticllm.pipelines.conversation.chat_template import render
+from staticllm.pipelines.generation.options.tools import ToolOptions, function_of, is_tool
 
 read_first_tensor()
 

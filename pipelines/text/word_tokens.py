@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import openvino_genai as genai
 
-from staticllm.pipelines.generation.options import GenerationOptions
-from staticllm.pipelines.generation.sampling_params import SamplingParams, TokenSequences
+from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.generation.options.table import SamplingParams, TokenSequences
 
 MAX_BREAKER_CHARS = 32
 

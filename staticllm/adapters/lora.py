@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.adapters.safetensors_file import SafetensorsFile, open_safetensors, safetensors_in_memory
+from staticllm.adapters.safetensors_file import SafetensorsFile, parse_safetensors, read_safetensors
 from staticllm.errors import AdapterError, enough_memory
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.model_paths.path_kinds import ADAPTER
@@ -121,11 +121,8 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
     config = _read_config(found / CONFIG) if is_directory else None
     try:
-        with (
-            enough_memory(AdapterError, f"the adapter {str(path)[:200]!r}"),
-            open_safetensors(weights) as file,
-        ):
-            return replace(_adapter(file, config), path=found.absolute())
+        with enough_memory(AdapterError, f"the adapter {str(path)[:200]!r}"):
+            return replace(_adapter(read_safetensors(weights), config), path=found.absolute())
     except OSError as error:
         raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
     except AdapterError:
@@ -170,8 +167,8 @@ def adapter_in_memory(data: bytes) -> LoraAdapter:
     Raises:
         AdapterError: they are damaged or impossible, or those of no LoRA adapter.
     """
-    with enough_memory(AdapterError, "an adapter in memory"), safetensors_in_memory(data) as file:
-        return _adapter(file, None)
+    with enough_memory(AdapterError, "an adapter in memory"):
+        return _adapter(parse_safetensors(data), None)
 
 
 def _adapter(file: SafetensorsFile, config: PeftConfig | None) -> LoraAdapter:
@@ -197,7 +194,7 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
         AdapterError: there is a tensor of another kind, or a matrix without the other one.
     """
     found: dict[str, dict[str, str]] = {}
-    for name in file.entries:
+    for name in file.tensors:
         part = _PART.fullmatch(name)
         if part is None:
             if _IGNORED.fullmatch(name) is None:
@@ -221,12 +218,16 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
 
 def _matrix(file: SafetensorsFile, name: str) -> NDArray[np.float32]:
     """Return a tensor of two axes; further axes of size 1, as of a convolution, are dropped."""
-    shape = file.entries[name].shape
+    tensor = file.tensors[name]
+    shape = tensor.shape
     if len(shape) < 2 or any(size != 1 for size in shape[2:]) or min(shape[:2]) > MAX_RANK:
         raise AdapterError(
             f"the adapter {file.name!r}: {name!r} has the shape {list(shape)}, must be a matrix of rank {MAX_RANK} or less"
         )
-    values = np.ascontiguousarray(file.read(name).reshape(shape[:2]))
+    try:
+        values = tensor.to_f32().reshape(shape[:2])
+    except ValueError as error:
+        raise AdapterError(f"the adapter {file.name!r}: {name!r} has {error}") from None
     if values.size and not float(np.abs(values).max()) <= MAX_VALUE:  # also if it is NaN
         raise AdapterError(
             f"the adapter {file.name!r}: {name!r} has numbers that are not finite, or larger than {MAX_VALUE:g}"

@@ -21,38 +21,38 @@ from staticllm.errors import StaticLLMError
 
 _SECTIONS = {
     "Use a model": {
-        "run": ("run", "Answer a prompt or piped text, or chat."),
-        "serve": ("server.serve", "Serve models over HTTP, with OpenAI's API."),
-        "embed": ("embedding.embed", "Turn texts into vectors."),
-        "rerank": ("embedding.rerank", "Sort texts by a query."),
+        "run": ("run.command", "Answer a prompt or piped text, or chat."),
+        "serve": ("serve.command", "Serve models over HTTP, with OpenAI's API."),
+        "embed": ("embed.command", "Turn texts into vectors."),
+        "rerank": ("rerank.command", "Sort texts by a query."),
     },
     "Try a model": {
-        "doctor": ("doctor", "Check packages, devices, a model and results."),
-        "inspect": ("inspect", "Show how a model would be lowered and compiled."),
-        "verify": ("verify", "Compare a model with its original, in f32."),
-        "bench": ("bench", "Measure prompt, generation and multi-client speed."),
-        "plan": ("plan", "Estimate memory and check whether it fits."),
+        "doctor": ("doctor.command", "Check packages, devices, a model and results."),
+        "inspect": ("model_reports.inspect", "Show how a model would be lowered and compiled."),
+        "verify": ("model_reports.verify", "Compare a model with its original, in f32."),
+        "bench": ("bench.command", "Measure prompt, generation and multi-client speed."),
+        "plan": ("model_reports.plan", "Estimate memory and check whether it fits."),
     },
     "Keep compiled programs": {
-        "compile": ("compile", "Compile a model and write a set of blobs."),
-        "cache": ("cache", "List, verify, prune, export and import blob sets."),
+        "compile": ("compile.command", "Compile a model and write a set of blobs."),
+        "cache": ("cache.command", "List, verify, prune, export and import blob sets."),
     },
     "Look at a server": {
-        "list": ("client.list_models", "List the models of a server."),
-        "ps": ("client.ps", "List the loaded models of a server."),
-        "stop": ("client.stop", "Unload a model of a server."),
-        "top": ("client.top", "Watch the scheduler of a server."),
+        "list": ("servers.list_models", "List the models of a server."),
+        "ps": ("servers.ps", "List the loaded models of a server."),
+        "stop": ("servers.stop", "Unload a model of a server."),
+        "top": ("servers.top", "Watch the scheduler of a server."),
     },
     "Share a device": {
-        "attach": ("attach.launcher", "Run a program with its OpenVINO models in the daemon."),
-        "daemon": ("daemon", "Start, stop and watch the daemon that owns the devices."),
+        "attach": ("attach.command", "Run a program with its OpenVINO models in the daemon."),
+        "daemon": ("daemon.command", "Start, stop and watch the daemon that owns the devices."),
     },
     "Study the scheduler": {
-        "simulate": ("simulate", "Try scheduling policies on a virtual clock."),
-        "trace": ("trace", "Record every device call, and draw the recording."),
+        "simulate": ("simulate.command", "Try scheduling policies on a virtual clock."),
+        "trace": ("trace.command", "Record every device call, and draw the recording."),
     },
 }
-"""Section of the help → name → module, which is imported when the command is used, and what it does, in a line."""
+"""Section of the help → name → the command in its module, which is imported when it is used, and what it does, in a line."""
 _COMMANDS = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
 
 
@@ -65,7 +65,8 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"staticllm.cli.{_COMMANDS[cmd_name][0]}").command
+        module, _, name = _COMMANDS[cmd_name][0].partition(".")
+        command: click.Command = getattr(import_module(f"staticllm.cli.{module}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

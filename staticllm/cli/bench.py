@@ -7,21 +7,15 @@ import io
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from staticllm.cli.bench_reports import (
-    report_calibration,
-    report_costs,
-    report_divergence,
-    report_nodes,
-    settings_lines,
-    settings_of,
-)
+from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import (
     PROGRAM_GROUP,
     TOKEN_IDS,
@@ -31,24 +25,23 @@ from staticllm.cli.options import (
     layout_options,
     model_argument,
     profiling,
+    read_config,
     read_properties,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.terminal import markdown
 from staticllm.config import StaticLLMConfig
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.diagnostics.reports import ChosenSettings
+    from staticllm.pipelines.diagnostics.reports import CallProfile, ChosenSettings
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.programs.bind import BoundPrograms
 
 SHORT_PROMPT = 16
 """Prompt tokens of a generation test at depth 0."""
 CHART_WIDTH = 40
-REPORTS = {
-    "costs": report_costs, "calibration": report_calibration, "divergence": report_divergence, "nodes": report_nodes,
-}  # fmt: skip
-"""The options that print a report instead of speeds."""
+IDLE_SECONDS = 120.0
+PROFILED_PROMPTS = (128, 512, 1000)
 
 
 @dataclass(frozen=True)
@@ -101,6 +94,14 @@ class Measured:
     settings: list[ChosenSettings]
 
 
+@dataclass(frozen=True)
+class Report:
+    """A report that is not about speeds: its JSON, and its lines of text."""
+
+    values: object
+    lines: Sequence[str]
+
+
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Parse comma-separated whole numbers; 0 skips a test."""
     try:
@@ -116,6 +117,149 @@ def _count_option(*names: str, default: str, description: str) -> Callable[[Comm
     return click.option(*names, callback=_counts, metavar="N,N…", default=default, show_default=True, help=description)
 
 
+@contextmanager
+def _loaded(model: str, options: dict[str, Any], shown: Progress, **properties: Any) -> Iterator[StaticLLMPipeline]:
+    """Load a pipeline with the properties of the options, and others that these win over; all of its programs are there."""
+    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+    given = {**properties, **read_properties(options)}
+    with StaticLLMPipeline(Path(model), options["device"], config=given, on_progress=shown) as pipe:
+        pipe.wait_until_complete()
+        yield pipe
+
+
+def report_costs(model: str, options: dict[str, Any]) -> Report:
+    """Load a model, let its engine rest until it has measured costs, and compare planned with timed costs."""
+    with progress("loading") as shown, _loaded(model, options, shown) as pipe:
+        from staticllm.pipelines.diagnostics.costs import compare_costs, wait_for_costs
+
+        num_kept = len(pipe.engine.runner.costs.adopted)
+        is_complete = wait_for_costs(
+            pipe.engine, IDLE_SECONDS, lambda *done: shown.show("measuring costs while idle", *done)
+        )
+        found = compare_costs(pipe.engine, lambda *done: shown.show("timing calls", *done))
+    errors = sorted(abs(each.error) for each in found)
+    rows = [
+        [
+            f"{each.variant}{' (estimate)' if each.is_estimate else ''}",
+            f"{each.planned_ms:.1f}",
+            f"{each.timed_ms:.1f}",
+            f"{each.error:+.0%}",
+        ]
+        for each in found
+    ]
+    lines = [
+        *markdown(["call", "planned, ms", "timed, ms", "error"], rows),
+        "",
+        f"errors of {len(found)} costs: median {statistics.median(errors):.1%}, 90 % below "
+        f"{errors[int(0.9 * (len(errors) - 1))]:.1%}, largest {errors[-1]:.1%}",
+    ]
+    if num_kept:
+        lines.append(f"{num_kept} costs were kept by an earlier start; some of them were measured again")
+    if not is_complete:
+        lines.append(f"some costs were not measured within {IDLE_SECONDS:g} s")
+    return Report([{**asdict(each), "error": each.error} for each in found], lines)
+
+
+def report_divergence(model: str, options: dict[str, Any]) -> Report:
+    """Measure how far the model diverges from the original in f32 with each setting of this processor."""
+    with progress("writing texts with the original in f32") as shown:
+        from staticllm.pipelines.diagnostics.divergence import MOST_DIVERGENCE, measure_divergence
+
+        config = read_config(options)
+        found = list(
+            measure_divergence(
+                model,
+                options["device"],
+                config,
+                lambda *done: shown.show("measuring the divergence of settings", *done),
+            )
+        )
+    rows = [
+        [
+            each.settings,
+            ", ".join(each.chosen_for),
+            f"{each.mean:.1e} ± {each.error:.0e}",
+            f"{each.largest:.1e}",
+            f"{each.agreement:.1%}",
+            "" if each.is_within else "above the limit",
+        ]
+        for each in found
+    ]
+    end = f"over {found[0].tokens} tokens; limit {MOST_DIVERGENCE:.0e}"
+    head = ["settings", "chosen for", "mean KL", "largest", "same top token", ""]
+    lines = [*markdown(head, rows), "", f"divergence from the original in f32, nats per token, {end}"]
+    return Report([asdict(each) for each in found], lines)
+
+
+def report_nodes(model: str, options: dict[str, Any]) -> Report:
+    """Divide the time of a decode step and of prompts among the kinds of nodes."""
+    with progress("lowering the model") as shown:
+        from staticllm.pipelines.diagnostics.node_profile import decode_step, profile_calls, prompt_of
+
+        calls = [decode_step, *(prompt_of(count) for count in PROFILED_PROMPTS)]
+        config = read_config(options)
+        found = list(
+            profile_calls(model, options["device"], config, calls, lambda *done: shown.show("profiling calls", *done))
+        )
+    return Report([asdict(each) for each in found], "\n\n".join(map(_nodes_text, found)).splitlines())
+
+
+def _nodes_text(profile: CallProfile) -> str:
+    rows = [
+        [each.kind, str(each.count), f"{each.ms:.2f}", f"{each.share:.1%}", ", ".join(each.types)]
+        for each in profile.nodes
+    ]
+    total = ["all", str(sum(each.count for each in profile.nodes)), f"{profile.ms:.2f}", "", ""]
+    return "\n".join(
+        markdown([f"{profile.variant}, {profile.settings}", "nodes", "ms", "share", "types"], [*rows, total])
+    )
+
+
+def report_calibration(model: str, options: dict[str, Any]) -> Report:
+    """Load a model for the settings of its programs, and time the settings among which the calibration chooses."""
+    with progress("loading") as shown:
+        from staticllm.pipelines.diagnostics.settings import probe_times
+
+        with _loaded(model, options, shown) as pipe:
+            chosen = _settings_of(pipe)
+        shown.show("timing settings")
+        times = list(probe_times(model, options["device"], read_config(options)))
+    lines = [*_settings_lines(chosen), ""]
+    if times:
+        lines += markdown(
+            ["rows", *times[0].ms], ([str(each.rows), *(f"{ms:.2f}" for ms in each.ms.values())] for each in times)
+        )
+        lines += ["", "ms of one product with each shape of matrix, weights not in a cache"]
+    else:
+        lines.append(
+            "no settings to choose from: the device is not a CPU, or no shape of compressed matrices occurs twice"
+        )
+    return Report({"chosen": list(map(asdict, chosen)), "probe": list(map(asdict, times))}, lines)
+
+
+def _settings_of(pipe: StaticLLMPipeline) -> list[ChosenSettings]:
+    from staticllm.pipelines.diagnostics.settings import chosen_settings
+
+    return chosen_settings(cast("BoundPrograms", pipe.engine.runner.programs))
+
+
+def _settings_lines(chosen: Sequence[ChosenSettings]) -> list[str]:
+    """Return a line for each program: its calls and its settings."""
+    return [f"settings for {_calls(each)}: {each.settings}" for each in chosen]
+
+
+def _calls(chosen: ChosenSettings) -> str:
+    rows = f"{chosen.least_rows} to {chosen.most_rows} rows"
+    rows = "1 row" if chosen.most_rows == 1 else rows
+    names = {"generate": "decode steps", "prefill": "prompts"}
+    return f"{' and '.join(names[phase] for phase in chosen.phases)} of {rows}"
+
+
+REPORTS = {
+    "costs": report_costs, "calibration": report_calibration, "divergence": report_divergence, "nodes": report_nodes,
+}  # fmt: skip
+"""The options that print a report instead of speeds."""
 GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_json", "profile"), **PROGRAM_GROUP}
 
 
@@ -151,7 +295,9 @@ def command(model: str, **options: Any) -> None:
     if len(asked) > 1:
         raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
     if asked:
-        REPORTS[asked[0]](model, options)
+        report = REPORTS[asked[0]](model, options)
+        is_json = options["as_json"] or options["output"] == "json"
+        click.echo(json.dumps(report.values, indent=2) if is_json else "\n".join(report.lines))
         return
     tests = _tests(options)
     if not tests:
@@ -165,18 +311,15 @@ def command(model: str, **options: Any) -> None:
     output = "json" if options["as_json"] else options["output"]
     click.echo({"md": _markdown, "json": _json, "csv": _csv}[output](found.rows))
     if output == "md":
-        click.echo("\n".join(["", *settings_lines(found.settings)]))
+        click.echo("\n".join(["", *_settings_lines(found.settings)]))
 
 
 def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> Measured:
-    with progress("loading") as shown:
-        from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-
-        with StaticLLMPipeline(path, options["device"], config=properties, on_progress=shown) as pipe:
-            pipe.wait_until_complete()
-            with profiling(pipe, options["profile"]):
-                found = [(test, list(_measure(pipe, test, options["repetitions"], shown))) for test in tests]
-            programs, settings = programs_of(cast("BoundPrograms", pipe.engine.runner.programs)), settings_of(pipe)
+    with progress("loading") as shown, _loaded(str(path), options, shown, **properties) as pipe:
+        with profiling(pipe, options["profile"]):
+            found = [(test, list(_measure(pipe, test, options["repetitions"], shown))) for test in tests]
+        programs = programs_of(cast("BoundPrograms", pipe.engine.runner.programs))
+        settings = _settings_of(pipe)
     return Measured([_row(path, options["device"], programs, test, times) for test, times in found], settings)
 
 

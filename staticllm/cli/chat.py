@@ -1,27 +1,20 @@
-"""Runs the chat of ``staticllm run``, with line editing by ``prompt_toolkit``, slash commands, and Ctrl-C."""
+"""The chat of ``staticllm run``, with slash commands and Ctrl-C, whatever answers it."""
 
 from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.cli.backends import Answer, Backend, Message
 from staticllm.cli.options import as_text
 from staticllm.cli.progress import progress
-from staticllm.cli.run import print_stats, shown_after
+from staticllm.cli.terminal import line_reader, print_error, show
 from staticllm.errors import ConfigError, PromptTooLongError, StaticLLMError
 
-if TYPE_CHECKING:
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.results import DecodedResults
-
-Message = dict[str, str]
-PROMPT = "> "
 HELP = {
     "/help": "list the commands",
     "/exit": "leave the chat, like Ctrl-D",
@@ -37,18 +30,15 @@ HELP = {
 class Chat:
     """An interactive chat. The first Ctrl-C stops the answer, or shows a hint at the prompt; the next one ends the chat."""
 
-    def __init__(
-        self, pipe: StaticLLMPipeline, generation: dict[str, Any], with_stats: bool, system_message: str
-    ) -> None:
-        self._pipe = pipe
-        self._generation = generation
+    def __init__(self, backend: Backend, system_message: str, with_stats: bool) -> None:
+        self._backend = backend
         self._with_stats = with_stats
         self._interrupts = 0
         self._is_answering = False
         self._system_message = system_message
         self._messages: list[Message] = []  # without the system message
-        self._last_result: DecodedResults | None = None
-        self._read_line = line_reader()
+        self._last_answer: Answer | None = None
+        self._read_line = line_reader([name.partition(" ")[0] for name in HELP])
 
     def run(self) -> None:
         """Read and answer messages until Ctrl-D, /exit, or two Ctrl-C."""
@@ -93,7 +83,7 @@ class Chat:
             if text.strip():
                 self._answer([*self._messages, {"role": "user", "content": text}])
         except (StaticLLMError, click.UsageError) as error:
-            click.echo(f"Error: {error}", err=True)
+            print_error(error)
         except OSError as error:
             if error.filename is None:  # standard output failed: the chat cannot continue
                 raise
@@ -118,7 +108,8 @@ class Chat:
         click.echo("\n".join(f"{name:<{width}}  {text}" for name, text in HELP.items()), err=True)
 
     def _clear(self, argument: str) -> None:
-        self._messages, self._last_result = [], None
+        self._messages = []
+        self._last_answer = None
         click.echo("A new conversation begins.", err=True)
 
     def _regenerate(self, argument: str) -> None:
@@ -145,27 +136,24 @@ class Chat:
         click.echo(f"{len(self._messages)} messages of {path}", err=True)
 
     def _stats(self, argument: str) -> None:
-        if self._last_result is None:
+        if self._last_answer is None:
             raise click.UsageError("there is no answer yet: ask something first")
-        print_stats(self._last_result)
+        click.echo(self._last_answer.stats(), err=True)
 
     def _answer(self, messages: list[Message]) -> None:
         """Answer the last message, which is the user's. The conversation becomes these messages and the answer."""
-        import openvino_genai as genai
-
-        history = genai.ChatHistory()
         system = [{"role": "system", "content": self._system_message}] if self._system_message else []
-        history.set_messages([*system, *messages])
-        self._is_answering, self._interrupts = True, 0
+        self._is_answering = True
+        self._interrupts = 0
         try:
             with progress("running the prompt") as waiting:
-                write = shown_after(waiting)
 
-                def stream(piece: str) -> bool:
-                    write(piece)
+                def write(piece: str) -> bool:
+                    waiting.close()
+                    show(piece)
                     return self._interrupts > 0
 
-                result = self._pipe.generate(history, self._generation, stream)
+                answer = self._backend.chat([*system, *messages], write)
         except PromptTooLongError as error:
             click.echo(
                 f"The conversation is full ({error.num_tokens} tokens, {error.limit} fit): a new one begins.", err=True
@@ -175,25 +163,10 @@ class Chat:
         finally:
             self._is_answering = False
         click.echo(" [stopped]" if self._interrupts else "")
-        self._messages = [*messages, {"role": "assistant", "content": result.texts[0]}]
-        self._last_result = result
+        self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self._last_answer = answer
         if self._with_stats:
-            print_stats(result)
-
-
-def line_reader() -> Callable[[], str]:
-    """Return a function that reads one line: with ``prompt_toolkit`` on a terminal, else with ``input``.
-
-    ``prompt_toolkit`` gives arrow keys, Ctrl-R and pasted lines. The history is not saved.
-    """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return lambda: input(PROMPT)
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-
-    commands = WordCompleter([name.partition(" ")[0] for name in HELP], sentence=True)
-    session: PromptSession[str] = PromptSession(completer=commands, complete_while_typing=False)
-    return lambda: session.prompt(PROMPT)
+            click.echo(answer.stats(), err=True)
 
 
 def read_conversation(path: Path) -> tuple[str, list[Message]]:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli import encoders
-from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_config
+from staticllm.cli.grouped_command import GroupedCommand
+from staticllm.cli.model_arguments import model_directory
+from staticllm.cli.options import PROGRAM_GROUP, layout_options, model_argument, read_properties
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.usage.grouped_command import GroupedCommand
-from staticllm.cli.usage.model_arguments import model_directory
 from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.model_dir import demo_model_path
@@ -25,6 +24,7 @@ DONE = {"read": "model read", "passes": "model lowered", "compile": "program com
 
 if TYPE_CHECKING:
     from staticllm.pipelines.artifacts.manifest import Manifest
+    from staticllm.pipelines.loading.kind import LoadJob
 
 
 @click.command("compile", cls=GroupedCommand, groups=PROGRAM_GROUP)
@@ -62,10 +62,17 @@ def command(
     """
     _check_npu(options["device"])
     target = _target(model, target)
-    options["adapters"] = adapters
     with progress("compiling") as shown:
-        compile_it = encoders.compile_set if encoders.is_encoder(model, options) else _compile
-        manifest = compile_it(model, target, is_verified, options, Steps(shown), shown)
+        from staticllm.pipelines.diagnostics.kinds import job_in, verify_set
+        from staticllm.pipelines.loading.export import export_set
+
+        job = job_in(model, options["device"], read_properties(options), Steps(shown))
+        if adapters:
+            job = _with_adapters(job, adapters, is_verified)
+        manifest = export_set(job, Path(target))
+        if is_verified:
+            shown.show("comparing with the CPU")
+            manifest = verify_set(job, Path(target))
     if as_json:
         from staticllm.pipelines.artifacts.manifest import manifest_to_json
 
@@ -97,28 +104,23 @@ def _target(model: str, given: str) -> str:
     return str(target)
 
 
-def _compile(
-    model: str, target: str, is_verified: bool, options: dict[str, Any], steps: Steps, shown: Progress
-) -> Manifest:
-    """Compile a decoder and write its blob set, and compare it with the original if that is asked for."""
+def _with_adapters(job: LoadJob[Any], paths: tuple[str, ...], is_verified: bool) -> LoadJob[Any]:
+    """Return the job with adapters.
+
+    Raises:
+        ConfigError: this kind of model has none, or the set would be compared with the original, which has none.
+        AdapterError: a file is no adapter.
+    """
     from staticllm.adapters.adapter_set import AdapterSet
     from staticllm.adapters.lora import read_adapter
-    from staticllm.pipelines.loading.decoder_kind import job_of
-    from staticllm.pipelines.loading.export import export_set
+    from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 
-    config = read_config(options)
-    if options["adapters"]:
-        if is_verified:
-            raise ConfigError("--verify compares a set with the original, which has no adapters: leave one of both out")
-        found = AdapterSet.of((read_adapter(path), 1.0) for path in options["adapters"])
-        config = replace(config, adapters=found)
-    manifest = export_set(job_of(model, options["device"], config, steps), Path(target))
-    if not is_verified:
-        return manifest
-    from staticllm.pipelines.diagnostics.verify import verify_set
-
-    shown.show("comparing with the CPU")
-    return verify_set(model, options["device"], Path(target))
+    if not diagnosis_of(job.kind.name).takes_adapters:
+        raise ConfigError(f"--adapter changes decoders, this model is an {job.kind.name}: leave it out")
+    if is_verified:
+        raise ConfigError("--verify compares a set with the original, which has no adapters: leave one of both out")
+    found = AdapterSet.of((read_adapter(path), 1.0) for path in paths)
+    return replace(job, config=replace(job.config, adapters=found))
 
 
 def _check_npu(device: str) -> None:
@@ -144,11 +146,10 @@ def _report(manifest: Manifest, target: str) -> None:
         click.echo(f"later starts load it with -p BLOB_PATH={target}")
     found = manifest.verification
     if found is not None:
+        from staticllm.pipelines.diagnostics.kinds import diagnosis_of
+
         verdict = "verified" if found["is_ok"] else "FAILED verification, never loaded"
-        distance = f"logits differ by {found['distance']:.1e} of their range"
-        text = f"{found['agreement']:.1%} of {found['places']} tokens agree, {distance}"
-        if manifest.kind == "encoder":
-            text = encoders.verification_text(dict(found))
+        text = diagnosis_of(manifest.kind).agreement_text(found)
         click.echo(f"{verdict}: {text} ({found['against']})")
 
 

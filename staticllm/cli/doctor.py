@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import click
 
+from staticllm.cli.model_arguments import one_model
 from staticllm.cli.progress import progress
-from staticllm.cli.usage.model_arguments import one_model
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 

@@ -1,17 +1,17 @@
-"""``staticllm run`` answers a prompt or stdin, or opens a chat."""
+"""``staticllm run`` answers a prompt or stdin, or opens a chat, with a model of this process or of a server."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.client.remote_run import check_options
-from staticllm.cli.client.remote_run import run as run_there
-from staticllm.cli.client.server_client import api_key_option, server_option
+from staticllm.cli.backends import Backend, LocalBackend, ServerBackend, generation_of
+from staticllm.cli.chat import Chat
+from staticllm.cli.grouped_command import GroupedCommand
+from staticllm.cli.model_arguments import model_and_prompt, model_directory, served_name
 from staticllm.cli.options import (
     MODEL_HELP,
     PROGRAM_GROUP,
@@ -24,15 +24,13 @@ from staticllm.cli.options import (
     read_properties,
     read_text,
 )
-from staticllm.cli.progress import Progress, progress
-from staticllm.cli.usage.grouped_command import GroupedCommand
-from staticllm.cli.usage.model_arguments import model_and_prompt, model_directory, served_name
+from staticllm.cli.progress import progress
+from staticllm.cli.server_client import ServerClient, api_key_option, server_option
+from staticllm.cli.terminal import show
 from staticllm.errors import PromptError
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-    from staticllm.results import DecodedResults, GeneratedText
-
 
 GROUPS = {
     "Sampling": ("temperature", "top_p", "top_k", "seed"),
@@ -40,6 +38,10 @@ GROUPS = {
     "A model of a server": ("server", "api_key"),
     **PROGRAM_GROUP,
 }
+OF_PIPELINES = (
+    "device", "max_prompt_len", "min_response_len", "programs", "precision", "kv_precision", "properties", "profile",
+)  # fmt: skip
+"""Options that a server decides about."""
 
 
 @click.command("run", cls=GroupedCommand, groups=GROUPS)
@@ -80,8 +82,9 @@ def command(
     if prompt is None and options["as_json"]:
         raise click.UsageError("--json goes with a prompt: a chat prints text")
     if server is not None:
-        check_options(click.get_current_context())
-        run_there(server, api_key, served_name(given.model), prompt, options)
+        _check_options(click.get_current_context())
+        with ServerClient(server, api_key) as client:
+            _respond(ServerBackend(client, served_name(given.model), options), prompt, options)
         return
     if api_key is not None:
         raise click.UsageError("--api-key goes with --server")
@@ -89,12 +92,19 @@ def command(
         check_output(options["profile"])
     pipe = _load(directory, options)
     with profiling(pipe, options["profile"]):
-        if prompt is None:
-            from staticllm.cli.chat import Chat
+        _respond(LocalBackend(pipe, generation_of(options)), prompt, options)
 
-            Chat(pipe, _generation(options), options["stats"], options["system"]).run()
-        else:
-            _answer(pipe, prompt, _generation(options), options)
+
+def _check_options(context: click.Context) -> None:
+    """Check that no option was given that only the server can decide.
+
+    Raises:
+        UsageError: one was.
+    """
+    for name in OF_PIPELINES:
+        if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+            option = next(each for each in context.command.params if each.name == name)
+            raise click.UsageError(f"{option.opts[-1]} goes with a model of this process: give it to 'staticllm serve'")
 
 
 def _prompt(argument: str | None) -> str | None:
@@ -117,64 +127,24 @@ def _load(model: str, options: dict[str, Any]) -> StaticLLMPipeline:
         return StaticLLMPipeline(model, options["device"], config=read_properties(options), on_progress=shown)
 
 
-def _generation(options: dict[str, Any]) -> dict[str, Any]:
-    chosen = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "rng_seed"}
-    generation = {name: options[key] for key, name in chosen.items() if options[key] is not None}
-    if generation.get("temperature") == 0:  # as everywhere else: greedy
-        generation = {}
-    if generation:
-        generation["do_sample"] = True
-    return {**generation, "max_new_tokens": options["max_new_tokens"], "apply_chat_template": not options["raw"]}
-
-
-def _answer(pipe: StaticLLMPipeline, prompt: str, generation: dict[str, Any], options: dict[str, Any]) -> None:
-    if options["system"]:
-        pipe.start_chat(options["system"])
+def _respond(backend: Backend, prompt: str | None, options: dict[str, Any]) -> None:
+    """Print the answer to a prompt, as it comes or as one JSON object; without a prompt, chat."""
+    if prompt is None:
+        backend.check()
+        Chat(backend, options["system"], options["stats"]).run()
+        return
     with progress("running the prompt") as waiting:
-        result = pipe.generate(prompt, generation, None if options["as_json"] else shown_after(waiting))
+
+        def write(piece: str) -> bool:
+            if not options["as_json"]:
+                waiting.close()
+                show(piece)
+            return False
+
+        answer = backend.answer(prompt, options["system"], write)
     if options["as_json"]:
-        click.echo(json.dumps({"text": str(result), "finish_reason": str(result.finish_reasons[0]), **_stats(result)}))
+        click.echo(json.dumps(answer.as_dict()))
         return
     click.echo()
     if options["stats"]:
-        print_stats(result)
-
-
-def show(piece: str) -> None:
-    """Print a piece of an answer and flush it."""
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-
-
-def shown_after(waiting: Progress) -> Callable[[str], None]:
-    """Return a streamer that removes the progress bar at the first token, and prints the answer."""
-
-    def write(piece: str) -> None:
-        waiting.close()
-        show(piece)
-
-    return write
-
-
-def _stats(result: GeneratedText | DecodedResults) -> dict[str, float]:
-    metrics = result.perf_metrics
-    return {
-        "prompt_tokens": metrics.get_num_input_tokens(),
-        "cached_tokens": metrics.get_num_cached_tokens(),
-        "generated_tokens": metrics.get_num_generated_tokens(),
-        "ttft_ms": round(metrics.get_ttft().mean, 3),
-        "tpot_ms": round(metrics.get_tpot().mean, 3),
-        "tokens_per_second": round(metrics.get_throughput().mean, 1),
-        "load_ms": round(metrics.get_load_time(), 1),
-    }
-
-
-def print_stats(result: GeneratedText | DecodedResults) -> None:
-    """Print the tokens and timings of an answer as one line on stderr."""
-    s = _stats(result)
-    tpot = f"TPOT {s['tpot_ms']:.2f} ms ({s['tokens_per_second']:.0f} tokens/s)" if s["tpot_ms"] >= 0 else "TPOT -"
-    click.echo(
-        f"{s['prompt_tokens']} prompt tokens ({s['cached_tokens']} cached), {s['generated_tokens']} generated "
-        f"({result.finish_reasons[0]}) | TTFT {s['ttft_ms']:.1f} ms | {tpot} | load {s['load_ms'] / 1e3:.2f} s",
-        err=True,
-    )
+        click.echo(answer.stats(), err=True)

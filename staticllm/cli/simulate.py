@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from staticllm.cli.grouped_command import GroupedCommand, option_file
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
-from staticllm.cli.usage.grouped_command import GroupedCommand
-from staticllm.cli.usage.option_file import option_file
 from staticllm.cli.validate import compare_with_engine
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import (
     PROGRAM_GROUP,
     TOKEN_IDS,
@@ -20,7 +21,6 @@ from staticllm.cli.options import (
     read_properties,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.usage.grouped_command import GroupedCommand
 from staticllm.config import SCHEDULERS, StaticLLMConfig
 
 if TYPE_CHECKING:

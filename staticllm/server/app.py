@@ -15,24 +15,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from staticllm.server.access import AccessMiddleware, Origins, Preflights
-from staticllm.server.api_error import ApiError, json_response
-from staticllm.server.catalog import routes as catalog
+from staticllm.server.catalog import lists as catalog
+from staticllm.server.catalog.lists import describe, model_list
 from staticllm.server.endpoint import count_refusal, endpoint, guarded
-from staticllm.server.http_limits import PathMiddleware
-from staticllm.server.lifecycle import LifecycleMiddleware
+from staticllm.server.feed.routes import QUERY, SCHEDULER, scheduler
+from staticllm.server.http.access import AccessMiddleware, Origins, Preflights
+from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.http.lifecycle import LifecycleMiddleware
+from staticllm.server.http.limits import PathMiddleware
 from staticllm.server.ollama import routes as ollama
 from staticllm.server.openai.chat import ChatRequest, chat_completions
 from staticllm.server.openai.completions import CompletionRequest, completions
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
-from staticllm.server.openai.model_list import describe, model_list
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from staticllm.server.page.routes import add_page_routes
+from staticllm.server.page_files import ASSETS, add_page_files
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.routes import add_responses_routes
 from staticllm.server.state import LOOK_SECONDS, ServerState
-from staticllm.server.telemetry.middleware import Sink, TelemetryMiddleware
-from staticllm.server.telemetry.sinks import make_sinks
+from staticllm.server.telemetry.middleware import Sink, TelemetryMiddleware, make_sinks
 
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/chat/completions", ChatRequest, chat_completions),
@@ -46,6 +46,8 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
 )
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (*OPENAI_POSTS, *ollama.POSTS)
 MODELS, HEALTH, METRICS, SCHEMA = "/v1/models", "/health", "/metrics", "/openapi.json"
+OPEN_PATHS = (HEALTH, *ASSETS)
+"""Paths that need no key. The files of the page hold no data, and ask for the key that their requests need."""
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 
@@ -84,10 +86,13 @@ def create_app(state: ServerState) -> FastAPI:
             path, ollama.refusal(state), methods=[*ollama.REFUSED_METHODS], response_model=None, include_in_schema=False
         )
     responses_paths = add_responses_routes(app, state, _body_schema(ResponsesRequest))
-    page_paths = add_page_routes(app, state)
+    add_page_files(app, state)
+    app.add_api_route(
+        SCHEDULER, scheduler(state), methods=["GET"], openapi_extra={"parameters": QUERY}, response_model=None
+    )
     _add_heads(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *page_paths]
+    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *ASSETS, SCHEDULER]
     _add_layers(app, state, sinks, paths)
     return app
 
@@ -106,7 +111,9 @@ def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink], paths: 
     app.add_exception_handler(HTTPException, http_error)
     origins = Origins(state.settings)  # the last layer that is added is the first that a request passes
     app.add_middleware(LifecycleMiddleware, lifecycle=state.lifecycle, on_refusal=refused)
-    app.add_middleware(AccessMiddleware, settings=state.settings, origins=origins, on_refusal=refused)
+    app.add_middleware(
+        AccessMiddleware, settings=state.settings, origins=origins, on_refusal=refused, open_paths=OPEN_PATHS
+    )
     app.add_middleware(Preflights, origins=origins, on_refusal=refused)
     app.add_middleware(TelemetryMiddleware, sinks=sinks)
     app.add_middleware(PathMiddleware, paths=paths)

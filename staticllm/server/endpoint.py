@@ -11,11 +11,10 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from staticllm.server.access import CLIENT
-from staticllm.server.api_error import ApiError, api_error_of, forget_frames
-from staticllm.server.http.json_limits import check_json
-from staticllm.server.http_limits import read_body, wait_for_disconnect
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.access import CLIENT
+from staticllm.server.http.errors import ApiError, api_error_of, forget_frames
+from staticllm.server.http.limits import check_json, read_body, wait_for_disconnect
+from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
 from staticllm.server.telemetry.record import current_record
 

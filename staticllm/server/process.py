@@ -19,15 +19,14 @@ import uvicorn
 
 from staticllm.children.parent_watch import ParentWatch
 from staticllm.errors import ConfigError, StaticLLMError
-from staticllm.server.api_error import ApiError, api_error_of
 from staticllm.server.app import create_app
 from staticllm.server.endpoint import count_refusal
+from staticllm.server.http.errors import ApiError, api_error_of
+from staticllm.server.http.limits import ConnectionLimit
 from staticllm.server.http.protocol import protocol_with
-from staticllm.server.http_limits import ConnectionLimit
-from staticllm.server.served_model import ModelSpec
+from staticllm.server.models.served import ModelSpec
 from staticllm.server.settings import ServerSettings
-from staticllm.server.sidecar.port_lock import PortInUseError, PortLock, server_at
-from staticllm.server.sidecar.ready import Ready, ReadySignal
+from staticllm.server.sidecar import PortInUseError, PortLock, Ready, ReadySignal, server_at
 from staticllm.server.state import ServerState
 
 CLOSE_SECONDS = 5

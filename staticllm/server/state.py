@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staticllm.server.lifecycle import Lifecycle
-from staticllm.server.metrics import ServerMetrics
-from staticllm.server.model_hub import ModelHub
-from staticllm.server.page.scheduler_feed import SchedulerFeed
-from staticllm.server.served_model import ModelSpec
+from staticllm.server.feed.feed import SchedulerFeed
+from staticllm.server.http.lifecycle import Lifecycle
+from staticllm.server.models.hub import ModelHub
+from staticllm.server.models.served import ModelSpec
+from staticllm.server.models.workers import Workers
 from staticllm.server.settings import ServerSettings
-from staticllm.server.workers import Workers
+from staticllm.server.telemetry.metrics import ServerMetrics
 
 NUM_OBSERVERS = 2
 LOOK_SECONDS = 5.0

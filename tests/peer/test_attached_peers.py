@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from staticllm import demo_model_path
-from staticllm.cli.attach.launcher import attached_environment
+from staticllm.cli.attach import attached_environment
 
 GENERATE = """
 import sys, torch

@@ -6,7 +6,7 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import demo_model_path
-from staticllm.pipelines.conversation.templates.chat_template import render
+from staticllm.pipelines.conversation.chat_template import render
 
 CONVERSATIONS = {
     "one turn": [{"role": "user", "content": "Hi"}],

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from staticllm.errors import UnsupportedModelError
-from staticllm.pipelines.diagnostics import verify as verification
-from staticllm.pipelines.diagnostics.verify import CHUNKS, verify_model
+from staticllm.pipelines.diagnostics import decoder_diagnosis
+from staticllm.pipelines.diagnostics.decoder_diagnosis import CHUNKS, DecoderDiagnosis
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -37,14 +37,12 @@ EVERY_LAYOUT = tuple((mode, chunk) for mode in ("separate", "shared") for chunk 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_a_model_computes_what_the_original_computes(name, zoo, in_full, original, monkeypatch):
     """The quick tests use each kind of programs and each size of chunks once."""
-    monkeypatch.setattr(
-        verification, "StatefulReference", original
-    )  # the cached original, which runs once and not per layout
+    # the cached original, which runs once and not per layout
+    monkeypatch.setattr(decoder_diagnosis, "StatefulReference", original)
     row, layouts = table_row(name), EVERY_LAYOUT if in_full else QUICK_LAYOUTS
     try:
-        verdicts = [
-            verdict for mode, chunk in layouts for verdict in verify_model(zoo / name, "CPU", (mode,), (chunk,))
-        ]
+        job = DecoderDiagnosis().job(zoo / name, "CPU", {})
+        verdicts = [v for mode, chunk in layouts for v in DecoderDiagnosis((chunk,)).verdicts(job, (mode,))]
     except UnsupportedModelError as error:
         assert "\n" not in str(error)
         assert row is not None, "the table does not say that this model is refused"

@@ -15,12 +15,12 @@ from pathlib import Path
 from staticllm.errors import ClosedError, ModelError, StaticLLMError
 from staticllm.model_dir import weights_of
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.conversation.parsing.formats import find_format, shows_tools
+from staticllm.pipelines.conversation.formats import find_format, shows_tools
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_template, resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.server.api_error import ApiError, model_missing
-from staticllm.server.served_model import ModelSpec, ServedModel
+from staticllm.server.http.errors import ApiError, model_missing
+from staticllm.server.models.served import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.system.files import read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, read_ir

@@ -11,7 +11,7 @@ import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from staticllm.server.api_error import ApiError
+from staticllm.server.http.errors import ApiError
 from staticllm.server.settings import ServerSettings
 
 MAX_HEAD = 64 << 10

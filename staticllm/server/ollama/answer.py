@@ -1,16 +1,16 @@
-"""Answers in Ollama's form: pieces of a stream, whole answers, and what both say at their end."""
+"""Answers in Ollama's form: whole ones, and streams with one object per line."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.conversation.parsing.events import (
+from staticllm.pipelines.conversation.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,
@@ -21,10 +21,12 @@ from staticllm.pipelines.conversation.parsing.events import (
     merged,
 )
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers import AnswerDelta, Part
-from staticllm.server.api_error import to_json
-from staticllm.server.ollama.names import nanoseconds, timestamp
-from staticllm.server.openai.reasons import token_logprobs
+from staticllm.server.answers.answers import AnswerDelta, Part
+from staticllm.server.answers.results import token_logprobs
+from staticllm.server.answers.stream import ChunkStream
+from staticllm.server.endpoint import Call
+from staticllm.server.http.errors import ApiError, to_json
+from staticllm.server.ollama.fields import nanoseconds, timestamp
 
 Form = Literal["chat", "generate"]
 Object = dict[str, Any]
@@ -169,3 +171,22 @@ def _parsed(arguments: str) -> Object:
 def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str]) -> list[Object]:
     found = token_logprobs(delta.tokens, delta.logprobs, decode)
     return [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in found]
+
+
+class LineStream(ChunkStream):
+    """A stream of JSON objects, one per line, without lines between them: clients would take an empty one for an object."""
+
+    END_MARK = ""
+
+    def __init__(
+        self, call: Call, batches: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(call, batches, close)
+        self.ping_interval = 0
+        self.headers["Content-Type"] = "application/x-ndjson"
+
+    def _encoded(self, chunk: dict[str, Any]) -> bytes:
+        return to_json(chunk).encode() + b"\n"
+
+    def _chunk_of(self, error: ApiError) -> dict[str, Any]:
+        return {"error": error.message}

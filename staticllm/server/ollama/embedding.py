@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import Call
-from staticllm.server.ollama.fields import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from staticllm.server.ollama.names import nanoseconds, seconds_of, served_name
+from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.models.served import ServedModel
+from staticllm.server.ollama.fields import (
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    nanoseconds,
+    seconds_of,
+    served_name,
+)
 from staticllm.server.openai.encoders import finished, on_model, submitted
-from staticllm.server.served_model import ServedModel
 
 
 async def embed(call: Call, body: OllamaEmbedRequest) -> Response:

@@ -1,13 +1,18 @@
-"""The bodies of Ollama's requests."""
+"""The values of Ollama's API: bodies of requests, names of models, and spans of time."""
 
 from __future__ import annotations
 
+import math
+import re
+from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from staticllm.server.openai.fields import Fields, Function, MessageFields, Stop, Text
-from staticllm.server.openai.messages import MAX_MESSAGES
+from staticllm.server.answers.fields import Fields, Function, MessageFields, Stop, Text, number_fields
+from staticllm.server.answers.messages import MAX_MESSAGES
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.hub import ModelHub
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 KeepAlive = float | Annotated[str, Field(max_length=100)]
@@ -16,21 +21,9 @@ Format = Literal["", "json"] | dict[str, Any]
 Images = Annotated[list[Any], Field(max_length=64)]
 
 
-class OllamaOptions(Fields):
+class OllamaOptions(number_fields(Fields, "ollama")):  # type: ignore[misc]
     """How tokens are chosen. The fields from ``num_ctx`` on are accepted without effect: they are settings of the server."""
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    top_p: float | None = Field(None, ge=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repeat_penalty: float | None = Field(None, ge=0.001, le=1000)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    mirostat: int | None = Field(None, ge=0, le=2)
-    mirostat_tau: float | None = Field(None, gt=0, le=100)
-    mirostat_eta: float | None = Field(None, ge=0, le=10)
-    seed: Number | None = None
     stop: Stop | None = None
     num_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
     num_ctx: Number | None = None
@@ -53,14 +46,9 @@ class OllamaOptions(Fields):
     embedding_only: bool | None = None
 
 
-def no_options() -> OllamaOptions:
-    """Return options that leave everything to the model and the server."""
-    return OllamaOptions.model_construct()
-
-
 class _Request(Fields):
     model: Text
-    options: OllamaOptions = Field(default_factory=no_options)
+    options: OllamaOptions = Field(default_factory=OllamaOptions)
     keep_alive: KeepAlive | None = None
     truncate: bool = True
 
@@ -74,16 +62,6 @@ class OllamaGeneration(_Request):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     shift: bool = True
-
-    @property
-    def is_search(self) -> bool:
-        """Ollama's API has no beam search."""
-        return False
-
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "messages"
 
 
 class OllamaFunctionCall(MessageFields):
@@ -147,11 +125,6 @@ class OllamaGenerateRequest(OllamaGeneration):
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)] | None
     ) = None
 
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "prompt"
-
 
 class OllamaEmbedRequest(_Request):
     """The body of ``/api/embed``: one text or several."""
@@ -181,3 +154,53 @@ class OllamaShowRequest(Fields):
     system: str = ""
     template: str = ""
     options: dict[str, Any] | None = None
+
+
+TAG = ":latest"
+NANO = 1_000_000_000
+FAR_FUTURE = "2318-01-01T00:00:00Z"
+"""The moment at which Ollama says that a model expires which is kept for ever."""
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SPAN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+
+
+def tagged(name: str) -> str:
+    """Return the name of a model with its tag: Ollama's lists have no name without one."""
+    return name if ":" in name else name + TAG
+
+
+def served_name(hub: ModelHub, name: str) -> str:
+    """Return the name that a model is served by: a client may add the tag ``latest``."""
+    return name if name in hub.models else name.removesuffix(TAG)
+
+
+def seconds_of(keep_alive: float | str) -> float:
+    """Return the seconds of ``keep_alive``: a number of them, or Go's ``5m``, ``1h30m``; negative ones are ``math.inf``.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    if isinstance(keep_alive, (int, float)):
+        return math.inf if keep_alive < 0 else float(keep_alive)
+    text = keep_alive.strip()
+    sign, rest = text[:1] in ("-", "+"), text.lstrip("+-")
+    if text == "0" or (sign and rest == "0"):
+        return 0.0
+    parts = _SPAN.findall(rest)
+    if not parts or "".join(number + unit for number, unit in parts) != rest:
+        raise ApiError(400, f"keep_alive is {keep_alive!r}: give seconds, or a span such as 5m or 1h30m")
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return math.inf if text.startswith("-") else seconds
+
+
+def timestamp(seconds: float) -> str:
+    """Return a moment (seconds since 1970) as Ollama writes it; one beyond all calendars is ``FAR_FUTURE``."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        return FAR_FUTURE
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return whole nanoseconds."""
+    return max(0, round(seconds * NANO))

@@ -3,30 +3,116 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from staticllm.server.answers import Answers
-from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.answers.answers import Answers
+from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
+from staticllm.server.answers.respond import Close, Handles, respond_with
 from staticllm.server.catalog.facts import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
-from staticllm.server.ollama.answer import AnswerForm, Form, without_answer
-from staticllm.server.ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
-from staticllm.server.ollama.line_stream import LineStream
-from staticllm.server.ollama.names import seconds_of, served_name
-from staticllm.server.ollama.options import generation_options, template_messages
-from staticllm.server.openai.generation import Close, Handles, respond_with
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.models.served import ServedModel
+from staticllm.server.ollama.answer import AnswerForm, Form, LineStream, without_answer
+from staticllm.server.ollama.fields import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaGeneration,
+    OllamaMessage,
+    OllamaTool,
+    seconds_of,
+    served_name,
+)
+
+
+def asked_of(
+    body: OllamaGeneration, max_seq_len: int, tools: Sequence[OllamaTool] = (), is_raw: bool = False
+) -> AnswerFields:
+    """Return what a request asks for.
+
+    ``max_seq_len``: the most tokens of a sequence of the model; ``is_raw``: whether the chat template is left out.
+
+    As in Ollama, a prompt that is too long is shortened unless ``truncate`` is false, an answer that reaches the end of the
+    context goes on unless ``shift`` is false, and without ``num_predict`` it has at most ten times the context's tokens.
+
+    Raises:
+        ApiError: fields contradict each other, or ask for what is not there.
+    """
+    if body.top_logprobs:
+        raise ApiError(400, "top_logprobs is not supported: only the chosen tokens have log-probabilities")
+    is_truncated, limit = body.truncate and body.shift, body.options.num_predict
+    if limit is not None and limit <= 0:
+        limit = None if is_truncated else -1
+    return AnswerFields(
+        numbers=numbers_of(body.options, "ollama"),
+        stop=body.options.stop,
+        max_tokens=10 * max_seq_len if limit is None and is_truncated else limit,
+        json_schema=_schema_of(body.format),
+        wants_logprobs=body.logprobs,
+        is_chat=not is_raw,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools],
+        context=_thinking(body.think),
+        is_truncated=is_truncated,
+    )
+
+
+def _schema_of(format: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    if not format:
+        return None
+    return {"type": "object"} if isinstance(format, str) else format
+
+
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates turn reasoning on or off, or say how much of it."""
+    if think is None:
+        return {}
+    context: dict[str, Any] = {"enable_thinking": bool(think), "thinking": bool(think)}
+    return {**context, "reasoning_effort": think} if isinstance(think, str) else context
+
+
+def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return a conversation as chat templates take it: OpenAI's messages, in which arguments are text.
+
+    Raises:
+        ApiError: a message has images.
+    """
+    return [_template_message(message, index) for index, message in enumerate(messages)]
+
+
+def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
+    if message.images:
+        raise ApiError(400, f"messages.{index}.images: only text is supported")
+    found: dict[str, Any] = {"role": message.role, "content": message.content or (None if message.tool_calls else "")}
+    if name := message.tool_name or message.name:
+        found["name"] = name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}_{number}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return found
 
 
 async def chat(call: Call, body: OllamaChatRequest) -> Response:
     """Answer a conversation."""
     if not body.messages:
         return await _without_answer(call, body, "chat")
-    return await _answer(call, body, "chat", template_messages(body.messages))
+    return await _answer(call, body, "chat", template_messages(body.messages), body.tools)
 
 
 async def generate(call: Call, body: OllamaGenerateRequest) -> Response:
@@ -41,7 +127,7 @@ async def generate(call: Call, body: OllamaGenerateRequest) -> Response:
     if body.raw:
         if body.system:
             raise ApiError(400, "system with raw: leave one of them out")
-        return await _answer(call, body, "generate", body.prompt)
+        return await _answer(call, body, "generate", body.prompt, is_raw=True)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return await _answer(call, body, "generate", [*system, {"role": "user", "content": body.prompt}])
 
@@ -55,18 +141,25 @@ def find_chat_model(call: Call, name: str) -> ServedModel:
     return call.state.hub.find(served_name(call.state.hub, name), "chat")
 
 
-async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -> Response:
+async def _answer(
+    call: Call,
+    body: OllamaGeneration,
+    form: Form,
+    inputs: Any,
+    tools: Sequence[OllamaTool] = (),
+    is_raw: bool = False,
+) -> Response:
     model, begin = find_chat_model(call, body.model), time.perf_counter()
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
     await call.acquire(model)
     try:
         loaded = time.perf_counter()
         call.state.hub.keep_alive(model, seconds)
-        if body.think or getattr(body, "tools", None):
-            _check(body, await call.state.workers.run(lambda: current_facts(model)))
-        tokenizer = model.chat.get_tokenizer()
-        decode, options = tokenizer.decode if body.logprobs else None, _options(body, model)
-        maker = AnswerForm(form, body.model, begin, loaded, decode, options["parse_tools"])
+        if body.think or tools:
+            _check(body, tools, await call.state.workers.run(lambda: current_facts(model)))
+        decode = model.chat.get_tokenizer().decode if body.logprobs else None
+        asks = [Ask.of(inputs, asked_of(body, model.chat.config.max_seq_len, tools, is_raw))]
+        maker = AnswerForm(form, body.model, begin, loaded, decode, not is_raw)
     except BaseException:
         call.state.hub.release(model)
         raise
@@ -77,21 +170,11 @@ async def _answer(call: Call, body: OllamaGeneration, form: Form, inputs: Any) -
     def stream(answers: Answers, close: Close) -> Response:
         return LineStream(call, _pieces(maker, answers), close)
 
-    return await respond_with(call, body, model, [(inputs, options)], whole, stream)
+    field = "prompt" if form == "generate" else "messages"
+    return await respond_with(call, model, asks, field, whole, stream if body.stream else None)
 
 
-def _options(body: OllamaGeneration, model: ServedModel) -> dict[str, Any]:
-    options = generation_options(body, model.chat.config.max_seq_len)
-    if isinstance(body, OllamaChatRequest) and body.tools:
-        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    else:
-        options["tool_choice"] = "none"  # without tools nothing is a call, whatever it looks like
-    if isinstance(body, OllamaGenerateRequest) and body.raw:
-        options |= {"apply_chat_template": False, "parse_tools": False}
-    return options
-
-
-def _check(body: OllamaGeneration, facts: ModelFacts) -> None:
+def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:
     """Check that the model can do what a request asks for.
 
     Raises:
@@ -99,7 +182,7 @@ def _check(body: OllamaGeneration, facts: ModelFacts) -> None:
     """
     if body.think and not facts.has_reasoning:
         raise ApiError(400, f"{body.model!r} does not support thinking: leave think out")
-    if isinstance(body, OllamaChatRequest) and body.tools and not facts.has_tools:
+    if tools and not facts.has_tools:
         raise ApiError(400, f"{body.model!r} does not support tools: its chat template does not show them")
 
 

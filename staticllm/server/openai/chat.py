@@ -5,26 +5,33 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import AnswerEnd, Answers, Usage
-from staticllm.server.api_error import ApiError
-from staticllm.server.chunk_stream import ChunkStream
+from staticllm.pipelines.conversation.events import (
+    ArgumentsDelta,
+    CallBegin,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    merged,
+)
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.asks import AnswerFields, Ask
+from staticllm.server.answers.fields import Fields, Function, MessageFields
+from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
+from staticllm.server.answers.respond import Close, Handles, respond
+from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, token_logprobs, with_progress
+from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.chat_chunks import ChatChunks
-from staticllm.server.openai.fields import Fields, Function, MessageFields, SamplingFields
-from staticllm.server.openai.generation import Close, Handles, respond
-from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
-from staticllm.server.openai.progress import timings_of, with_progress
-from staticllm.server.openai.reasons import finish_reason, token_logprobs
-from staticllm.server.openai.sampling import max_new_tokens, sampling_options
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ServedModel
+from staticllm.server.openai.fields import SamplingFields
 
 
 class JsonSchema(Fields):
@@ -70,72 +77,58 @@ class ChatRequest(SamplingFields):
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
 
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "messages"
+    def asked_chat(self) -> AnswerFields:
+        """Return what a request asks for.
+
+        Raises:
+            ApiError: fields contradict each other, or ask for what is not there.
+        """
+        limits = {self.max_tokens, self.max_completion_tokens, self.max_output_tokens} - {None}
+        if len(limits) > 1:
+            raise ApiError(
+                400, "max_tokens, max_completion_tokens and max_output_tokens differ: give one", param="max_tokens"
+            )
+        limit = limits.pop() if limits else None
+        if limit == 0:
+            raise ApiError(400, "max_tokens is 0: give at least 1, or -1 for as many as fit", param="max_tokens")
+        if self.top_logprobs:
+            raise ApiError(
+                400, f"top_logprobs is {self.top_logprobs}: only the chosen tokens have log-probabilities, so leave it at 0",
+                param="top_logprobs", code="unsupported_parameter",
+            )  # fmt: skip
+        if self.logprobs and self.is_search:
+            raise ApiError(400, "logprobs with num_beams: leave one out", param="logprobs")
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return self.asked(
+            max_tokens=limit,
+            json_schema=_schema_of(self.response_format),
+            wants_logprobs=self.logprobs,
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            tool_choice=self.tool_choice,
+            context={**(self.chat_template_kwargs or {}), **effort},
+        )
 
 
 async def chat_completions(call: Call, body: ChatRequest) -> Response:
     """Answer a conversation."""
     model = call.state.hub.find(body.model, "chat")
     messages = template_messages(body.messages)
-    inputs = [(messages, chat_options(body, index)) for index in range(body.num_answers)]
-    return await respond(
-        call, body, model, inputs, partial(_completion, body, model), partial(_stream, call, body, model)
-    )
+    asked = body.asked_chat()
+    asks = [Ask.of(messages, asked, index, body.priority) for index in range(body.num_handles)]
+    stream = partial(_stream, call, body, model) if body.stream else None
+    return await respond(call, model, asks, "messages", partial(_completion, body, model), stream)
 
 
-def chat_options(body: ChatRequest, index: int) -> dict[str, Any]:
-    """Return the options of answer ``index`` for ``StaticLLMPipeline.submit``.
-
-    Raises:
-        ApiError: fields contradict each other, or ask for what is not there.
-    """
-    limits = {body.max_tokens, body.max_completion_tokens, body.max_output_tokens} - {None}
-    if len(limits) > 1:
-        raise ApiError(
-            400, "max_tokens, max_completion_tokens and max_output_tokens differ: give one", param="max_tokens"
-        )
-    limit = limits.pop() if limits else None
-    if limit == 0:
-        raise ApiError(400, "max_tokens is 0: give at least 1, or -1 for as many as fit", param="max_tokens")
-    if body.top_logprobs:
-        raise ApiError(
-            400, f"top_logprobs is {body.top_logprobs}: only the chosen tokens have log-probabilities, so leave it at 0",
-            param="top_logprobs", code="unsupported_parameter",
-        )  # fmt: skip
-    if body.logprobs and body.is_search:
-        raise ApiError(400, "logprobs with num_beams: leave one out", param="logprobs")
-    options = {**sampling_options(body, index), **max_new_tokens(limit), **_format_options(body.response_format)}
-    options["apply_chat_template"] = True
-    if body.logprobs:
-        options["logprobs"] = 1
-    if not body.is_search:
-        options["parse_tools"] = True
-    if body.tools:
-        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        options["tool_choice"] = body.tool_choice or "auto"
-    elif body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")
-    else:
-        options["tool_choice"] = "none"  # without tools nothing is a call, whatever it looks like
-    context = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        context["reasoning_effort"] = body.reasoning_effort
-    return {**options, "extra_context": context} if context else options
-
-
-def _format_options(format: ResponseFormat | None) -> dict[str, Any]:
+def _schema_of(format: ResponseFormat | None) -> dict[str, Any] | None:
     if format is None or format.type == "text":
-        return {}
+        return None
     if format.type == "json_object":
-        return {"json_schema": {"type": "object"}}
+        return {"type": "object"}
     if format.json_schema is None or format.json_schema.schema_ is None:
         raise ApiError(
             400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
         )
-    return {"json_schema": format.json_schema.schema_}
+    return format.json_schema.schema_
 
 
 def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
@@ -159,7 +152,7 @@ def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict
         "created": int(time.time()),
         "model": model.spec.name,
         "choices": choices,
-        "usage": Usage.of(handles, body.num_answers).as_dict(),
+        "usage": Usage.of(handles, body.num_handles).as_dict(),
         "timings": timings_of(handles[0][0]),
     }
 
@@ -176,17 +169,89 @@ def _stream(call: Call, body: ChatRequest, model: ServedModel, answers: Answers,
     chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode)
 
     async def generate() -> AsyncGenerator[list[dict[str, Any]], None]:
-        yield [chunks.role(index) for index in range(body.num_answers)]
+        yield [chunks.role(index) for index in range(body.num_handles)]
         handles: dict[int, list[RequestOutput]] = {}
         found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
         async with contextlib.aclosing(found) as batches:
             async for parts in batches:
                 ready = [chunk for part in parts for chunk in chunks.of(part)]
                 handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
-                if body.has_usage_chunk and len(handles) == body.num_answers:
-                    usage = Usage.of([handles[index] for index in sorted(handles)], body.num_answers)
+                if body.has_usage_chunk and len(handles) == body.num_handles:
+                    usage = Usage.of([handles[index] for index in sorted(handles)], body.num_handles)
                     ready.append(chunks.usage(usage, handles[0][0]))
                 if ready:
                     yield ready
 
     return ChunkStream(call, generate(), close)
+
+
+Chunk = dict[str, Any]
+
+
+class ChatChunks:
+    """Makes the chunks of one stream, which share an id. ``decode`` is None without log-probabilities."""
+
+    def __init__(self, model: str, has_usage: bool, decode: Callable[[list[int]], str] | None) -> None:
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._has_usage, self._decode = has_usage, decode
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens that had no text yet, by answer
+
+    def role(self, index: int) -> Chunk:
+        """Return the first chunk of an answer."""
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
+        """Yield the chunks of a part: of an increment, of the end of an answer, or of a prompt that runs."""
+        if isinstance(part, AnswerDelta):
+            yield from self._of_delta(part.index, part.delta)
+        elif isinstance(part, AnswerEnd):
+            yield self._of_end(part.index, part.outputs[0])
+        else:
+            yield {**self._chunk(0, {}), "prompt_progress": part.as_dict()}
+
+    def _of_delta(self, index: int, delta: TextDelta) -> Iterator[Chunk]:
+        if self._decode is not None:
+            self._logprobs.setdefault(index, []).extend(token_logprobs(delta.tokens, delta.logprobs, self._decode))
+        for event in merged(delta.events):
+            fields = _fields_of(event)
+            if fields:
+                yield self._chunk(index, fields, logprobs=self._logprobs.pop(index, []))
+
+    def _of_end(self, index: int, output: RequestOutput) -> Chunk:
+        """Return the last chunk of an answer. Its tokens without text, such as that of the end, are in it."""
+        rest = self._logprobs.pop(index, [])
+        chunk = self._chunk(index, {}, finish_reason(output.finish_reason), rest)
+        return chunk if self._has_usage else {**chunk, "timings": timings_of(output)}
+
+    def usage(self, usage: Usage, first: RequestOutput) -> Chunk:
+        """Return the chunk about tokens, with the times of the ``first`` answer."""
+        return {**self._head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(first)}
+
+    def _chunk(
+        self, index: int, delta: Chunk, reason: str | None = None, logprobs: list[dict[str, Any]] | None = None
+    ) -> Chunk:
+        shown = {"content": logprobs, "refusal": None} if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
+        chunk: Chunk = {**self._head, "choices": [choice]}
+        if self._has_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def _fields_of(event: Event) -> Chunk:
+    """Return the ``delta`` of an event; empty if there is nothing to say."""
+    if isinstance(event, ContentDelta):
+        return {"content": event.text}
+    if isinstance(event, ReasoningDelta):
+        return {"reasoning_content": event.text}
+    if isinstance(event, CallBegin):
+        function = {"name": event.name, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+    if isinstance(event, ArgumentsDelta):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {}

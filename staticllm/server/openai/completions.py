@@ -15,16 +15,16 @@ from starlette.responses import Response
 
 from staticllm.core import MAX_ANSWERS
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers import AnswerEnd, Answers, Part, Usage
-from staticllm.server.api_error import ApiError
-from staticllm.server.chunk_stream import ChunkStream
+from staticllm.server.answers.answers import AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.asks import Ask
+from staticllm.server.answers.fields import Ids
+from staticllm.server.answers.respond import Close, Handles, respond
+from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, with_progress
+from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.fields import Ids, SamplingFields
-from staticllm.server.openai.generation import Close, Handles, respond
-from staticllm.server.openai.progress import PromptProgress, timings_of, with_progress
-from staticllm.server.openai.reasons import finish_reason
-from staticllm.server.openai.sampling import max_new_tokens, sampling_options
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ServedModel
+from staticllm.server.openai.fields import SamplingFields
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
@@ -44,11 +44,6 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     suffix: str | None = None
 
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "prompt"
-
 
 async def completions(call: Call, body: CompletionRequest) -> Response:
     """Continue prompts."""
@@ -59,14 +54,16 @@ async def completions(call: Call, body: CompletionRequest) -> Response:
         raise ApiError(400, f"{len(prompts)} prompts with n={body.n}: at most {MAX_ANSWERS} answers", param="prompt")
     if body.is_search and not isinstance(prompts[0], str):
         raise ApiError(400, "num_beams with token ids: give the prompt as text", param="num_beams")
-    inputs = [
-        (prompt if isinstance(prompt, str) else np.array(prompt), _options(body, index))
-        for prompt in prompts
-        for index in range(body.num_answers)
-    ]
-    return await respond(
-        call, body, model, inputs, partial(_completion, body, model), partial(_stream, call, body, model)
+    asked = body.asked(
+        max_tokens=body.max_tokens, wants_logprobs=body.logprobs is not None, is_chat=False, more={"echo": body.echo}
     )
+    asks = [
+        Ask.of(prompt if isinstance(prompt, str) else np.array(prompt), asked, index, body.priority)
+        for prompt in prompts
+        for index in range(body.num_handles)
+    ]
+    stream = partial(_stream, call, body, model) if body.stream else None
+    return await respond(call, model, asks, "prompt", partial(_completion, body, model), stream)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -98,14 +95,6 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     if texts or ids:
         return texts or [ids]
     return [each for each in prompt if isinstance(each, list)]
-
-
-def _options(body: CompletionRequest, index: int) -> dict[str, Any]:
-    options = {**sampling_options(body, index), **max_new_tokens(body.max_tokens), "apply_chat_template": False}
-    options["echo"] = body.echo
-    if body.logprobs is not None:
-        options["logprobs"] = 1
-    return options
 
 
 def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str], start: int) -> dict[str, Any]:
@@ -140,7 +129,7 @@ def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -
         text = (decode(output.echo) if output.echo else "") + output.text
         logprobs = None if body.logprobs is None else _logprobs(output, decode, 0)
         choices.append(_choice(index, text, logprobs, finish_reason(output.finish_reason)))
-    usage = Usage.of(handles, body.num_answers).as_dict()
+    usage = Usage.of(handles, body.num_handles).as_dict()
     return {**_head(model), "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
 
 
@@ -175,7 +164,7 @@ def _stream(call: Call, body: CompletionRequest, model: ServedModel, answers: An
                 if ready:
                     yield ready
         if body.has_usage_chunk:
-            usage = Usage.of([handles[index] for index in sorted(handles)], body.num_answers)
+            usage = Usage.of([handles[index] for index in sorted(handles)], body.num_handles)
             yield [{**head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(handles[0][0])}]
 
     return ChunkStream(call, generate(), close)

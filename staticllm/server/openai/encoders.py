@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle
-from staticllm.server.api_error import ApiError, json_response
+from staticllm.server.answers.fields import Fields, IgnoredFields, Text
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.fields import Fields, IgnoredFields, Text
-from staticllm.server.served_model import ServedModel
+from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.models.served import ServedModel
 from staticllm.server.telemetry.record import current_record
 
 MAX_TEXTS = 2048

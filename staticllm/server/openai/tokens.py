@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.conversation.templates.bounds import MAX_CHARS
+from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.tokenization import check_ids, encode_messages
-from staticllm.server.api_error import ApiError, json_response, to_json
+from staticllm.server.answers.fields import Fields, Text
+from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.fields import Fields, Text
-from staticllm.server.openai.messages import MAX_MESSAGES, Message, template_messages
-from staticllm.server.served_model import ServedModel
-from staticllm.server.workers import Workers
+from staticllm.server.http.errors import ApiError, json_response, to_json
+from staticllm.server.models.served import ServedModel
+from staticllm.server.models.workers import Workers
 
 SLICE = 1 << 14
 """Tokens that are written as JSON at once: a millisecond, in which no other thread runs."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from staticllm.server.served_model import ModelSpec, demo_spec, model_spec
+from staticllm.server.models.served import ModelSpec, demo_spec, model_spec
 from staticllm.server.settings import ServerSettings
 
 

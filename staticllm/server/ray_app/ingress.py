@@ -1,29 +1,53 @@
-"""The door of the cluster: takes HTTP requests from Ray's proxies, and sends each to a replica that suits it."""
+"""The entrance of the cluster: takes HTTP requests from Ray's proxies, and sends each to a replica that suits it."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from pydantic_core import from_json
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from staticllm.server.api_error import ApiError, to_json
 from staticllm.server.app import METRICS, METRICS_TYPE
 from staticllm.server.endpoint import CLIENT_GONE
-from staticllm.server.http.json_limits import check_json
-from staticllm.server.http_limits import LM_STUDIO, PREFIX, read_body
-from staticllm.server.ray_app.cluster_metrics import joined
+from staticllm.server.http.errors import ApiError, to_json
+from staticllm.server.http.limits import LM_STUDIO, PREFIX, check_json, read_body
+from staticllm.server.models.served import ModelSpec
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 from staticllm.server.ray_app.messages import ReplicaRequest, prompt_of
 from staticllm.server.ray_app.prefix_router import keep_tree_here
 from staticllm.server.ray_app.relay import Relay
 from staticllm.server.ray_app.replay import RESUMED_PATHS, EventReplay, seeded
-from staticllm.server.served_model import ModelSpec
+
+
+class _Joined(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def joined(pages: Mapping[str, bytes]) -> bytes:
+    """Return one page of metrics from those of each replica, in Prometheus' text format."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in text_string_to_metric_families(page.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.samples.append(sample._replace(labels={"replica": replica, **sample.labels}))
+    registry = CollectorRegistry()
+    registry.register(_Joined(families.values()))
+    return generate_latest(registry)
+
 
 BODY_SECONDS = 60.0
 METRICS_SECONDS = 5.0

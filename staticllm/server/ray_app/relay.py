@@ -12,7 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from staticllm.pipelines.daemon_client.delivered import DivergedError
-from staticllm.server.api_error import SERVER, ApiError
+from staticllm.server.http.errors import SERVER, ApiError
 from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
 from staticllm.server.ray_app.replay import EventReplay, lost_event
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import Any
 
 from staticllm.pipelines.daemon_client.delivered import Delivered, DivergedError
-from staticllm.server.api_error import SERVER, ApiError, to_json
+from staticllm.server.http.errors import SERVER, ApiError, to_json
 
 TEXTS = ("content", "reasoning_content", "text")
 RESUMED_PATHS = ("/chat/completions", "/completions")

@@ -5,21 +5,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ray import serve
 
 from staticllm.errors import ModelError, StaticLLMError
-from staticllm.server.access import AccessMiddleware, Origins
-from staticllm.server.api_error import ApiError
-from staticllm.server.app import create_app
+from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.server.app import OPEN_PATHS, create_app
+from staticllm.server.http.access import AccessMiddleware, Origins
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ModelSpec, ServedModel
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
-from staticllm.server.ray_app.health import DeviceWatch
-from staticllm.server.ray_app.in_process import answer_parts, scope_of
-from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
-from staticllm.server.served_model import ModelSpec
+from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest, answer_parts, scope_of
 from staticllm.server.state import LOOK_SECONDS, ServerState
+
+MAX_BAD_CHECKS = 2
+"""Checks in a row in which calls failed and none succeeded: a single bad request fails calls, too."""
+
+
+class DeviceWatch:
+    """Compares the counts of device calls from check to check."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._num_bad: dict[str, int] = {}
+
+    def failing(self, models: Iterable[ServedModel]) -> str | None:
+        """Return the name of a loaded model whose device fails every call, or None. Call it every few seconds."""
+        for model in models:
+            if not isinstance(model.pipeline, StaticLLMPipeline):
+                continue
+            stats, name = model.pipeline.stats(), model.spec.name
+            if self._is_bad(name, stats.num_failed_steps, stats.num_steps - stats.num_failed_steps):
+                return name
+        return None
+
+    def _is_bad(self, name: str, num_failed: int, num_good: int) -> bool:
+        old_failed, old_good = self._counts.get(name, (0, 0))
+        self._counts[name] = num_failed, num_good
+        if num_good != old_good:  # also after the model was loaded again, and counts from zero
+            self._num_bad[name] = 0
+        elif num_failed > old_failed:
+            self._num_bad[name] = self._num_bad.get(name, 0) + 1
+        return self._num_bad.get(name, 0) >= MAX_BAD_CHECKS
+
 
 _unloading: set[asyncio.Future[None]] = set()  # the loop itself holds tasks weakly
 
@@ -31,7 +61,9 @@ class Replica:
         self._state = ServerState.of(specs, settings.of_replica())
         self._app = create_app(self._state)
         own = self._state.settings
-        self._access = AccessMiddleware(self._app, own, Origins(own), lambda error: None)  # the application counts it
+        self._access = AccessMiddleware(
+            self._app, own, Origins(own), lambda error: None, OPEN_PATHS
+        )  # the application counts it
         self._watch = DeviceWatch()
         self._start: asyncio.Task[Any] | None = None
         self._keep = serve.multiplexed(max_num_models_per_replica=settings.models_per_replica)(self._loaded())

@@ -12,24 +12,21 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
-from staticllm.server.api_error import ApiError, to_json
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
+from staticllm.server.answers.respond import Close, Handles, respond
+from staticllm.server.answers.results import finish_reason
+from staticllm.server.answers.stream import ChunkStream, EventFrame
 from staticllm.server.catalog.facts import context_length
-from staticllm.server.chunk_stream import ChunkStream, EventFrame
 from staticllm.server.endpoint import Call
-from staticllm.server.openai.chat import ChatRequest, JsonSchema, ResponseFormat, Tool, chat_options
-from staticllm.server.openai.fields import Function
-from staticllm.server.openai.generation import Close, Handles, respond
-from staticllm.server.openai.reasons import finish_reason
-from staticllm.server.openai.sampling import max_new_tokens
+from staticllm.server.http.errors import ApiError, to_json
+from staticllm.server.models.served import ServedModel
 from staticllm.server.responses.events import EventMaker
-from staticllm.server.responses.fields import ResponsesRequest
+from staticllm.server.responses.fields import ResponsesRequest, TextFormat
 from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id, resolved
 from staticllm.server.responses.store import ResponseStore, StoredResponse
-from staticllm.server.served_model import ServedModel
 
-_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-         "stop", "chat_template_kwargs", "priority")  # fmt: skip
+_TOOL = {"name", "description", "parameters"}
 
 
 async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Response:
@@ -52,8 +49,9 @@ async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Re
     def stream(answers: Answers, close: Close) -> Response:
         return ResponseStream(call, maker, answers, close)
 
-    options = response_options(body, context_length(model, call.state.settings))
-    return await respond(call, body, model, [([*system, *conversation], options)], maker.whole, stream)
+    asked = asked_of(body, context_length(model, call.state.settings))
+    asks = [Ask.of([*system, *conversation], asked, priority=body.priority)]
+    return await respond(call, model, asks, "input", maker.whole, stream if body.stream else None)
 
 
 def _no_input(is_given: bool) -> ApiError:
@@ -64,8 +62,8 @@ def _no_input(is_given: bool) -> ApiError:
     )
 
 
-def response_options(body: ResponsesRequest, max_seq_len: int | None) -> dict[str, Any]:
-    """Return the options of an answer for ``StaticLLMPipeline.submit``.
+def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
+    """Return what a request asks for.
 
     With ``truncation`` a prompt or conversation that is too long loses its middle; without a limit of its own the answer then has
     at most ``max_seq_len`` tokens.
@@ -73,23 +71,32 @@ def response_options(body: ResponsesRequest, max_seq_len: int | None) -> dict[st
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
-    chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in _SAME})
-    chat.max_completion_tokens, chat.reasoning_effort = body.max_output_tokens, body.reasoning.effort
-    format = body.text.format
-    if format.type != "text":
-        schema = JsonSchema.model_construct(schema_=format.schema_) if format.schema_ is not None else None
-        chat.response_format = ResponseFormat.model_construct(type=format.type, json_schema=schema)
-    chat.tools = [
-        Tool(
-            type="function", function=Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+    is_truncated, effort = body.truncation != "disabled", body.reasoning.effort
+    limit = body.max_output_tokens
+    return AnswerFields(
+        numbers=numbers_of(body, "responses"),
+        stop=body.stop,
+        max_tokens=max_seq_len if limit is None and is_truncated else limit,
+        json_schema=_schema_of(body.text.format),
+        tools=[
+            {"type": "function", "function": tool.model_dump(include=_TOOL, exclude_none=True)} for tool in body.tools
+        ],
+        tool_choice=_tool_choice(body.tool_choice),
+        context={**(body.chat_template_kwargs or {}), **({} if effort is None else {"reasoning_effort": effort})},
+        is_truncated=is_truncated,
+    )
+
+
+def _schema_of(format: TextFormat) -> dict[str, Any] | None:
+    if format.type == "text":
+        return None
+    if format.type == "json_object":
+        return {"type": "object"}
+    if format.schema_ is None:
+        raise ApiError(
+            400, "response_format of type json_schema needs json_schema.schema", param="response_format.json_schema"
         )
-        for tool in body.tools
-    ]
-    chat.tool_choice = _tool_choice(body.tool_choice)
-    options = chat_options(chat, 0)
-    if body.truncation == "disabled":
-        return options
-    return {**max_new_tokens(max_seq_len), **options, "overflow": "truncate_middle"}
+    return format.schema_
 
 
 def _tool_choice(choice: Any) -> Any:

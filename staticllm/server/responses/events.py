@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from staticllm.pipelines.conversation.parsing.events import (
+from staticllm.pipelines.conversation.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,

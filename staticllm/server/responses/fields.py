@@ -6,8 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from staticllm.server.openai.fields import Fields, Function, IgnoredFields, MessageFields, Stop, Text
-from staticllm.server.openai.messages import MAX_MESSAGES
+from staticllm.server.answers.fields import (
+    Fields,
+    Function,
+    IgnoredFields,
+    MessageFields,
+    Priority,
+    Stop,
+    Text,
+    number_fields,
+)
+from staticllm.server.answers.messages import MAX_MESSAGES
 
 
 class InputPart(MessageFields):
@@ -85,8 +94,8 @@ class ResponsesStreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-class ResponsesRequest(IgnoredFields):
-    """The body of a request for an answer that the server remembers. The fields from ``top_k`` on are not OpenAI's."""
+class ResponsesRequest(number_fields(IgnoredFields, "responses")):  # type: ignore[misc]
+    """The body of a request for an answer that the server remembers. Some of its numbers are not OpenAI's."""
 
     model_config = ConfigDict(title="ResponsesRequest")
 
@@ -98,8 +107,6 @@ class ResponsesRequest(IgnoredFields):
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
     background: Literal[False] = False
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
     max_tool_calls: Any = None  # of the tools of OpenAI's own servers
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     top_logprobs: Literal[0] = 0
@@ -113,22 +120,6 @@ class ResponsesRequest(IgnoredFields):
         | Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)]
         | None
     ) = None
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int = Field(0, ge=-1000, le=1000)
-
-    @property
-    def is_search(self) -> bool:
-        """There is no beam search here."""
-        return False
-
-    @property
-    def prompt_field(self) -> str:
-        """The name of the field that has the prompt."""
-        return "input"
+    priority: Priority = 0

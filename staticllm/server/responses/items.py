@@ -6,8 +6,8 @@ import uuid
 from typing import Any
 
 from staticllm.results import AssistantMessage
-from staticllm.server.api_error import ApiError
-from staticllm.server.openai.messages import no_text
+from staticllm.server.answers.messages import no_text
+from staticllm.server.http.errors import ApiError
 from staticllm.server.responses.fields import InputItem, InputPart
 from staticllm.server.responses.store import ResponseStore
 

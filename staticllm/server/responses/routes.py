@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from staticllm.server.api_error import ApiError, json_response
 from staticllm.server.endpoint import Call, endpoint, guarded
+from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.responses.create import create
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.store import ResponseStore

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from staticllm.server.api_error import ApiError, to_json
+from staticllm.server.http.errors import ApiError, to_json
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20

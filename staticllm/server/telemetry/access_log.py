@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from starlette.datastructures import Headers
 
 from staticllm.errors import ConfigError
-from staticllm.server.api_error import to_json
+from staticllm.server.http.errors import to_json
 from staticllm.server.telemetry.record import RequestRecord
 
 STANDARD_ERROR = "-"

@@ -1,4 +1,4 @@
-"""Follows each request to its end, and hands what is known then to the access log and to OpenTelemetry."""
+"""Follows each request to its end, and hands its record to the access log and to OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from staticllm.server.access import CLIENT
+from staticllm.errors import ConfigError
+from staticllm.server.http.access import CLIENT
+from staticllm.server.settings import ServerSettings
+from staticllm.server.telemetry.access_log import AccessLog
 from staticllm.server.telemetry.record import MAX_PATH, RequestRecord, set_current
 
 SESSION = "x-session-affinity"
@@ -59,3 +62,22 @@ class TelemetryMiddleware:
             record.client = str(scope.get(CLIENT, ""))
             for end in ends:
                 end()
+
+
+def make_sinks(settings: ServerSettings) -> list[Sink]:
+    """Return the access log and the spans that the settings ask for.
+
+    Raises:
+        ConfigError: the log cannot be written, or OpenTelemetry is not installed.
+    """
+    sinks: list[Sink] = []
+    if settings.has_spans:
+        try:
+            from staticllm.server.telemetry.spans import otlp_spans
+
+            sinks.append(otlp_spans())
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--otel: {error.name} is not installed: pip install 'staticllm[otel]'") from None
+    if settings.access_log is not None:
+        sinks.append(AccessLog(settings.access_log))
+    return sinks

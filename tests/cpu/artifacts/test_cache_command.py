@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from staticllm.cli import cli
-from staticllm.pipelines.diagnostics import memory as plan
+from staticllm.pipelines.diagnostics import diagnosis
 from staticllm.pipelines.diagnostics.doctor import examine
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -125,7 +125,7 @@ def test_plan_says_whether_it_fits(zoo, monkeypatch, staticllm):
     assert found["needed"] == sum(found["bytes"].values()) < found["available"]
     assert found["bytes"]["recurrent states"] > 0
     assert found["variants"]
-    monkeypatch.setattr(plan, "device_memory", lambda core, device: found["needed"] - 1)
+    monkeypatch.setattr(diagnosis, "device_memory", lambda core, device: found["needed"] - 1)
     done = CliRunner().invoke(cli, ["plan", str(zoo / "lfm2")])
     assert done.exit_code == 1
     assert "it does not fit: lower" in done.output

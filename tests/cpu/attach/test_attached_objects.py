@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from staticllm import demo_model_path
-from staticllm.cli.attach.launcher import attached_environment
+from staticllm.cli.attach import attached_environment
 from tests.support.attach.daemons import daemon_thread
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from staticllm import demo_model_path
-from staticllm.cli.attach.launcher import attached_environment
+from staticllm.cli.attach import attached_environment
 from tests.support.attach.attached_programs import daemon_environment, last_json, run
 
 STEPS = """

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from staticllm.cli.attach.launcher import attached_environment
+from staticllm.cli.attach import attached_environment
 from tests.support.attach.daemons import daemon_thread
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from staticllm import ConfigError
-from staticllm.cli.attach import installed_hook
-from staticllm.cli.attach.launcher import HOOK, command
+from staticllm.cli import attach as installed_hook
+from staticllm.cli.attach import HOOK, command
 from tests.support.attach.attached_programs import daemon_environment
 
 SHOW = "import sys; print([type(finder).__name__ for finder in sys.meta_path if type(finder).__name__ == 'Finder'])"

@@ -18,7 +18,7 @@ from support.attach.daemons import wait_for  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.cli import cli  # noqa: E402
-from staticllm.cli.client.tables import printable  # noqa: E402
+from staticllm.cli.terminal import printable  # noqa: E402
 
 PROMPT = "What is an NPU?"
 KEY = "only-this-one"
@@ -91,8 +91,8 @@ def test_a_chat_with_the_server_remembers_and_forgets(served, monkeypatch):
     lines = iter(["My name is Ada.", "What is my name?", "/clear", "", "What is my name?", "/exit"])
     bodies = []
     monkeypatch.setattr("staticllm.cli.run._prompt", lambda argument: None)
-    monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda: lambda: next(lines))
-    from staticllm.cli.client import server_client
+    monkeypatch.setattr("staticllm.cli.chat.line_reader", lambda words: lambda: next(lines))
+    from staticllm.cli import server_client
 
     stream = server_client.ServerClient.stream
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_list_ps_and_stop(served):
 
 
 def test_a_model_in_use_is_unloaded_afterwards(served, monkeypatch):
-    monkeypatch.setattr("staticllm.cli.client.stop.WAIT_SECONDS", 0.3)
+    monkeypatch.setattr("staticllm.cli.servers.WAIT_SECONDS", 0.3)
     pieces, thread = [], None
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 600, "ignore_eos": True}
 
@@ -158,7 +158,7 @@ def test_top_shows_the_scheduler(served):
 
 
 def test_top_lists_requests_and_lost_models():
-    from staticllm.cli.client.top import lines_of
+    from staticllm.cli.servers import lines_of
 
     totals = dict.fromkeys(
         ("requests", "calls", "preemptions", "output_tokens", "prompt_tokens", "cached_tokens", "prefill_seconds"), 0
@@ -274,10 +274,10 @@ def test_a_list_of_ollama_is_shown_as_far_as_it_goes():
 
 
 def test_an_answer_without_an_end_is_given_up(monkeypatch):
-    monkeypatch.setattr("staticllm.cli.client.server_client.GET_SECONDS", 0.5)
+    monkeypatch.setattr("staticllm.cli.server_client.GET_SECONDS", 0.5)
     with answering(b"[", pause=0.05) as address:
         assert "does not end" in refused("list", server=address)
-    monkeypatch.setattr("staticllm.cli.client.server_client.MAX_ANSWER", 1000)
+    monkeypatch.setattr("staticllm.cli.server_client.MAX_ANSWER", 1000)
     with answering(b"[" + b"1," * 1000, pause=0.05) as address:
         assert "does not end" in refused("list", server=address)
 

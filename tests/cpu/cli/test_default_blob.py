@@ -63,7 +63,7 @@ def test_a_model_after_the_option_is_no_path_of_a_set(staticllm):
 def test_a_read_only_folder_is_refused_before_compiling(monkeypatch):
     from support.command_line import in_here
 
-    monkeypatch.setattr("staticllm.cli.compile._compile", lambda *_: 1 / 0)
+    monkeypatch.setattr("staticllm.pipelines.loading.export.export_set", lambda *_: 1 / 0)
     done = in_here("compile", "my_model", "--export-blob")
     assert "is read-only: give another path with BLOB_PATH or --export-blob PATH" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -75,7 +75,7 @@ def test_a_place_that_takes_no_files_is_refused_before_compiling(model, monkeypa
     from support.command_line import in_here
 
     monkeypatch.setattr("os.access", lambda path, mode: True)  # as for root
-    monkeypatch.setattr("staticllm.cli.compile._compile", lambda *_: 1 / 0)
+    monkeypatch.setattr("staticllm.pipelines.loading.export.export_set", lambda *_: 1 / 0)
     before = sorted(tmp_path.iterdir())
     done = in_here("compile", "my_model", "--export-blob", "/proc/x")
     assert "the blob set '/proc/x' cannot be written, '/proc' takes no files (No such file or directory)" in done.stderr

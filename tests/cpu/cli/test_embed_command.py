@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-import warnings
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +18,7 @@ from support import command_line
 from support.encoders.encoder_models import encoder_directory, unpack
 
 from staticllm import demo_model_path
-from staticllm.cli.embedding import embed, texts, vector_files
+from staticllm.cli import embed, texts
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
@@ -84,40 +80,17 @@ def test_json_lines_keep_their_fields(staticllm, directory, pipe, tmp_path):
     np.testing.assert_allclose(objects(named.stdout)[0]["embedding"], first["embedding"], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["npy", "jsonl", "parquet"])
-@pytest.mark.parametrize("output_type", ["float32", "uint8", "binary"])
-def test_every_format_holds_the_vectors_of_encode(
-    staticllm, directory, pipe, file, tmp_path, monkeypatch, kind, output_type
-):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow", reason="pip install '.[parquet]'")
-    monkeypatch.setattr(texts, "BATCH_TEXTS", 2)  # so that there are two batches, which share their ranges
-    monkeypatch.setattr(vector_files, "ROW_GROUP", 3)
+@pytest.mark.parametrize("kind", ["npy", "jsonl"])
+def test_every_format_holds_the_vectors_of_encode(staticllm, directory, pipe, file, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(texts, "BATCH_TEXTS", 2)  # so that there are two batches
     path = tmp_path / f"out.{kind}"
-    done = staticllm("embed", directory, *F32, "--file", file, "-o", path, "--output-type", output_type)
+    done = staticllm("embed", directory, *F32, "--file", file, "-o", path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    assert ("Warning: the ranges of int8 and uint8 are those of 4 vectors" in done.stderr) == (output_type == "uint8")
-    found = read(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = pipe.encode(LINES, output_type=output_type)
-    assert kind == "jsonl" or found.dtype == expected.dtype
-    np.testing.assert_allclose(found.astype(np.float32), expected, atol=1e-6 if output_type == "float32" else 1, rtol=0)
+    assert (done.stdout, done.stderr) == ("", "")
+    found = np.load(path) if kind == "npy" else vectors(path.read_text(encoding="utf-8"))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, pipe.encode(LINES), atol=1e-6, rtol=0)
     assert sorted(tmp_path.iterdir()) == sorted([file, path]), "nothing else is left"
-
-
-def read(path):
-    if path.suffix == ".npy":
-        return np.load(path)
-    if path.suffix == ".jsonl":
-        return np.array([entry["embedding"] for entry in objects(path.read_text(encoding="utf-8"))])
-    pa = pytest.importorskip("pyarrow.parquet", reason="pip install '.[parquet]'")
-    table = pa.read_table(path)
-    assert table.column_names == ["text", "embedding"]
-    assert table["text"].to_pylist() == LINES
-    column = table["embedding"].combine_chunks()
-    return column.flatten().to_numpy().reshape(len(table), -1)
 
 
 def test_prompts_dimensions_pooling_and_length_reach_the_encoder(staticllm, directory, pipe, tmp_path):
@@ -132,14 +105,6 @@ def test_prompts_dimensions_pooling_and_length_reach_the_encoder(staticllm, dire
     np.testing.assert_allclose(embedded("--dimensions", 8), pipe.encode(["a fox runs"], dimensions=8), atol=1e-6)
     assert np.abs(embedded("--pooling", "last") - embedded()).max() > 0.01
     assert np.abs(embedded("--max-length", 2) - embedded()).max() > 0.01
-
-
-def test_a_calibration_file_gives_the_ranges(staticllm, directory, pipe, tmp_path):
-    known = pipe.encode([f"text {i}" for i in range(120)])
-    np.save(tmp_path / "known.npy", known)
-    done = staticllm("embed", directory, *F32, "a", "--output-type", "int8", "--calibration", tmp_path / "known.npy")
-    assert done.stderr == ""
-    assert np.abs(vectors(done.stdout) - pipe.encode(["a"], output_type="int8", calibration=known)).max() <= 1
 
 
 def test_long_inputs_are_read_in_batches_and_keep_their_order(directory, pipe, monkeypatch, tmp_path):
@@ -163,23 +128,6 @@ def test_long_inputs_are_read_in_batches_and_keep_their_order(directory, pipe, m
 def test_batches_end_with_many_characters():
     entries = (texts.Entry("x" * (texts.BATCH_CHARS // 3 + 1), i, {}) for i in range(7))
     assert [len(batch.entries) for batch in texts._batches(entries, lambda: None)] == [3, 3, 1]
-
-
-@pytest.mark.parametrize("kind", ["npy", "parquet"])
-def test_binary_formats_go_to_a_pipe_whole(directory, pipe, kind):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow", reason="pip install '.[parquet]'")
-    done = subprocess.run(
-        [*command_line.STATICLLM, "embed", str(directory), *F32, "a fox", "b", "--format", kind],
-        capture_output=True, timeout=120, check=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if kind == "npy":
-        found = np.load(io.BytesIO(done.stdout))
-    else:
-        import pyarrow.parquet as pq
-
-        found = np.array(pq.read_table(io.BytesIO(done.stdout))["embedding"].to_pylist())
-    np.testing.assert_allclose(found, pipe.encode(["a fox", "b"]), atol=1e-6, rtol=0)
 
 
 MISTAKES = [
@@ -207,11 +155,7 @@ MISTAKES = [
     (["t", "-o", "FOLDER", "--format", "npy"], b"", 1, "is a folder: choose the path of a file"),
     (["t", "-o", "IN.csv"], b"", 2, "the suffix says no format: use .npy"),
     (["t", "--prompt", "a", "--query"], b"", 2, "--prompt and --query both say"),
-    (["t", "--calibration", "IN"], b"", 2, "--calibration is for int8 and uint8, --output-type is float32"),
-    (["t", "--calibration", "IN", "--output-type", "int8"], b"\x93NUMPY", 1, "is not an NPY file of numbers"),
-    (["t", "--calibration", "IN", "--output-type", "int8"], b"text", 1, "is not an NPY file of numbers"),
-    (["t", "--calibration", "IN.missing", "--output-type", "int8"], b"", 1, "cannot be read: No such file"),
-    (["t", "--output-type", "int8"], b"", 1, "1 vectors have none: give a calibration"),
+    (["t", "-o", "/dev/null", "--format", "npy"], b"", 2, "npy is written to a file: give --output FILE.npy"),
     (["t", "--dimensions", "33"], b"", 1, "--dimensions 33: the model's vectors have 32 values"),
     (["t", "--dimensions", "0"], b"", 2, "--dimensions"),
     (["t", "--device", "QPU"], b"", 1, "QPU"),
@@ -291,7 +235,7 @@ def test_a_text_whose_vector_is_not_finite_is_named_by_its_line(directory, monke
 
 def test_an_existing_file_is_kept_if_a_later_line_fails(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "BATCH_TEXTS", 1)
-    kinds = ("npy", "jsonl", *(("parquet",) if find_spec("pyarrow") else ()))
+    kinds = ("npy", "jsonl")
     for kind in kinds:
         path = tmp_path / f"out.{kind}"
         path.write_bytes(b"before")
@@ -308,21 +252,15 @@ def test_an_existing_file_is_kept_if_a_later_line_fails(directory, tmp_path, mon
 
 
 @pytest.mark.skipif(os.name == "nt" or not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("kind", ["npy", "jsonl", "parquet"])
-def test_a_full_disk_is_one_line(directory, kind):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow", reason="pip install '.[parquet]'")
-    done = command_line.in_child("embed", directory, "a", "-o", "/dev/full", "--format", kind)
+def test_a_full_disk_is_one_line(directory):
+    done = command_line.in_child("embed", directory, "a", "-o", "/dev/full", "--format", "jsonl")
     assert done.returncode == 1
     assert done.stderr == "Error: '/dev/full' cannot be written: No space left on device\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
-@pytest.mark.parametrize("kind", ["npy", "parquet"])
-def test_ctrl_c_ends_at_once_and_leaves_no_file(directory, tmp_path, kind):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow", reason="pip install '.[parquet]'")
-    path = tmp_path / f"out.{kind}"
+def test_ctrl_c_ends_at_once_and_leaves_no_file(directory, tmp_path):
+    path = tmp_path / "out.npy"
     child = subprocess.Popen(
         [*command_line.STATICLLM, "embed", str(directory), "-o", str(path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -391,10 +329,3 @@ def test_progress_counts_texts_and_the_share_of_the_file(directory, file, monkey
     shown.clear()
     command_line.in_here("embed", directory, "-o", tmp_path / "x.npy", stdin="a\nb\n")
     assert {total for _, _, total in shown} == {0}, "the size of stdin is not known"
-
-
-def test_parquet_without_pyarrow_says_what_to_install(directory, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    done = command_line.in_here("embed", directory, "a", "-o", tmp_path / "x.parquet")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: Parquet needs pyarrow: pip install 'staticllm[parquet]'")

@@ -6,8 +6,8 @@ import pytest
 from support.command_line import in_here
 
 from staticllm import demo_model_path
+from staticllm.cli.model_arguments import ModelAndPrompt, model_and_prompt, served_name
 from staticllm.cli.run import command as run_command
-from staticllm.cli.usage.model_arguments import ModelAndPrompt, model_and_prompt, served_name
 
 
 @pytest.fixture
@@ -115,8 +115,9 @@ def test_a_server_gets_the_name_of_a_folder(given, name):
 
 def test_run_there_takes_the_model_as_an_argument(monkeypatch):
     asked = []
-    monkeypatch.setattr("staticllm.cli.run.run_there", lambda *given: asked.append(given[2:4]))
+    monkeypatch.setattr("staticllm.cli.run.ServerBackend", lambda client, model, options: asked.append(model))
+    monkeypatch.setattr("staticllm.cli.run._respond", lambda backend, prompt, options: asked.append(prompt))
     for arguments in (["demo", "hi"], ["-m", "demo", "hi"], ["hi"], ["owner/name"]):
         assert in_here("run", "--server", "http://127.0.0.1:1", *arguments, stdin="piped").returncode == 0
-    assert asked == [("demo", "hi"), ("demo", "hi"), (None, "hi"), ("owner/name", "piped")]
+    assert asked == ["demo", "hi", "demo", "hi", None, "hi", "owner/name", "piped"]
     assert run_command.name == "run"

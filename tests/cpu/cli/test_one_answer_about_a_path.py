@@ -19,7 +19,7 @@ from staticllm import (
 )
 from staticllm.adapters.lora import read_adapter
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.pipelines.diagnostics.model_check import check_model
+from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
 
 VERBS = {

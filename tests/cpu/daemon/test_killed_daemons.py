@@ -17,7 +17,7 @@ from openvino_genai import StructuredOutputConfig
 
 import staticllm
 from staticllm import StaticLLMPipeline
-from staticllm.cli.attach.launcher import attached_environment
+from staticllm.cli.attach import attached_environment
 from staticllm.daemon.process import lifetime
 from staticllm.errors import ProcessLostError, SnapshotError
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection

@@ -10,7 +10,8 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.pipelines.diagnostics.inspect import inspect_model
+from staticllm.devices import check_known
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.diagnostics.node_profile import (
     NodeTime,
     decode_step,
@@ -106,11 +107,13 @@ def test_the_calls_of_a_profile_do_not_count_for_each_other(model_path):
 
 
 def test_a_devices_own_settings_are_named(model_path):
-    config = StaticLLMConfig(**SMALL, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
-    assert set(inspect_model(model_path("demo"), "CPU", config).settings.values()) == {"f32, no quantization"}
-    assert set(inspect_model(model_path("demo"), "NPU", StaticLLMConfig(**SMALL)).settings.values()) == {
-        "the device's own"
-    }
+    def settings(device, **properties):
+        given = {name.upper(): value for name, value in SMALL.items()} | properties
+        job = job_in(model_path("demo"), device, given, check=check_known)
+        return set(diagnosis_of("decoder").report(job).settings.values())
+
+    assert settings("CPU", INFERENCE_PRECISION_HINT="f32") == {"f32, no quantization"}
+    assert settings("NPU") == {"the device's own"}
 
 
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="the plugin has no such products under a limited ISA")

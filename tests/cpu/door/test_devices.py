@@ -8,7 +8,7 @@ import staticllm
 from staticllm.cli import cli
 from staticllm.devices import check_device, check_known, get_core, known_properties, npu_compiler_problem
 from staticllm.errors import DeviceError
-from staticllm.pipelines.diagnostics.verify import verify_model
+from staticllm.pipelines.diagnostics.kinds import job_in
 
 
 class Core:
@@ -53,7 +53,7 @@ def test_a_model_that_is_not_a_language_model_is_a_one_line_error(zoo, tmp_path)
         assert done.stderr.startswith("Error: ")
         assert len(done.stderr.strip().splitlines()) == 1
     with pytest.raises(staticllm.ModelError):
-        list(verify_model(tmp_path))
+        job_in(tmp_path, "CPU", {})
 
 
 def test_the_module_lists_its_lazy_imports():

@@ -10,7 +10,7 @@ from support.encoders.encoder_models import unit
 from support.encoders.long_texts import Original, demo_embedder, hidden_states, words
 
 from staticllm.errors import BlobError
-from staticllm.pipelines.diagnostics.encoder_reports import inspect_encoder
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.embedding.encoder_job import encoder_job
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.encoder_plan import continuing_for
@@ -20,6 +20,10 @@ from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+
+
+def report_of(directory, choices):
+    return diagnosis_of("encoder").report(encoder_job(directory, "CPU", choices))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def test_the_pipeline_embeds_long_and_short_texts(demo, demo_alone, mode):
 def test_a_mean_needs_the_whole_text_in_one_call(demo):
     """Its parts would have to be added up before Dense modules and normalisation, which are in the program."""
     kind = StaticEmbeddingPipeline.PoolingType.MEAN
-    report = inspect_encoder(demo, "CPU", EncoderChoices(pooling="mean"))
+    report = report_of(demo, EncoderChoices(pooling="mean"))
     assert max(variant.rows for variant in report.variants) == 2000
     assert not any(variant.past for variant in report.variants)
     with StaticEmbeddingPipeline(demo, "CPU", pooling_type=kind, **F32) as pipe:
@@ -142,9 +146,9 @@ def test_a_set_with_chunks_is_not_that_of_another_pooling(demo, tmp_path):
 
 
 def test_inspect_names_the_chunks(demo):
-    report = inspect_encoder(demo, "CPU", EncoderChoices())
+    report = report_of(demo, EncoderChoices())
     sizes = {(variant.rows, variant.past) for variant in report.variants if variant.past}
     assert {(rows, past) for rows in (64, 256, 512) for past in (512, 1024, 2000)} <= sizes
     assert {past for _, past in sizes} == {32, 64, 128, 512, 1024, 2000}
-    report = inspect_encoder(demo, "CPU", EncoderChoices(properties={"PROGRAMS": "separate"}))
+    report = report_of(demo, EncoderChoices(properties={"PROGRAMS": "separate"}))
     assert [(variant.rows, variant.past) for variant in report.variants if variant.past] == [(512, 1536)]

@@ -19,7 +19,7 @@ from support.helpers import one_line
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, ConfigError, ModelError, PromptError, StaticLLMError
-from staticllm.pipelines.diagnostics.model_check import check_model
+from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.embedding.score_activation import activated, chosen_activation
 from staticllm.pipelines.text_rerank_pipeline import ranking

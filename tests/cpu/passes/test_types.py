@@ -8,7 +8,7 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.diagnostics.verify import verify_model
+from staticllm.pipelines.diagnostics.decoder_diagnosis import DecoderDiagnosis
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -70,7 +70,8 @@ def test_compressed_weights_compute_what_the_compressed_original_computes(name, 
     ov.save_model(model, tmp_path / "openvino_model.xml", compress_to_fp16=False)
     shutil.copy(zoo / name / "config.json", tmp_path)
     modes = ("separate", "shared") if in_full else ("shared",)
-    verdicts = list(verify_model(tmp_path, modes=modes, chunks=(16,)))
+    diagnosis = DecoderDiagnosis((16,))
+    verdicts = list(diagnosis.verdicts(diagnosis.job(tmp_path, "CPU", {}), modes))
     num_checks = 4 if name == "lfm2" else 6  # recurrent states: no drafts, and no second sequence
     assert len(verdicts) == num_checks * len(modes), verdicts
     assert all(verdict.is_ok for verdict in verdicts), verdicts

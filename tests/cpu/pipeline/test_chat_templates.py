@@ -13,9 +13,9 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import PromptError
-from staticllm.pipelines.conversation.templates import bounds
-from staticllm.pipelines.conversation.templates.chat_template import render
-from staticllm.pipelines.conversation.templates.compiled import MAX_TEMPLATE_CHARS
+from staticllm.pipelines.conversation import sandbox as bounds
+from staticllm.pipelines.conversation.chat_template import render
+from staticllm.pipelines.conversation.sandbox import MAX_TEMPLATE_CHARS
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -153,8 +153,8 @@ MEMORY = {
 }
 CHILD = """
 import json, sys, time
-from staticllm.pipelines.conversation.templates import bounds
-from staticllm.pipelines.conversation.templates.chat_template import render
+from staticllm.pipelines.conversation import sandbox as bounds
+from staticllm.pipelines.conversation.chat_template import render
 name, template = json.loads(sys.stdin.readline())
 if sys.platform == "linux":
     import resource

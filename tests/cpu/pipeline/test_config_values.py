@@ -10,9 +10,9 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.diagnostics.model_check import check_model
+from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.generation.config_values import NAMES, unreadable_field
+from staticllm.pipelines.generation.options.genai import NAMES, unreadable_field
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

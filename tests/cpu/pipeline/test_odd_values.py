@@ -7,9 +7,9 @@ import openvino_genai as genai
 import pytest
 
 from staticllm.errors import MAX_SHOWN, GenerationConfigError, StaticLLMError, shown
-from staticllm.pipelines.generation.config_values import NAMES
-from staticllm.pipelines.generation.extra_options import EXTRA_NAMES
-from staticllm.pipelines.generation.options import resolve
+from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
+from staticllm.pipelines.generation.options.genai import NAMES
+from staticllm.pipelines.generation.options.resolve import resolve
 from staticllm.pipelines.grammars.requested import KEYWORDS
 
 

@@ -7,6 +7,7 @@ import uuid
 
 import openvino_genai as genai
 import pytest
+from support import calls
 
 from staticllm import GenerationConfigError, StaticLLMPipeline, demo_model_path
 
@@ -35,16 +36,16 @@ TOOLS = [
 BEGIN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {
     "hermes": BEGIN + '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> #}',
-    "xml": BEGIN + "{# <tool_call><function=f><parameter=x>1</parameter></function></tool_call> #}",
+    "xml": calls.XML,
     "llama": BEGIN + '{# <|python_tag|> {"name": "f", "parameters": {}} #}',
     "pythonic": BEGIN + "{# <|python_start|> [f(x=1)] #}",
     "mistral": BEGIN + '{# [TOOL_CALLS] [{"name": "f", "arguments": {}}] #}',
-    "glm": BEGIN + "{# <tool_call>f <arg_key>x</arg_key><arg_value>1</arg_value></tool_call> #}",
-    "deepseek": BEGIN + "{# <｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json #}",
-    "deepseek31": BEGIN + "{# <｜tool▁call▁begin｜>f<｜tool▁sep｜>{} #}",
+    "glm": calls.GLM,
+    "deepseek": calls.DEEPSEEK,
+    "deepseek31": calls.DEEPSEEK_31,
     "minicpm": BEGIN + "{# <|tool_call_start|> ```python f() #}",
     "functionary": BEGIN + "{# >>>all #}>>>",
-    "functionary31": BEGIN + "{# <function=f>{}</function> #}",
+    "functionary31": calls.FUNCTION_JSON,
 }
 
 
@@ -67,9 +68,8 @@ def test_a_required_call_satisfies_a_schema(pipes, name, seed):
         "How is the weather?", tools=TOOLS, tool_choice="required", do_sample=True, temperature=1.5, rng_seed=seed,
         max_new_tokens=300,
     )  # fmt: skip
-    calls = result.tool_calls[0]
-    assert calls, str(result)
-    for call in calls:
+    assert result.tool_calls[0], str(result)
+    for call in result.tool_calls[0]:
         schema = {"weather": CITY, "time": TIME}[call.name]
         jsonschema.validate(json.loads(call.arguments), schema)
     assert result.finish_reasons == ["tool_call"]

@@ -60,7 +60,7 @@ def child():
     for name, call in calls.items():
         if name != "embedded":
             call(pipe)
-    from staticllm.pipelines.conversation.templates.chat_template import shape_of
+    from staticllm.pipelines.conversation.chat_template import shape_of
 
     assert shape_of(TEMPLATE).has_system, "what failed is not remembered"
     assert not shape_of(TEMPLATE).wants_parts

@@ -15,6 +15,7 @@ from staticllm.errors import BlobError
 from staticllm.model_dir import read_model
 from staticllm.pipelines.artifacts import manifest
 from staticllm.pipelines.artifacts.fingerprint import OtherFingerprint
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
@@ -141,3 +142,14 @@ def test_a_set_of_a_third_kind_is_for_its_choices_and_its_kind_only(directory, t
         load_job(replace(job, kind=SoundKind((32,)), config=config))
     with pytest.raises(BlobError, match="are of a sound model"):
         load_job(replace(job, kind=type("Other", (SoundKind,), {"name": "other"})(), config=config))
+
+
+def test_a_third_kind_is_inspected_planned_and_verified_by_the_defaults(directory):
+    folder, _ = directory
+    job, diagnosis = LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None), diagnosis_of("sound")
+    assert "kind      sound model" in diagnosis.report(job).lines()
+    assert diagnosis.estimate(job).bytes["buffers"] == 4 * sum(BANDS * rows + WIDTH for rows in (16, 64))
+    assert all(each.seconds for each in diagnosis.measure(job).variants)
+    verdicts = list(diagnosis.verdicts(job, ("separate", "shared")))
+    assert [verdict.is_ok for verdict in verdicts] == [True] * 4
+    assert diagnosis.agreement(job).is_ok

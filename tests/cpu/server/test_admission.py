@@ -20,9 +20,9 @@ from support.quick import examples  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import BusyError  # noqa: E402
-from staticllm.server import admission as admission_module  # noqa: E402
-from staticllm.server.admission import Admission, AdmissionLimits  # noqa: E402
-from staticllm.server.api_error import ApiError, api_error_of  # noqa: E402
+from staticllm.server.http.errors import ApiError, api_error_of  # noqa: E402
+from staticllm.server.models import admission as admission_module  # noqa: E402
+from staticllm.server.models.admission import Admission, AdmissionLimits  # noqa: E402
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["enter", "search", "leave", "cancel", "cancel at once"]), st.integers(0, 3)), max_size=60

@@ -19,7 +19,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.served_model import ModelSpec, ServedModel, demo_spec  # noqa: E402
+from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 6000}

@@ -15,8 +15,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
-from staticllm.pipelines.conversation.parsing.formats import format_beside  # noqa: E402
-from staticllm.server.served_model import ModelSpec  # noqa: E402
+from staticllm.server.models.served import ModelSpec  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates" / "rewritten"
@@ -34,13 +33,15 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 FUNCTION = {"name": "get_sun", "description": "The weather.", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 WRITTEN = {
-    "named": '[TOOL_CALLS] [{"name": "get_sun", "arguments": {"city": "Romulus"}}]',
-    "separated": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_sun\n```json\n"
+    "short-ids": '[TOOL_CALLS] [{"name": "get_sun", "arguments": {"city": "Romulus"}}]',
+    "null-content": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_sun\n```json\n"
     '{"city": "Romulus"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "bare_json": '{"name": "get_sun", "parameters": {"city": "Romulus"}}',
-    "braced": '<|tool_call>call:get_sun{city:<|"|>Romulus<|"|>}<tool_call|>',
-    "tagged": '<TOOLCALL>[{"name": "get_sun", "arguments": {"city": "Romulus"}}]</TOOLCALL>',
-    "generic": '{"tool_calls": [{"name": "get_sun", "arguments": {"city": "Romulus"}}]}',
+    "empty-content": '{"name": "get_sun", "parameters": {"city": "Romulus"}}',
+    "one-call": '{"name": "get_sun", "parameters": {"city": "Romulus"}}',
+    "braces": '<|tool_call>call:get_sun{city:<|"|>Romulus<|"|>}<tool_call|>',
+    "tags-in-capitals": '<TOOLCALL>[{"name": "get_sun", "arguments": {"city": "Romulus"}}]</TOOLCALL>',
+    "alternating": '{"tool_calls": [{"name": "get_sun", "arguments": {"city": "Romulus"}}]}',
+    "no-tools": '{"tool_calls": [{"name": "get_sun", "arguments": {"city": "Romulus"}}]}',
 }
 
 
@@ -48,11 +49,11 @@ WRITTEN = {
 def server():
     prompts = []
 
-    def loader(template):
+    def loader(name, template):
         def load(device, properties):
             tokenizer = genai.Tokenizer(str(demo_model_path()))
             tokenizer.chat_template = template
-            answer = WRITTEN[format_beside(template, has_tools=True).syntax]
+            answer = WRITTEN[name]
 
             def reply(prompt):
                 prompts.append(prompt)
@@ -64,7 +65,7 @@ def server():
 
     templates = {name: (FOLDER / f"{name}.jinja").read_text("utf-8") for name in NAMES}
     specs = [ModelSpec(name, demo_model_path(), "chat") for name in NAMES]
-    with serving(specs, pipelines={name: loader(text) for name, text in templates.items()}) as served:
+    with serving(specs, pipelines={name: loader(name, text) for name, text in templates.items()}) as served:
         served.prompts = prompts
         yield served
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st  # noqa: E402
 from sse_starlette import ServerSentEvent  # noqa: E402
 from support.quick import examples  # noqa: E402
 
-from staticllm.server.api_error import to_json  # noqa: E402
-from staticllm.server.chunk_stream import ChunkStream, EventFrame  # noqa: E402
-from staticllm.server.metrics import ServerMetrics  # noqa: E402
-from staticllm.server.ollama.line_stream import LineStream  # noqa: E402
+from staticllm.server.answers.stream import ChunkStream, EventFrame  # noqa: E402
+from staticllm.server.http.errors import to_json  # noqa: E402
+from staticllm.server.ollama.answer import LineStream  # noqa: E402
+from staticllm.server.telemetry.metrics import ServerMetrics  # noqa: E402
 
 DEADLINE = 60
 SCOPE = {"type": "http", "method": "POST", "path": "/"}

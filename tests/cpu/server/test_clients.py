@@ -21,7 +21,7 @@ from support.models.echo_model import CALL, asking, load_demo_with_tools, load_e
 from support.server.recorded import recording  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

@@ -22,7 +22,7 @@ import httpx  # noqa: E402
 from support.encoders.encoder_directories import a_directory  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 SECONDS = 60
 SHORT = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3}

@@ -15,7 +15,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
-from staticllm.server.served_model import ModelSpec  # noqa: E402
+from staticllm.server.models.served import ModelSpec  # noqa: E402
 
 TURNS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {

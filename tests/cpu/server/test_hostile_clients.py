@@ -19,7 +19,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import ConfigError  # noqa: E402
-from staticllm.server import access  # noqa: E402
+from staticllm.server.http import access  # noqa: E402
 from staticllm.server.settings import ServerSettings  # noqa: E402
 
 CHAT = "/v1/chat/completions"

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.server import endpoint
-from staticllm.server.api_error import ApiError
-from staticllm.server.http import json_limits
+from staticllm.server.http import limits as json_limits
+from staticllm.server.http.errors import ApiError
 from staticllm.server.openai.completions import CompletionRequest
 
 MAX_BODY = 16 << 20

@@ -21,7 +21,7 @@ from support.encoders.encoder_directories import a_directory  # noqa: E402
 from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 NODE = shutil.which("node")
 QUESTION = "What is an NPU?"

@@ -16,9 +16,9 @@ from support.encoders.encoder_directories import TEXTS, a_directory  # noqa: E40
 from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.pipelines.generation.options import UNLIMITED  # noqa: E402
-from staticllm.server.ollama.names import seconds_of  # noqa: E402
-from staticllm.server.served_model import model_spec  # noqa: E402
+from staticllm.pipelines.generation.options.table import UNLIMITED  # noqa: E402
+from staticllm.server.models.served import model_spec  # noqa: E402
+from staticllm.server.ollama.fields import seconds_of  # noqa: E402
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -239,14 +239,15 @@ def test_a_closed_stream_is_cancelled(served):
 
 
 def test_an_answer_without_a_limit_is_bounded(served):
+    from staticllm.server.answers.asks import options_of
     from staticllm.server.ollama.fields import OllamaGenerateRequest
-    from staticllm.server.ollama.options import generation_options
+    from staticllm.server.ollama.generation import asked_of
 
     for options in ({}, {"num_predict": -1}, {"num_predict": 0}):
         body = OllamaGenerateRequest(model="demo", options=options)
-        assert generation_options(body, 100)["max_new_tokens"] == 1000
+        assert options_of(asked_of(body, 100))["max_new_tokens"] == 1000
     body = OllamaGenerateRequest(model="demo", shift=False, options={"num_predict": -2})
-    found = generation_options(body, 100)
+    found = options_of(asked_of(body, 100))
     assert found["max_new_tokens"] == UNLIMITED and "overflow" not in found
 
 

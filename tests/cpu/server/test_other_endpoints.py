@@ -19,7 +19,7 @@ from support.encoders.encoder_models import ARCHIVES  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY  # noqa: E402
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 PROMPT = "The fox went to the river and"
 

@@ -13,8 +13,8 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.page.assets import ASSETS  # noqa: E402
-from staticllm.server.served_model import demo_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec  # noqa: E402
+from staticllm.server.page_files import ASSETS  # noqa: E402
 from staticllm.testing import fake_pipeline  # noqa: E402
 
 FORBIDDEN = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|url\(|@import")
@@ -72,7 +72,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_no_inline_script_or_style
             text = client.get(path).text
             assert not FORBIDDEN.search(text), path
             addresses = set(re.findall(r"https?://[^\s\"'`)]+", text))
-            assert addresses <= {"http://www.w3.org/2000/svg"} or name == "markdown.js", path
+            assert addresses <= {"http://www.w3.org/2000/svg"} or name == "markdown-it.js", path
             for module in re.findall(r"from \"\./([^\"]+)\"", text):
                 assert f"/page/{module}" in ASSETS
 

@@ -13,10 +13,10 @@ for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client
 from starlette.requests import Request  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.api_error import ApiError  # noqa: E402
+from staticllm.server.http.errors import ApiError  # noqa: E402
+from staticllm.server.models.served import ModelSpec, demo_spec  # noqa: E402
 from staticllm.server.ray_app import ingress as module  # noqa: E402
 from staticllm.server.ray_app.cluster_settings import ClusterSettings  # noqa: E402
-from staticllm.server.served_model import ModelSpec, demo_spec  # noqa: E402
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
 from support.server.recorded import recording  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 PERSON = '{"name": "Ada", "age": 36}'

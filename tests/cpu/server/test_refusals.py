@@ -16,7 +16,7 @@ import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import StaticLLMError  # noqa: E402
-from staticllm.server.api_error import ApiError  # noqa: E402
+from staticllm.server.http.errors import ApiError  # noqa: E402
 
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
@@ -226,7 +226,7 @@ def test_a_wide_body_is_refused_without_an_error_for_each_element(path, wide):
     from pydantic import ValidationError
 
     from staticllm.server import endpoint
-    from staticllm.server.api_error import ApiError
+    from staticllm.server.http.errors import ApiError
     from staticllm.server.ollama.fields import OllamaChatRequest
     from staticllm.server.openai.chat import ChatRequest
     from staticllm.server.openai.completions import CompletionRequest

@@ -17,7 +17,7 @@ jsonschema = pytest.importorskip("jsonschema")
 import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.cli.client.top import lines_of  # noqa: E402
+from staticllm.cli.servers import lines_of  # noqa: E402
 
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 SECONDS = 120

@@ -17,7 +17,7 @@ import httpx  # noqa: E402
 from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.api_error import ApiError  # noqa: E402
+from staticllm.server.http.errors import ApiError  # noqa: E402
 from staticllm.server.responses.store import ResponseStore, StoredResponse  # noqa: E402
 
 QUESTION = "What is an NPU?"

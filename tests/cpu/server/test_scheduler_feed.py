@@ -18,8 +18,8 @@ jsonschema = pytest.importorskip("jsonschema")
 import httpx  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
-from staticllm.server.page import scheduler_feed  # noqa: E402
-from staticllm.server.served_model import ModelSpec, demo_spec  # noqa: E402
+from staticllm.server.feed import feed as scheduler_feed  # noqa: E402
+from staticllm.server.models.served import ModelSpec, demo_spec  # noqa: E402
 
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 3000, "MAX_NUM_SEQS": 2}

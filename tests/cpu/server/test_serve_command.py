@@ -18,7 +18,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 
 import httpx  # noqa: E402
 
-from staticllm.server.lifecycle import Lifecycle, LifecycleMiddleware  # noqa: E402
+from staticllm.server.http.lifecycle import Lifecycle, LifecycleMiddleware  # noqa: E402
 
 
 def start(*arguments, **environment):

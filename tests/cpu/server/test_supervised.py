@@ -25,7 +25,7 @@ from support.server.served import serving  # noqa: E402
 from staticllm.daemon.process import lifetime  # noqa: E402
 from staticllm.pipelines.artifacts.crashes import num_crashes  # noqa: E402
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.sidecar.model_home import WorkerHome  # noqa: E402
+from staticllm.server.models.homes import WorkerHome  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
@@ -190,7 +190,7 @@ def test_a_blob_path_in_quarantine_is_refused_with_the_remedy(tmp_path):
 
 def test_a_model_that_a_worker_cannot_load_says_why(run_folder):
     from staticllm.errors import StaticLLMError
-    from staticllm.server.served_model import demo_spec, load_pipeline
+    from staticllm.server.models.served import demo_spec, load_pipeline
 
     home = WorkerHome("demo", lambda: None)
     with pytest.raises(StaticLLMError, match="NO_SUCH"):
@@ -201,7 +201,7 @@ def test_a_model_that_a_worker_cannot_load_says_why(run_folder):
 
 def test_a_worker_that_does_not_start_is_one_line(run_folder, monkeypatch):
     from staticllm.errors import DeviceError
-    from staticllm.server.served_model import demo_spec, load_pipeline
+    from staticllm.server.models.served import demo_spec, load_pipeline
 
     monkeypatch.setenv("STATICLLM_DAEMON_COMMAND", json.dumps([sys.executable, "-c", "raise SystemExit(7)"]))
     home = WorkerHome("demo", lambda: None)

@@ -20,7 +20,7 @@ from support.encoders.encoder_directories import a_directory  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance  # noqa: E402
-from staticllm.server.served_model import model_spec  # noqa: E402
+from staticllm.server.models.served import model_spec  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 

@@ -17,9 +17,9 @@ from support.encoders.encoder_directories import a_directory  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.errors import ConfigError  # noqa: E402
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 from staticllm.server.settings import ServerSettings  # noqa: E402
-from staticllm.server.telemetry.sinks import make_sinks  # noqa: E402
+from staticllm.server.telemetry.middleware import make_sinks  # noqa: E402
 
 SECRET = "purple elephants"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": f"Tell me of {SECRET}."}], "max_tokens": 5}

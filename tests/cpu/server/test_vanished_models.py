@@ -13,7 +13,7 @@ from support.encoders.encoder_directories import a_directory  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.served_model import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 LISTS = ("/v1/models", "/api/tags", "/api/ps", "/api/v0/models", "/props")
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.pipelines.diagnostics.memory_parts import UNEXPLAINED, MemoryStage, divide
+from staticllm.pipelines.diagnostics.process_memory import UNEXPLAINED, MemoryStage, divide
 
 SIZES = st.integers(0, 1 << 40)
 STAGES = st.lists(

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from staticllm.cli.client.server_client import ServerError
+from staticllm.cli.server_client import ServerError
 from staticllm.errors import (
     MAX_SENT,
     BusyError,
@@ -23,7 +23,7 @@ from staticllm.errors import (
     to_wire,
 )
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError  # noqa: F401  so that it is in the tree
-from staticllm.server.sidecar.port_lock import PortInUseError  # noqa: F401
+from staticllm.server.sidecar import PortInUseError  # noqa: F401
 
 ROOT, FOLDERS = Path(__file__).parents[3], ("staticllm", "compiler_passes", "kvcache", "pipelines")
 WITH_FIELDS = [

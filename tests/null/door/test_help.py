@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from staticllm.cli import _COMMANDS, cli
-from staticllm.cli.usage.grouped_command import GroupedCommand
+from staticllm.cli.grouped_command import GroupedCommand
 
 HEAVY = (
     "numpy",

@@ -31,7 +31,7 @@ LEVELS = (
     "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes",
     "compiler_passes",
     "pipelines.grammars pipelines.costs",
-    "pipelines.generation pipelines.profiling pipelines.conversation.templates",
+    "pipelines.generation pipelines.profiling",
     "pipelines.programs pipelines.conversation",
     "pipelines.scheduling.interface pipelines.artifacts",
     "pipelines.scheduling.policies",

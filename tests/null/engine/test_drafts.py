@@ -15,7 +15,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import FAKE_VARIANTS, assert_empty, fake_answer, fake_engine, fake_request, run_to_end

@@ -16,7 +16,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.errors import NumericalError, StaticLLMError
 from staticllm.pipelines.engine.output_queue import Finished, TokenOutput, output_from_dict, output_to_dict
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end, run_until
 

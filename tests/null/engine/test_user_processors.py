@@ -12,7 +12,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.output_queue import TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest, RequestState
 from staticllm.pipelines.generation import user_processors
-from staticllm.pipelines.generation.sampling_params import SamplingParams
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.quick import examples
 
 from staticllm.pipelines.generation.filters import typical, without_top_choices
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Mirostat, Sampler, candidate_distribution
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 VOCAB = 50
 

@@ -8,9 +8,9 @@ from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 VOCAB = 6
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=40)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.filters import BLOCK, draw
 from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Choice, Sampler, candidate_distribution
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 
 VOCAB = 50
 

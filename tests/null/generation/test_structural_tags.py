@@ -8,9 +8,9 @@ import pytest
 from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, encode, mask_of, random_answer, text_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.parsing.formats import MessageFormat
-from staticllm.pipelines.conversation.parsing.required_calls import required_calls
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.conversation.formats import MessageFormat
+from staticllm.pipelines.conversation.required_calls import required_calls
+from staticllm.pipelines.generation.options.extra import extra_options
 from staticllm.pipelines.grammars.grammar import Grammar
 
 pytest.importorskip("llguidance")
@@ -245,7 +245,7 @@ def test_any_of_the_optional_arguments_in_python_may_be_there(required, given):
     parameters = {"type": "object", "properties": {key: {"const": 5} for key in "abc"}, "required": required}
     tools = [{"name": "f", "parameters": parameters}]
     options = extra_options({"tools": tools, "tool_choice": "required"}, False).tool_options
-    tag = required_calls(MessageFormat("python"), options).to_structural_tag()
+    tag = required_calls(MessageFormat("python"), options)
     mask = mask_of(COMPILER, Grammar("structural_tag", json.dumps(tag)))
     names = [*required, *(name for name in given if name not in required)]
     for token in encode(f"[f({', '.join(f'{name}=5' for name in names)})]"):

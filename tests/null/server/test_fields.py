@@ -9,18 +9,19 @@ for package in ("fastapi", "pydantic"):
 
 from pydantic import ValidationError  # noqa: E402
 
+from staticllm.server.answers.fields import Fields, _takes_integers  # noqa: E402
+from staticllm.server.answers.messages import template_messages  # noqa: E402
 from staticllm.server.ollama.fields import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest  # noqa: E402
-from staticllm.server.ollama.options import template_messages as ollama_messages  # noqa: E402
+from staticllm.server.ollama.generation import template_messages as ollama_messages  # noqa: E402
 from staticllm.server.openai.chat import ChatRequest  # noqa: E402
 from staticllm.server.openai.completions import CompletionRequest  # noqa: E402
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest  # noqa: E402
-from staticllm.server.openai.fields import Fields, _takes_integers  # noqa: E402
-from staticllm.server.openai.messages import template_messages  # noqa: E402
 from staticllm.server.openai.tokens import DetokenizeRequest  # noqa: E402
 from staticllm.server.responses.fields import ResponsesRequest  # noqa: E402
 from staticllm.server.responses.items import messages_of  # noqa: E402
 
 USER = {"role": "user", "content": "a"}
+NUMBERS = {"OpenaiNumbers", "OllamaNumbers", "ResponsesNumbers"}
 LEAST = {
     ChatRequest: {"messages": [USER]}, CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"},
     EmbeddingsRequest: {"input": "a"}, RerankRequest: {"query": "a", "documents": ["a"]}, DetokenizeRequest: {"tokens": [1]},
@@ -40,7 +41,7 @@ def integers(kind):
 
 def test_every_body_with_whole_numbers_is_looked_at():
     with_numbers = {kind.__name__ for kind in kinds() if integers(kind) and kind.__module__.startswith("staticllm.")}
-    known = {kind.__name__ for kind in LEAST} | {"SamplingFields", "OllamaOptions", "OllamaGeneration"}
+    known = {kind.__name__ for kind in LEAST} | {"SamplingFields", "OllamaOptions", "OllamaGeneration"} | NUMBERS
     assert with_numbers <= known
 
 

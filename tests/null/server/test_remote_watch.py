@@ -14,8 +14,8 @@ from staticllm.pipelines.profiling.engine_watch import KEPT
 from staticllm.pipelines.profiling.progress import EngineProgress, RequestProgress
 from staticllm.pipelines.profiling.records import RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
-from staticllm.server.page import remote_watch
-from staticllm.server.page.remote_watch import RemoteWatch
+from staticllm.server.feed import mirror as remote_watch
+from staticllm.server.feed.mirror import RemoteWatch
 from staticllm.wire.messages import Kind, Message, decode, encode
 
 

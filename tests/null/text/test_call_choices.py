@@ -5,10 +5,11 @@ import contextlib
 import json
 
 import pytest
+from support.calls import LEARNT
 
 jsonschema = pytest.importorskip("jsonschema")
 
-from staticllm.pipelines.conversation.parsing.events import (  # noqa: E402
+from staticllm.pipelines.conversation.events import (  # noqa: E402
     CallBegin,
     CallBroken,
     CallEnd,
@@ -16,12 +17,12 @@ from staticllm.pipelines.conversation.parsing.events import (  # noqa: E402
     merged,
     message_of,
 )
-from staticllm.pipelines.conversation.parsing.formats import MessageFormat  # noqa: E402
-from staticllm.pipelines.conversation.parsing.message_parser import MessageParser  # noqa: E402
+from staticllm.pipelines.conversation.formats import MessageFormat  # noqa: E402
+from staticllm.pipelines.conversation.message_parser import MessageParser  # noqa: E402
 
 TAGS = ("<tool_call>", "</tool_call>")
 TAGGED = MessageFormat("tagged", TAGS, ("<think>", "</think>"))
-XML = MessageFormat("xml", TAGS)
+XML, GLM = LEARNT["xml"], LEARNT["glm"]
 TOOLS = [
     {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}},
     {"name": "now"},
@@ -34,7 +35,7 @@ CUT = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nRome <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>",
     ),
-    "named": (MessageFormat("named", ("[TOOL_CALLS]", "")), '[TOOL_CALLS]weather[ARGS]{"city": "Rome <b>", "days": 3}'),
+    "named": (LEARNT["mistral"], '[TOOL_CALLS]weather[ARGS]{"city": "Rome <b>", "days": 3}'),
     "bare": (
         MessageFormat("bare_json", ("<|python_tag|>", "")),
         '{"name": "weather", "parameters": {"city": "Rome <b>", "days": 3}}',
@@ -121,8 +122,7 @@ def test_json_in_a_constrained_answer_may_contain_the_tag_that_ends_a_parameter(
 @pytest.mark.parametrize("is_xml", [True, False])
 def test_literals_of_python_are_read_as_the_schema_says(schema, text, value, is_xml):
     parameters = {"properties": {"a": schema}, "$defs": {"flag": {"type": "boolean"}}}
-    key_value = MessageFormat("key_value", ("<tool_call>", "</tool_call>"))
-    parser = MessageParser(XML if is_xml else key_value, [{"name": "f", "parameters": parameters}])
+    parser = MessageParser(XML if is_xml else GLM, [{"name": "f", "parameters": parameters}])
     parameter = (
         f"<parameter=a>{text}</parameter></function>"
         if is_xml
@@ -173,7 +173,7 @@ def test_a_value_without_quotes_is_what_the_schema_allows(schema, is_xml, is_spl
             f"<arg_key>a</arg_key><arg_value>{text}</arg_value><arg_key>b</arg_key><arg_value>1</arg_value>"
         )  # fmt: skip
         call = f"<tool_call>{'<function=f>' if is_xml else 'f'}\n{inner}</tool_call>"
-        parser = MessageParser(XML if is_xml else MessageFormat("key_value", TAGS), tools)
+        parser = MessageParser(XML if is_xml else GLM, tools)
         events = [event for piece in (call if is_split else [call]) for event in parser.push(piece)]
         (found,) = message_of(events + parser.finish()).tool_calls
         arguments = found.parsed_arguments

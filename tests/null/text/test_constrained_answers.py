@@ -2,35 +2,34 @@
 
 import json
 import random
+from dataclasses import replace
 
 import openvino_genai as genai
 import pytest
+from support.calls import LEARNT
 from support.engine.grammars import END, compiler_of, mask_of, text_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.parsing.events import message_of
-from staticllm.pipelines.conversation.parsing.formats import BLOCK, REASONING_TAGS, TAGS, MessageFormat
-from staticllm.pipelines.conversation.parsing.key_value_calls import ARG_KEY
-from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
-from staticllm.pipelines.conversation.parsing.recipients import ARROWS, TAGGED
-from staticllm.pipelines.conversation.parsing.required_calls import answer_grammar, is_content
-from staticllm.pipelines.conversation.parsing.wrapped_calls import CALLS
-from staticllm.pipelines.generation.options import resolve
+from staticllm.pipelines.conversation.events import message_of
+from staticllm.pipelines.conversation.formats import BLOCK, REASONING_TAGS, TAGS, MessageFormat
+from staticllm.pipelines.conversation.headed_messages import ARROWS, TAGGED
+from staticllm.pipelines.conversation.message_parser import MessageParser
+from staticllm.pipelines.conversation.required_calls import answer_grammar, is_content
+from staticllm.pipelines.generation.options.resolve import resolve
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 
 np = pytest.importorskip("numpy")
 CALL_FORMATS = [
-    MessageFormat(), MessageFormat("tagged", TAGS[0]), MessageFormat("xml", TAGS[0]), MessageFormat("xml"),
-    MessageFormat("json_function", ("<function=", "")), MessageFormat("key_value", TAGS[0]), MessageFormat("separated", CALLS),
+    MessageFormat(), MessageFormat("tagged", TAGS[0]), *LEARNT.values(),
     MessageFormat("fenced", BLOCK), MessageFormat("python", BLOCK), MessageFormat("python"), MessageFormat("bare_json"),
-    MessageFormat("named", ("[TOOL_CALLS]", "")), MessageFormat("bare_json", ("<|python_tag|>", "")), MessageFormat("harmony"),
-    MessageFormat("recipients", ARROWS), MessageFormat("recipients", ARROWS, is_call_open=True),
+    MessageFormat("tagged", ("[TOOL_CALLS]", ""), is_list=True), MessageFormat("bare_json", ("<|python_tag|>", "")),
+    MessageFormat("harmony"), MessageFormat("recipients", ARROWS), MessageFormat("recipients", ARROWS, is_call_open=True),
     MessageFormat("recipients", TAGGED),
 ]  # fmt: skip
 FORMATS = [
-    MessageFormat(each.syntax, each.call, reasoning, is_open, is_call_open=each.is_call_open)
+    replace(each, reasoning=reasoning, is_reasoning_open=is_open)
     for each in CALL_FORMATS
     for reasoning, is_open in (
         (("", ""), False),
@@ -44,8 +43,9 @@ LEAK = '{"name": "Ada", "parameters": {"born": 1815}}'
 TEXTS = [
     "", " ", "\n", " a ", LEAK, f" {LEAK}\n", "Ada(born=1815)", "[Ada(born=1815)]", "a <think>b</think> c", "<think>b</think>",
     "<think>\n", "</think>\n\n", *(f"x {begin}b{end} y" for begin, end in REASONING_TAGS),
-    *(f"{begin}{LEAK}{end}" for begin, end in (*TAGS, ("[TOOL_CALLS]", ""), BLOCK, CALLS)), f"[TOOL_CALLS][{LEAK}]",
-    "<function=Ada><parameter=born>1815</parameter></function>", f"Ada{ARG_KEY[0]}born{ARG_KEY[1]}", "\n>>>Ada\n{}", "all\n",
+    *(f"{begin}{LEAK}{end}" for begin, end in (*TAGS, ("[TOOL_CALLS]", ""), BLOCK)),
+    f"<｜tool▁calls▁begin｜>{LEAK}<｜tool▁calls▁end｜>", f"[TOOL_CALLS][{LEAK}]",
+    "<function=Ada><parameter=born>1815</parameter></function>", "Ada<arg_key>born</arg_key>", "\n>>>Ada\n{}", "all\n",
     ">>>all\n", "<|channel|>final<|message|>x", "<|start|>assistant<|channel|>analysis<|message|>x<|end|>",
     "<|from|>assistant\n<|recipient|>Ada",
 ]  # fmt: skip

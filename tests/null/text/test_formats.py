@@ -3,20 +3,14 @@
 import json
 
 import pytest
+from support.calls import LEARNT
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.parsing.events import message_of
-from staticllm.pipelines.conversation.parsing.formats import MessageFormat, find_format, shows_tools
-from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
-from staticllm.pipelines.conversation.parsing.required_calls import (
-    Json,
-    LimitedText,
-    OptionalParts,
-    PlainText,
-    Text,
-    required_calls,
-)  # fmt: skip
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.conversation.events import message_of
+from staticllm.pipelines.conversation.formats import MessageFormat, find_format, shows_tools
+from staticllm.pipelines.conversation.message_parser import MessageParser
+from staticllm.pipelines.conversation.required_calls import required_calls
+from staticllm.pipelines.generation.options.extra import extra_options
 
 THINK = ("<think>", "</think>")
 TAGS = ("<tool_call>", "</tool_call>")
@@ -32,10 +26,6 @@ TAGS = ("<tool_call>", "</tool_call>")
             MessageFormat("tagged", TAGS, THINK),
         ),
         (
-            "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>",
-            MessageFormat("xml", TAGS),
-        ),
-        (
             'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
             '{{- "<|python_tag|>" + tool_call.name }}',
             MessageFormat("bare_json", ("<|python_tag|>", "")),
@@ -49,10 +39,10 @@ TAGS = ("<tool_call>", "</tool_call>")
             "'<|python_start|>' ~ calls ~ '<|python_end|>'",
             MessageFormat("python", ("<|python_start|>", "<|python_end|>")),
         ),
-        ('{{- "[TOOL_CALLS] [" }}', MessageFormat("named", ("[TOOL_CALLS]", ""))),
+        ('{{- "[TOOL_CALLS] [" }}', MessageFormat("tagged", ("[TOOL_CALLS]", ""), is_list=True)),
         (
-            "[THINK] [/THINK] [TOOL_CALLS]name[ARGS]",
-            MessageFormat("named", ("[TOOL_CALLS]", ""), ("[THINK]", "[/THINK]"), has_args_marker=True),
+            "[THINK] [/THINK] [TOOL_CALLS]",
+            MessageFormat("tagged", ("[TOOL_CALLS]", ""), ("[THINK]", "[/THINK]"), is_list=True),
         ),
         ("<|START_ACTION|>[]<|END_ACTION|>", MessageFormat("tagged", ("<|START_ACTION|>", "<|END_ACTION|>"))),
         ("<|start|>assistant<|channel|>analysis<|message|>", MessageFormat("harmony")),
@@ -99,59 +89,26 @@ def options(choice):
     return extra_options({"tools": TOOLS, "tool_choice": choice}, False).tool_options
 
 
-WRITTEN = {"city": ('"Berlin"', "Berlin"), "days": ("3", "3")}
-
-
-def text_of(parts, with_optional):
-    """Return a text that the parts allow."""
-    texts, key = [], ""
-    for part in parts:
-        if isinstance(part, (Text, PlainText)):
-            texts.append(part.text)
-            key = next((name for name in WRITTEN if name in part.text), key)
-        elif isinstance(part, LimitedText):
-            texts.append(WRITTEN[key][1])
-        elif isinstance(part, Json):
-            is_object = part.schema.get("type") == "object"
-            both = '{"city": "Berlin", "days": 3}' if with_optional else '{"city": "Berlin"}'
-            texts.append(both if is_object else WRITTEN[key][0])
-        elif with_optional:
-            texts.append(text_of(part.parts, with_optional))
-    return "".join(texts)
-
-
 FORMATS = [
-    MessageFormat("tagged", TAGS), MessageFormat("xml", TAGS), MessageFormat("xml"), MessageFormat("bare_json"),
-    MessageFormat("named", ("[TOOL_CALLS]", "")), MessageFormat("named", ("[TOOL_CALLS]", ""), has_args_marker=True),
+    MessageFormat("tagged", TAGS), *LEARNT.values(), MessageFormat("bare_json"),
+    MessageFormat("tagged", ("[TOOL_CALLS]", ""), is_list=True),
     MessageFormat("python"), MessageFormat("python", ("<|python_start|>", "<|python_end|>")), MessageFormat("harmony"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("with_optional", [False, True])
-def test_what_a_required_call_allows_is_what_the_parser_reads(format, with_optional):
-    named = {"type": "function", "function": {"name": "weather"}}
-    (parts,) = required_calls(format, options(named)).calls
-    parser = MessageParser(format, TOOLS)
-    message = message_of([*parser.push(text_of(parts, with_optional)), *parser.finish()])
-    assert not message.content
-    (call,) = message.tool_calls
-    assert call.name == "weather"
-    assert call.parsed_arguments == ({"city": "Berlin", "days": 3} if with_optional else {"city": "Berlin"})
-
-
 def test_any_function_may_be_called_where_a_call_is_required():
-    def named(name):
-        return Text('<tool_call>\n{"name": "'), PlainText(name)
-
-    required = required_calls(FORMATS[0], options("required"))
-    assert required.calls == (
-        (*named("weather"), Text('", "arguments": '), Json(SCHEMA), Text("}\n</tool_call>")),
-        (*named("now"), Text('", "arguments": '), Json({"type": "object"}), Text("}\n</tool_call>")),
-    )
-    xml = required_calls(FORMATS[1], options("required")).calls[0]
-    city = [Text, PlainText, Text, LimitedText, Text]
-    assert [type(part) for part in xml] == [Text, PlainText, Text, *city, OptionalParts, Text]
+    weather, now = required_calls(FORMATS[0], options("required"))["format"]["elements"]
+    assert weather["elements"] == [
+        {"type": "const_string", "value": '<tool_call>\n{"name": "'}, {"type": "plain_string", "value": "weather"},
+        {"type": "const_string", "value": '", "arguments": '}, {"type": "json_schema", "json_schema": SCHEMA},
+        {"type": "const_string", "value": "}\n</tool_call>"},
+    ]  # fmt: skip
+    assert now["elements"][1] == {"type": "plain_string", "value": "now"}
+    assert now["elements"][3] == {"type": "json_schema", "json_schema": {"type": "object"}}
+    xml = required_calls(LEARNT["xml"], options("required"))["format"]["elements"][0]
+    city = ["const_string", "plain_string", "const_string", "string", "const_string"]
+    found = [each["type"] for each in xml["elements"]]
+    assert found == ["const_string", "plain_string", "const_string", *city, "optional", "const_string"]
 
 
 def written(form, with_optional):
@@ -174,14 +131,14 @@ def written(form, with_optional):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("with_optional", [False, True])
 def test_the_structural_tag_of_a_required_call(format, with_optional):
-    tag = required_calls(format, options({"type": "function", "function": {"name": "weather"}})).to_structural_tag()
+    tag = required_calls(format, options({"type": "function", "function": {"name": "weather"}}))
     assert tag["type"] == "structural_tag"
     assert json.loads(json.dumps(tag)) == tag
     parser = MessageParser(format, TOOLS)
     message = message_of([*parser.push(written(tag["format"], with_optional)), *parser.finish()])
     (call,) = message.tool_calls
     assert call.parsed_arguments == ({"city": "Berlin", "days": 3} if with_optional else {"city": "Berlin"})
-    any_of = required_calls(format, options("required")).to_structural_tag()["format"]
+    any_of = required_calls(format, options("required"))["format"]
     assert any_of["type"] == "or"
     assert len(any_of["elements"]) == 2
 

@@ -1,14 +1,16 @@
 """Tests the parsers of calls and reasoning: what they find in an answer, however its text is split."""
 
 import json
+from dataclasses import replace
 from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.calls import LEARNT
 from support.quick import examples
 
-from staticllm.pipelines.conversation.parsing.events import (
+from staticllm.pipelines.conversation.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,
@@ -18,14 +20,14 @@ from staticllm.pipelines.conversation.parsing.events import (
     merged,
     message_of,
 )
-from staticllm.pipelines.conversation.parsing.formats import MessageFormat
-from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
-from staticllm.pipelines.conversation.parsing.python_calls import as_json
+from staticllm.pipelines.conversation.formats import MessageFormat
+from staticllm.pipelines.conversation.message_parser import MessageParser
+from staticllm.pipelines.conversation.named_arguments import as_json
 
 THINK = ("<think>", "</think>")
 TAGGED = MessageFormat("tagged", ("<tool_call>", "</tool_call>"), THINK)
-XML = MessageFormat("xml", ("<tool_call>", "</tool_call>"), THINK)
-NAMED = MessageFormat("named", ("[TOOL_CALLS]", ""), ("[THINK]", "[/THINK]"))
+XML = replace(LEARNT["xml"], reasoning=THINK)
+NAMED = replace(LEARNT["mistral"], reasoning=("[THINK]", "[/THINK]"))
 BARE = MessageFormat("bare_json", ("<|python_tag|>", ""))
 PYTHON = MessageFormat("python", ("<|python_start|>", "<|python_end|>"))
 HARMONY = MessageFormat("harmony")

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from support.quick import examples
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.conversation.parsing.events import merged, message_of
-from staticllm.pipelines.conversation.parsing.formats import find_format, format_beside
-from staticllm.pipelines.conversation.parsing.message_parser import MessageParser
-from staticllm.pipelines.conversation.parsing.required_calls import required_calls
-from staticllm.pipelines.conversation.templates.chat_template import render, shape_of
-from staticllm.pipelines.generation.extra_options import extra_options
+from staticllm.pipelines.conversation.chat_template import render, shape_of
+from staticllm.pipelines.conversation.events import merged, message_of
+from staticllm.pipelines.conversation.formats import find_format, format_beside
+from staticllm.pipelines.conversation.message_parser import MessageParser
+from staticllm.pipelines.conversation.required_calls import required_calls
+from staticllm.pipelines.generation.options.extra import extra_options
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates"
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -265,7 +265,7 @@ def test_a_required_call_is_read_where_tools_are_shown_in_any_way(name):
     if not format.syntax:
         return
     given = {"tools": [TOOL], "tool_choice": "required"}
-    tag = required_calls(format, extra_options(given, do_sample=False).tool_options).to_structural_tag()
+    tag = required_calls(format, extra_options(given, do_sample=False).tool_options)
     text = written(tag["format"])
     parser = MessageParser(format, [TOOL], calls="required")
     message = message_of([*parser.push(text), *parser.finish()])

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from staticllm.cli.attach.launcher import attached_environment
+from staticllm.cli.attach import attached_environment
 
 
 @contextlib.contextmanager

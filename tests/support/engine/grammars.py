@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.generation.sampling_params import SamplingParams
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.grammars.vocabulary import Vocabulary

@@ -10,8 +10,8 @@ import time
 import httpx
 
 from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.server.models.served import demo_spec
 from staticllm.server.process import GracefulServer, base_url, listen
-from staticllm.server.served_model import demo_spec
 from staticllm.server.settings import ServerSettings
 from staticllm.server.state import ServerState
 

@@ -1,0 +1,129 @@
+"""Answers of messages with headers: channels (harmony), and recipients (Functionary).
+
+``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``, or ``>>>all``, text, ``>>>f``, JSON.
+"""
+
+from __future__ import annotations
+
+import re
+
+from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.json_calls import take_json
+from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{ENDS[0]}{START}assistant{CHANNEL}final{MESSAGE}"
+"""What stands between the reasoning and the text for the user."""
+MAX_HEADER_CHARS = 400
+
+
+def take_harmony(source: Source, output: Output) -> Steps[None]:
+    """Take a whole answer: messages with headers. The first header may begin behind the role, which the prompt has.
+
+    Text outside of messages is content.
+    """
+    is_header = (yield from source.starts_with(CHANNEL)) or (yield from source.starts_with(" to="))
+    while True:
+        if not is_header:
+            marker = yield from source.text_until((START, CHANNEL), output.content)
+            if not marker:
+                return
+            source.take(-len(marker))
+        is_header = False
+        source.mark()
+        output.open_block()
+        try:
+            yield from _take_message(source, output)
+        except MalformedError:
+            output.break_block(source.since_mark())
+
+
+def _take_message(source: Source, output: Output) -> Steps[None]:
+    header = yield from _take_header(source)
+    recipient = re.search(r"to=functions\.([\w.-]+)", header)
+    channel = re.search(rf"{re.escape(CHANNEL)}\s*(\w+)", header)
+    if recipient is not None:
+        output.begin_call(recipient[1])
+        if (yield from source.skip_space()) != "{":
+            raise MalformedError("arguments that are no object")
+        yield from take_json(source, output.arguments)
+        output.end_call()
+        source.mark()
+        yield from source.skip_space()
+        for end in ENDS:
+            if (yield from source.skip(end)):
+                break
+    else:
+        source.since_mark()
+        is_reasoning = channel is not None and channel[1] == "analysis"
+        if not is_reasoning:
+            output.close_block()
+        yield from source.text_until(ENDS, output.reasoning if is_reasoning else output.content)
+    output.close_block()
+
+
+def _take_header(source: Source) -> Steps[str]:
+    """Take the text up to ``<|message|>``, and that.
+
+    Raises:
+        MalformedError: it does not come.
+    """
+    found: list[str] = []
+    while not (yield from source.skip(MESSAGE)):
+        char = yield from source.peek()
+        if not char or len(found) > MAX_HEADER_CHARS:
+            raise MalformedError("a header without a message")
+        found.append(char)
+        source.take()
+    return "".join(found)
+
+
+EVERYBODY = "all"
+"""The recipient of text for the user."""
+TAGGED, ARROWS = ("<|from|>assistant\n<|recipient|>", "\n<|content|>"), (">>>", "\n")
+"""What stands before and after a recipient, in Functionary's versions 2 and 3.2."""
+RECIPIENT_MARKERS = ("<|from|>", "<|recipient|>", "<|content|>")
+
+
+def take_recipients(source: Source, output: Output, header: tuple[str, str], is_open: bool) -> Steps[None]:
+    """Take a whole answer. ``is_open``: the prompt ends with the beginning of the first header.
+
+    Text outside of messages is content, and so is a header whose recipient is neither ``all`` nor a known function.
+    """
+    begin, end = header
+    num_before = 0
+    if not is_open and not (yield from _skip_begin(source, begin)):
+        if not (yield from source.text_until((begin,), output.content)):
+            return
+        num_before = len(begin)
+    while True:
+        source.mark(num_before)
+        output.open_block()
+        try:
+            yield from _take_message_to(source, output, end)
+        except MalformedError:
+            output.break_block(source.since_mark())
+        if not (yield from source.text_until((begin,), output.content)):
+            return
+        num_before = len(begin)
+
+
+def _skip_begin(source: Source, begin: str) -> Steps[bool]:
+    yield from source.skip_space()
+    return (yield from source.skip(begin))
+
+
+def _take_message_to(source: Source, output: Output, end: str) -> Steps[None]:
+    name = (yield from source.word("\n")).strip()
+    yield from source.expect(end)
+    if name != EVERYBODY:
+        output.begin_bare_call(name)
+        if (yield from source.skip_space()) != "{":
+            raise MalformedError("arguments that are no object")
+        yield from take_json(source, output.arguments)
+        output.end_call()
+    source.since_mark()
+    output.close_block()

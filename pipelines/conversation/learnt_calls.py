@@ -1,0 +1,276 @@
+"""Learns from calls in prompts what stands around their names and arguments, and takes calls that are written so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.json_calls import take_call_objects, take_json
+from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+from staticllm.pipelines.conversation.template_shape import CallExamples
+from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
+
+ID = "call1call"
+"""Where a call has an id; also what a required call is given there."""
+MAX_LEAD_CHARS = 256
+"""The most characters between the first marker of a call and what is directly before its name."""
+_JSON = re.compile(r'\{\s*"arg1":\s*"some_value"\s*\}')
+_TOKEN = re.compile(r"<[^<>\n]+>|\[/?[A-Z_]+\]|[^<\n\[]+|[<\[][^<\n\[]*")
+_NUMBERED = re.compile(r"^functions\.(?=.)|:\d+$")
+
+
+@dataclass(frozen=True)
+class LearntParameters:
+    """What stands before and after the name of a parameter, and after its value. ``after_name_of_other``: if it is no string."""
+
+    before_name: str
+    after_name: str
+    after_name_of_other: str
+    after_value: str
+
+
+@dataclass(frozen=True)
+class LearntCalls:
+    """The text around all calls, before and after each, and between a name and the arguments, with its layout.
+
+    Without ``parameters``, the arguments are one JSON object.
+    """
+
+    wrapper: tuple[str, str]
+    before: str
+    after_name: str
+    after: str
+    parameters: LearntParameters | None = None
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """The markers that a call may begin with, the first one first; some models leave out all but the last."""
+        wrapper, before = tokens_of(self.wrapper[0]), tokens_of(self.before)
+        last = [token for token in before[1:] if token.startswith("<")]
+        return tuple(dict.fromkeys([*wrapper[:1], *before[:1], *last[-1:]]))
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All pieces of text that a call has around its parts."""
+        inner = self.parameters
+        texts = [*self.wrapper, self.before, self.after_name, self.after]
+        texts += (
+            [] if inner is None else [inner.before_name, inner.after_name, inner.after_name_of_other, inner.after_value]
+        )
+        return tuple(token for text in texts for token in tokens_of(text) if token != ID)
+
+
+def tokens_of(text: str) -> list[str]:
+    """Return the tags of a text and what is between them; white space between lines is left out."""
+    pieces = (piece for part in re.split(f"({ID})", text) for piece in _TOKEN.findall(part))
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def learnt_calls(examples: CallExamples) -> LearntCalls | None:
+    """Return what is around the parts of calls; None if the examples do not tell."""
+    one = examples.one
+    name = one.find("tool_name")
+    before, rest = one[:name], one[name + len("tool_name") :]
+    if "tool_name" in rest or not tokens_of(before) or tokens_of(before)[0][0] not in "<[":
+        return None
+    found = _JSON.search(rest)
+    if found is not None:
+        learnt = LearntCalls(("", ""), before, rest[: found.start()], rest[found.end() :])
+    else:
+        parameters = _learnt_parameters(rest, examples)
+        if parameters is None:
+            return None
+        after_name, inner, after = parameters
+        learnt = LearntCalls(("", ""), before, after_name, after, inner)
+    return _with_wrapper(learnt, examples.two_calls) if learnt.after_name.strip() or learnt.parameters else None
+
+
+def _learnt_parameters(rest: str, examples: CallExamples) -> tuple[str, LearntParameters, str] | None:
+    """Return what is between the name and the parameters, what is around these, and what is after them."""
+    one = re.fullmatch("(.*)arg1(.*)some_value(.*)", rest, re.DOTALL)
+    two = re.search("some_value(.*)arg2(.*)other_value", examples.two_arguments, re.DOTALL)
+    number = re.search("arg1(.*?)7", examples.number, re.DOTALL)
+    if one is None or two is None or ">" not in one[2]:
+        return None
+    between, begin, end = two[1], one[1], one[3]
+    before_name, after_value = _apart(_common_end(begin, between), _common_begin(between, end), between)
+    if not (before_name.strip() and after_value.strip()) or one[2] != two[2]:
+        return None
+    inner = LearntParameters(before_name, one[2], number[1] if number else one[2], after_value)
+    return begin[: len(begin) - len(before_name)], inner, end[len(after_value) :]
+
+
+def _with_wrapper(learnt: LearntCalls, two_calls: str) -> LearntCalls:
+    """Return it with what is around all calls apart from what is around each."""
+    inner = learnt.parameters
+    end = "some_value" + ("" if inner is None else inner.after_value)
+    between = re.search(f"{re.escape(end)}(.*)other_tool", two_calls, re.DOTALL)
+    if between is None:
+        return learnt
+    text = between[1] if inner is not None else re.sub(r'^"\s*\}', "", between[1])
+    text = re.sub("call2call", ID, text)
+    before, after = _apart(_common_end(learnt.before, text), _common_begin(text, learnt.after), text)
+    if not before.strip():
+        return learnt
+    closing = learnt.after[len(after) :]
+    if not closing and after:  # some templates write it only after several calls
+        closing = two_calls[two_calls.rfind("some_value") :].partition(after)[2]
+    wrapper = learnt.before[: len(learnt.before) - len(before)], closing
+    return LearntCalls(wrapper, before, learnt.after_name, after, inner)
+
+
+def _apart(before: str, after: str, between: str) -> tuple[str, str]:
+    """Return the end and the begin of ``between``: white space that belongs to both belongs to the begin."""
+    overlap = len(before) + len(after) - len(between)
+    if overlap <= 0:
+        return before, after
+    return (before[overlap:], after) if before[:overlap].isspace() else ("", "")
+
+
+def _common_begin(one: str, other: str) -> str:
+    """Return the text with which both begin, without a part of a tag at its end."""
+    count = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    text = one[: min(len(one), len(other)) if count is None else count]
+    begin = text.rfind("<")
+    return text[:begin] if begin > text.rfind(">") else text
+
+
+def _common_end(one: str, other: str) -> str:
+    """Return the text with which both end, without a part of a tag at its beginning."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    count = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
+    for text in (one, other):
+        cut = len(text) - count
+        if text.rfind("<", 0, cut) > text.rfind(">", 0, cut) and (end := text.find(">", cut)) >= 0:
+            count = len(text) - end - 1
+    return one[len(one) - count :]
+
+
+def take_learnt_calls(
+    source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], marker: str
+) -> Steps[None]:
+    """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
+
+    In place of a call there may be JSON (``take_call_objects``).
+
+    Raises:
+        MalformedError: one is no call. The calls before the one that is malformed are written.
+    """
+    opening, closing = (tokens_of(text) for text in learnt.wrapper)
+    before = tokens_of(learnt.before)
+    leads = {before[-1]: [], before[0]: before[1:]}
+    lead = [*opening[1:], *before] if marker in opening[:1] else leads[marker]
+    first = yield from source.skip_space()
+    if first and first in "{[" and not (lead and lead[0].startswith(first)):
+        yield from take_call_objects(source, output)
+        yield from _skip_tokens(source, [*tokens_of(learnt.after), *closing])
+        return
+    while True:
+        yield from _take_lead(source, lead)
+        yield from _take_call(source, output, learnt, functions)
+        yield from source.skip_space()
+        if not (yield from source.starts_with(before[0])):
+            break
+        lead = before
+    yield from _skip_tokens(source, closing)
+
+
+def _skip_tokens(source: Source, tokens: list[str]) -> Steps[None]:
+    for token in tokens:
+        yield from source.skip_space()
+        yield from source.skip(token)
+
+
+def _take_lead(source: Source, tokens: list[str]) -> Steps[None]:
+    """Take the text before a name. Only its last piece must be as in the template: some models write less than that."""
+    if not tokens:
+        yield from source.skip_space()
+        return
+    if tokens[-1] == "functions.":
+        tokens = tokens[:-1]
+        yield from _take_tokens(source, tokens)
+        return
+    taken: list[int] = []
+    found = yield from source.text_until([tokens[-1]], lambda text: taken.append(len(text)), takes_cut_marker=False)
+    if not found or sum(taken) > MAX_LEAD_CHARS:
+        raise MalformedError("a call without a name")
+
+
+def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
+    for index, token in enumerate(tokens):
+        yield from source.skip_space()
+        if token == ID:
+            yield from source.word(tokens[index + 1][0] if index + 1 < len(tokens) else "\n<")
+        else:
+            yield from source.expect(token)
+
+
+def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
+    inner, end = learnt.parameters, tokens_of(learnt.after)
+    after_name = tokens_of(learnt.after_name) or ([] if inner is None else tokens_of(inner.before_name))
+    numbered = bool(re.fullmatch(r":\d+", after_name[0]))
+    ends = after_name[1 if numbered and len(after_name) > 1 else 0][0]
+    yield from source.skip_space()
+    name = (yield from source.word(f"{ends}\n{'{' if inner is None else '<'}")).strip()
+    name = _NUMBERED.sub("", name) if numbered else name
+    if not name:
+        raise MalformedError("a call without a name")
+    output.begin_call(name)
+    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
+    if inner is None:
+        if (yield from source.skip_space()) != "{":
+            raise MalformedError("arguments that are no object")
+        yield from take_json(source, output.arguments)
+    else:
+        yield from _take_parameters(source, output, inner, functions.get(name, {}), (end or [""])[0])
+    yield from _take_end(source, end, inner is None)
+    output.end_call()
+    source.mark()
+
+
+def _take_after_name(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
+    """Take the text between a name and the arguments; before JSON, some models leave it out, or the id in it."""
+    if has_json and (yield from source.skip_space()) == "{":
+        return
+    if len(tokens) > 2 and tokens[1] == ID and not (yield from source.starts_with(tokens[0])):
+        tokens = tokens[2:]
+    yield from _take_tokens(source, tokens)
+
+
+def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
+    """Take the text after a call. Only its first piece must come, and after JSON not even that at the end of the text."""
+    if not tokens or (has_json and not (yield from source.skip_space())):
+        return
+    yield from _take_tokens(source, tokens[:1])
+    yield from _skip_tokens(source, tokens[1:])
+
+
+def _take_parameters(
+    source: Source, output: Output, inner: LearntParameters, types: Types, call_end: str
+) -> Steps[None]:
+    seen, before, opening = set[str](), "{", inner.before_name.strip()
+    between = tokens_of(inner.after_name)
+    while True:
+        yield from source.skip_space()
+        if not (yield from source.skip(opening)):
+            break
+        key = (yield from source.word(between[0][0])).strip()
+        if not key or key in seen:
+            raise MalformedError(f"the parameter {key!r} is empty or comes twice")
+        seen.add(key)
+        schema: Mapping[str, Any] = types.get(key, {})
+        if inner.after_name != inner.after_name_of_other and (yield from source.skip(inner.after_name.strip())):
+            schema = schema if schema.get("type") else {**schema, "type": "string"}
+        else:
+            yield from _take_tokens(source, tokens_of(inner.after_name_of_other))
+        written = f"{before}{json.dumps(key, ensure_ascii=False)}: "
+        end, has_lines = inner.after_value.strip(), inner.after_value.startswith("\n")
+        if (yield from take_parameter_value(source, output, written, schema, end, has_line_breaks=has_lines)):
+            before = ", "
+    if not (yield from source.starts_with(call_end)):
+        raise MalformedError("a call without an end")
+    output.arguments("{}" if before == "{" else "}")

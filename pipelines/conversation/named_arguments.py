@@ -1,0 +1,218 @@
+"""Calls with named arguments: Python's ``[weather(city="Rome"), now()]`` and ``call:weather{city:<|"|>Rome<|"|>,days:2}``."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+
+FENCE = "```"
+MAX_DEPTH = 64
+MAX_VALUE_CHARS = 1 << 16
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+def take_python_calls(source: Source, output: Output) -> Steps[None]:
+    """Take a list of calls. Their arguments are written one by one, as JSON.
+
+    Raises:
+        MalformedError: it is none. The calls before the one that is malformed are written.
+    """
+    yield from source.skip_space()
+    yield from source.expect("[")
+    while True:
+        yield from source.skip_space()
+        yield from take_python_call(source, output)
+        if (yield from source.skip_space()) == "]":
+            source.take()
+            return
+        yield from source.expect(",")
+
+
+def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
+    """Take a block of Python with one call after the other: ```` ```python ````, calls, ```` ``` ````.
+
+    Raises:
+        MalformedError: it is none. The calls before the one that is malformed are written.
+    """
+    yield from source.skip_space()
+    is_fenced = yield from source.skip(FENCE)
+    if is_fenced:
+        yield from source.skip("python")
+    while True:
+        yield from source.skip_space()
+        yield from take_python_call(source, output)
+        after = yield from source.skip_space()
+        if is_fenced and (yield from source.skip(FENCE)):
+            return
+        if after in ("", "<") and not is_fenced:
+            return
+        if not after:
+            raise MalformedError("a block without an end")
+
+
+def take_python_call(source: Source, output: Output) -> Steps[None]:
+    """Take one call: a name, and keyword arguments in parentheses.
+
+    Raises:
+        MalformedError: it is none.
+    """
+    name = yield from _take_name(source, "(")
+    output.begin_bare_call(name)
+    before, seen = "{", set[str]()
+    while (yield from source.skip_space()) != ")":
+        key = yield from _take_name(source, "=")
+        if key in seen:
+            raise MalformedError(f"the argument {key!r} comes twice")
+        seen.add(key)
+        value = as_json((yield from _take_value(source)))
+        output.arguments(f"{before}{json.dumps(key)}: {value}")
+        before = ", "
+        if (yield from source.peek()) == ",":
+            source.take()
+    source.take()
+    output.arguments("}" if seen else "{}")
+    output.end_call()
+    source.mark()
+
+
+def _take_name(source: Source, end: str) -> Steps[str]:
+    """Take a name and the character ``end`` behind it."""
+    name = (yield from source.word(end + "\"'[]{}),")).strip()
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise MalformedError(f"{name!r} is no name")
+    yield from source.expect(end)
+    return name
+
+
+def _take_value(source: Source) -> Steps[str]:
+    """Take the text of a value; the comma or bracket after it is not taken."""
+    chars: list[str] = []
+    closing: list[str] = []
+    quote = ""
+    while True:
+        char = yield from source.peek()
+        if not char or len(chars) == MAX_VALUE_CHARS:
+            raise MalformedError("a value without an end")
+        if quote:
+            if char == "\\":
+                chars.append(char)
+                source.take()
+                if not (char := (yield from source.peek())):
+                    raise MalformedError("a value without an end")
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        elif char in _PAIRS:
+            closing.append(_PAIRS[char])
+        elif not closing and char in ",)":
+            return "".join(chars)
+        elif char in ")]}" and (not closing or closing.pop() != char):
+            raise MalformedError(f"{char!r} here")
+        chars.append(char)
+        source.take()
+
+
+def as_json(text: str) -> str:
+    """Return the JSON text of a Python literal; JSON's own literals are understood as well.
+
+    Raises:
+        MalformedError: it is neither, or has no JSON form.
+    """
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise MalformedError("a value that is no literal") from error
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedError("a value without a JSON form") from error
+
+
+def take_braced_calls(source: Source, output: Output, quote: str) -> Steps[None]:
+    """Take ``call:name{…}``, or several of them. ``quote`` is on both sides of strings. Values are written as JSON.
+
+    Raises:
+        MalformedError: it is none. The calls before the one that is malformed are written.
+    """
+    while True:
+        yield from source.skip_space()
+        yield from source.expect("call:")
+        name = (yield from source.word("{")).strip()
+        if not name:
+            raise MalformedError("a call without a name")
+        output.begin_call(name)
+        yield from _take_object(source, output, quote, 0)
+        output.end_call()
+        source.mark()
+        yield from source.skip_space()
+        if not (yield from source.starts_with("call:")):
+            return
+
+
+def _take_object(source: Source, output: Output, quote: str, depth: int) -> Steps[None]:
+    yield from source.expect("{")
+    output.arguments("{")
+    is_first = True
+    while (yield from source.skip_space()) != "}":
+        if not is_first:
+            yield from source.expect(",")
+            output.arguments(", ")
+            yield from source.skip_space()
+        is_first = False
+        key = (yield from _take_string(source, quote)) if (yield from source.starts_with(quote)) else (
+            yield from source.word(":,{}[]")
+        )  # fmt: skip
+        yield from source.expect(":")
+        output.arguments(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
+        yield from _take_braced_value(source, output, quote, depth + 1)
+    source.take()
+    output.arguments("}")
+
+
+def _take_braced_value(source: Source, output: Output, quote: str, depth: int) -> Steps[None]:
+    if depth > MAX_DEPTH:
+        raise MalformedError(f"more than {MAX_DEPTH} levels")
+    first = yield from source.skip_space()
+    if (yield from source.starts_with(quote)):
+        output.arguments(json.dumps((yield from _take_string(source, quote)), ensure_ascii=False))
+    elif first == "{":
+        yield from _take_object(source, output, quote, depth)
+    elif first == "[":
+        source.take()
+        output.arguments("[")
+        is_first = True
+        while (yield from source.skip_space()) != "]":
+            if not is_first:
+                yield from source.expect(",")
+                output.arguments(", ")
+            is_first = False
+            yield from _take_braced_value(source, output, quote, depth + 1)
+        source.take()
+        output.arguments("]")
+    else:
+        word = (yield from source.word(",}]")).strip()
+        try:
+            json.loads(word, parse_constant=_refuse)
+        except ValueError as error:
+            raise MalformedError(f"{word!r} is no value") from error
+        output.arguments(word)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _take_string(source: Source, quote: str) -> Steps[str]:
+    yield from source.expect(quote)
+    pieces: list[str] = []
+    if not (yield from source.text_until([quote], pieces.append)):
+        raise MalformedError("a string without an end")
+    return "".join(pieces)

@@ -1,0 +1,251 @@
+"""What inspect, plan, verify, compile and doctor ask of a kind of model. Every answer has a default, which suits any kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from staticllm.core import OnProgress, ProgramMode, ProgramVariant, ProgressEvent
+from staticllm.devices import check_device, get_core, is_present, kind
+from staticllm.errors import ModelError, last_line
+from staticllm.model_dir import read_model
+from staticllm.pipelines.artifacts.cache import BlobCache, key_of
+from staticllm.pipelines.artifacts.measurements import CostsPlace
+from staticllm.pipelines.diagnostics.process_memory import MeasuredMemory, device_memory, private_bytes
+from staticllm.pipelines.diagnostics.reference import EXACT, exact_for
+from staticllm.pipelines.diagnostics.reports import (
+    Agreement,
+    MemoryEstimate,
+    ModelReport,
+    SecondsSource,
+    TimedEstimate,
+    TimedVariant,
+    Verdict,
+    difference,
+)
+from staticllm.pipelines.diagnostics.settings import planned_settings
+from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
+from staticllm.pipelines.loading.load import load_job
+from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
+from staticllm.pipelines.programs.compile import CompileOptions, first_variants
+from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.dry_run import run_apart
+from staticllm.pipelines.programs.layout import PROGRAM_BYTES, program_mode
+
+TOLERANCE, OTHER_TOLERANCE = 1e-3, 1e-2
+"""Largest difference as a share of the range of the original's numbers: on a CPU in f32, and elsewhere."""
+LEAST_COSINE, MOST_DISTANCE = 0.99, 0.1
+"""Limits beyond which a set fails verification."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a model was tried (a continuation of "loaded and run on CPU"), and what should be done although it ran."""
+
+    how: str = ""
+    remedy: str = ""
+
+
+K = TypeVar("K", bound=ProgramKind[Any, Any, Any])
+
+
+class Diagnosis(Generic[K]):
+    """The questions about one kind of model. A job names the model, the device and the choices.
+
+    All methods raise what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``,
+    ``DeviceError`` or ``ConfigError``.
+    """
+
+    takes_adapters: ClassVar[bool] = False
+
+    def job(
+        self,
+        directory: Path,
+        device: str,
+        properties: Mapping[str, Any],
+        on_progress: OnProgress = lambda event: None,
+        check: Callable[[ov.Core, object], str] = check_device,
+    ) -> LoadJob[Any]:
+        """Return the job for a directory. ``properties``: those of a user. ``check`` refuses devices by a ``DeviceError``."""
+        raise NotImplementedError
+
+    def report(self, job: LoadJob[K]) -> ModelReport:
+        """Lower a model and describe its passes, variants and bytes. Nothing is compiled."""
+        plan = job.kind.plan(job)
+        return ModelReport(**self.described(job, plan), settings=planned_settings(get_core(), plan.options))
+
+    def described(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> dict[str, Any]:
+        """Return the fields of a report that are those of every kind, but ``settings``."""
+        lowered: Any = plan.lowered
+        return {
+            "model": str(job.directory),
+            "kind": job.kind.name,
+            "device": job.device,
+            "programs": plan.options.layout,
+            "num_programs": len(first_variants(plan.variants, plan.options)),
+            "weights_bytes": job.weights.stat().st_size,
+            "buffers_bytes": self.buffer_bytes(plan),
+            "passes": tuple(getattr(lowered, "reports", ())),
+            "variants": plan.variants,
+        }
+
+    def buffer_bytes(self, plan: CompilePlan[Any, Any]) -> int:
+        """Return the bytes of the host's memory behind the ports of all variants."""
+        models = map(plan.lowered.specialise, plan.variants)
+        ports = [port for model in models for port in (*model.inputs, *model.outputs)]
+        return sum(port.get_element_type().size * math.prod(port.get_shape()) for port in ports)
+
+    def estimate(self, job: LoadJob[K]) -> MemoryEstimate:
+        """Estimate the bytes of weights, programs and buffers, and whether they fit into the device. Nothing is compiled.
+
+        The seconds per call are those that a cache keeps of an earlier start, if the job has a cache.
+        """
+        report, known = self.report(job), _kept_seconds(job)
+        parts = {
+            "weights": report.weights_bytes * copies_of_weights(report),
+            "programs": PROGRAM_BYTES * report.num_programs,
+            "buffers": report.buffers_bytes,
+        }
+        return self._timed(report, parts, known, "kept in the cache" if known else "unknown")
+
+    def measure(self, job: LoadJob[K]) -> MemoryEstimate | MeasuredMemory:
+        """Load a model in this process, run each of its programs, and measure the private memory and the seconds per call."""
+        report = self.report(job)
+        before = loaded = private_bytes()
+
+        def note(event: ProgressEvent) -> None:
+            nonlocal loaded
+            if event.is_done and event.stage in ("compile", "import"):
+                loaded = private_bytes()
+            job.on_progress(event)
+
+        runner = load_job(replace(job, on_progress=note)).runner
+        after = private_bytes()
+        parts = {"programs, with weights": loaded - before, "buffers, first calls": after - loaded}
+        return self._timed(report, parts, runner.measured_costs, "measured now")
+
+    def label(self, variant: Any) -> str:
+        """Return the sizes of a variant in short."""
+        return str(variant)
+
+    def _timed(
+        self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], source: SecondsSource
+    ) -> TimedEstimate:
+        variants = (
+            TimedVariant(each, self.label(each), each.rows * getattr(each, "batch", 1), seconds.get(each))
+            for each in report.variants
+        )
+        return TimedEstimate(
+            **needs(report, parts),
+            programs=report.programs,
+            num_programs=report.num_programs,
+            seconds_source=source,
+            variants=tuple(variants),
+        )
+
+    def verdicts(self, job: LoadJob[K], modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
+        """Compare programs of each mode with the original in f32, and yield each verdict."""
+        tolerance = TOLERANCE if kind(job.device) == "CPU" else OTHER_TOLERANCE
+        for mode in modes:
+            exact = in_mode(job, mode)
+            for variant, found, expected in self._compared(exact, compile_all(exact.kind.plan(exact), job.on_progress)):
+                share = float(np.abs(found - expected).max() / np.ptp(expected))
+                yield difference(f"{mode}: {variant}", share, tolerance)
+
+    def agreement(self, job: LoadJob[K]) -> Agreement:
+        """Load a model, for example from its blob set, and compare it with the original in f32."""
+        pairs = list(self._compared(job, load_job(job).programs))
+        cosine = min(least_cosine(found[None], expected[None]) for _, found, expected in pairs)
+        distance = max(float(np.abs(found - expected).max() / np.ptp(expected)) for _, found, expected in pairs)
+        return agreed(cosine, distance, len(pairs))
+
+    def agreement_text(self, found: Mapping[str, Any]) -> str:
+        """Return in words what ``agreement`` found, which a manifest stores."""
+        return f"{found['places']} calls, cosine {found['agreement']:.6f}, {_distance(found)}"
+
+    def try_out(self, job: LoadJob[K]) -> Trial:
+        """Load a model and run it once."""
+        load_job(job)
+        return Trial()
+
+    def original(self, job: LoadJob[K]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
+        """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names."""
+        config = job.config
+        model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
+        try:
+            compiled = get_core().compile_model(model, "CPU", dict(EXACT))
+        except RuntimeError as error:
+            raise ModelError(f"the CPU cannot compile the original: {last_line(error)}") from error
+        return lambda feeds: run_apart(compiled, feeds)
+
+    def _compared(
+        self, job: LoadJob[K], programs: CompiledPrograms[Any, Any]
+    ) -> Iterator[tuple[ProgramVariant, NDArray[Any], NDArray[Any]]]:
+        """Yield each variant with the outputs of a random call of its program and of the original, as vectors."""
+        original = self.original(job)
+        for variant, compiled in programs.compiled.items():
+            call = job.kind.random_call(programs, variant)
+            expected, found = original(call), run_apart(compiled, call)
+            names = sorted(expected.keys() & found.keys())
+            if not names:
+                raise ModelError("the programs and the original have no output of the same name")
+            values = [np.concatenate([each[name].ravel() for name in names]) for each in (found, expected)]
+            yield variant, values[0], values[1]
+
+
+def copies_of_weights(report: ModelReport) -> int:
+    """Return how often the weights are in memory: the CPU packs them for each program."""
+    return report.num_programs if kind(report.device) == "CPU" else 1
+
+
+def needs(report: ModelReport, parts: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of every ``MemoryEstimate`` for these bytes by part."""
+    needed, available = sum(parts.values()), device_memory(get_core(), report.device)
+    return {
+        "model": report.model,
+        "device": report.device,
+        "is_present": is_present(get_core(), report.device),
+        "bytes": dict(parts),
+        "needed": needed,
+        "available": available,
+        "fits": None if available is None else needed <= available,
+    }
+
+
+def in_mode(job: LoadJob[Any], mode: ProgramMode) -> LoadJob[Any]:
+    """Return the job with programs of this mode, which compute in f32 on a CPU."""
+    return replace(job, config=replace(job.config, programs=mode, device_properties=exact_for(job.device)))
+
+
+def agreed(cosine: float, distance: float, places: int) -> Agreement:
+    """Return the agreement of vectors, in which ``agreement`` is the least cosine."""
+    is_ok = cosine >= LEAST_COSINE and distance <= MOST_DISTANCE
+    return Agreement(is_ok, cosine, distance, places, against="CPU, f32")
+
+
+def least_cosine(found: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Return the least cosine between the rows of two arrays ``[n, width]``."""
+    norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
+    return float(np.min((found * expected).sum(axis=1) / np.maximum(norms, 1e-12)))
+
+
+def _distance(found: Mapping[str, Any]) -> str:
+    return f"numbers differ by {found['distance']:.1e} of their range"
+
+
+def _kept_seconds(job: LoadJob[Any]) -> Mapping[Any, float]:
+    """Return the seconds per call that the job's cache keeps; none without a cache, or for a device that is not here."""
+    folder = job.config.cache_dir
+    if folder is None or not Path(folder).is_dir() or not is_present(get_core(), job.device):
+        return {}
+    fingerprint = job.kind.fingerprint(job)
+    options = CompileOptions(job.device, program_mode(job.device, job.config), None, job.kind.properties(job))
+    place = CostsPlace(BlobCache(folder).path(key_of(fingerprint)), fingerprint, job.key)
+    return place.costs_of(job.kind.variant, options).read()

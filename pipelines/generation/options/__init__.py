@@ -1,0 +1,1 @@
+"""What a generation may be asked for: one table of options, and how a request's own are read and checked."""

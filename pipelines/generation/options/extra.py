@@ -1,0 +1,163 @@
+"""The options of ``generate`` beyond openvino_genai's ``GenerationConfig``: their names, defaults and checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import openvino_genai as genai
+
+from staticllm.config import whole
+from staticllm.errors import GenerationConfigError, shown
+from staticllm.pipelines.generation.options.table import OPTIONS, SAMPLING, TokenSequences
+from staticllm.pipelines.generation.options.tools import ToolOptions, tool_options
+
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+"""The breakers of llamacpp."""
+MAX_BIAS = 1e4
+MAX_TOKEN = (1 << 31) - 1
+
+
+NUMBERS = tuple(name for name in SAMPLING if not hasattr(genai.GenerationConfig, name))
+"""The options that are numbers; the fields of ``SamplingParams`` that GenAI does not have."""
+EXTRA_NAMES = (
+    *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
+    "tools", "tool_choice", "parse_tools", "extra_context", "best_of",
+)  # fmt: skip
+_CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
+
+
+@dataclass(frozen=True)
+class ExtraOptions:
+    """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
+
+    ``best_of`` is the number of answers that are sampled, of which the most likely are returned; 0 for those that are returned.
+    ``numbers`` holds fields of ``SamplingParams`` that were given, and ``choosing`` the names of all options that were given and
+    change which token is chosen.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: TokenSequences = ()
+    dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
+    logits_processors: tuple[Any, ...] = ()
+    choosing: tuple[str, ...] = ()
+    tool_options: ToolOptions = field(default_factory=ToolOptions)
+    best_of: int = 0
+
+
+def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
+    """Return the checked options of ``given``, whose names are all in ``EXTRA_NAMES``.
+
+    Raises:
+        GenerationConfigError: a value is impossible, or options contradict each other.
+    """
+    numbers = {name: SAMPLING[name].check(name, given[name]) for name in NUMBERS if name in given}
+    if numbers.get("mirostat") == 1:
+        raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
+    _check_sampling(numbers, do_sample)
+    bias, forbidden = _logit_bias(given.get("logit_bias", {}))
+    return ExtraOptions(
+        numbers=numbers,
+        logit_bias=bias,
+        bad_words=_texts("bad_words", given.get("bad_words", ())),
+        bad_words_ids=(*forbidden, *_sequences("bad_words_ids", given.get("bad_words_ids", ()))),
+        dry_sequence_breakers=_texts(
+            "dry_sequence_breakers", given.get("dry_sequence_breakers", DRY_SEQUENCE_BREAKERS)
+        ),
+        logits_processors=_processors(given.get("logits_processor")),
+        choosing=(
+            *(name for name in numbers if _is_changed(numbers, name)),
+            *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
+        ),
+        tool_options=tool_options(given),
+        best_of=int(OPTIONS["best_of"].check("best_of", given.get("best_of") or 0)),
+    )
+
+
+def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
+    changed = [name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].part_of]
+    changed = [name for name in changed if SAMPLING[name].draws]
+    if changed and not do_sample:
+        name = changed[0]
+        raise GenerationConfigError(
+            f"{name}={shown(numbers[name])} with do_sample=False: greedy decoding draws nothing; set do_sample=True"
+        )
+    if "mirostat" in changed and len(changed) > 1:
+        raise GenerationConfigError(
+            f"mirostat=2 with {changed[0]}={shown(numbers[changed[0]])}: mirostat takes the place of other filters; "
+            f"leave {changed[0]} out"
+        )
+
+
+def _is_changed(numbers: Mapping[str, float], name: str) -> bool:
+    return name in numbers and numbers[name] != SAMPLING[name].default
+
+
+def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequences]:
+    """Return the biases that are numbers, and the tokens that ``False`` or -inf forbids, as sequences of one token."""
+    if value is None:
+        return (), ()
+    if not isinstance(value, Mapping):
+        raise GenerationConfigError(f"logit_bias={shown(value)}: must be a dict from token id to number")
+    bias: list[tuple[int, float]] = []
+    forbidden: list[tuple[int, ...]] = []
+    for key, amount in value.items():
+        token = whole(
+            "a token of logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key, 0, MAX_TOKEN
+        )
+        if amount is False or amount == -math.inf:
+            forbidden.append((token,))
+        elif isinstance(amount, bool) or not isinstance(amount, (int, float)) or not abs(amount) <= MAX_BIAS:
+            raise GenerationConfigError(
+                f"logit_bias[{token}]={shown(amount)}: must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                "or False to forbid the token"
+            )
+        else:
+            bias.append((token, float(amount)))
+    return tuple(bias), tuple(forbidden)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, (list, tuple, set, frozenset)) or not all(
+        isinstance(text, str) and text for text in texts
+    ):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of non-empty strings")
+    check_characters(name, texts)
+    return tuple(sorted(set(texts)))
+
+
+def check_characters(name: str, texts: Iterable[str]) -> None:
+    """Check that the texts of an option consist of whole characters, since no answer has halves.
+
+    Raises:
+        GenerationConfigError: one has half of a surrogate pair.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise GenerationConfigError(f"{name} has half of a surrogate pair, {half!r}: leave it out") from None
+
+
+def _sequences(name: str, value: object) -> TokenSequences:
+    rows = [] if value is None else value
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) and row for row in rows):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of non-empty lists of token ids")
+    return tuple(tuple(whole(f"a token of {name}", token, 0, MAX_TOKEN) for token in row) for row in rows)
+
+
+def _processors(value: object) -> tuple[Any, ...]:
+    found = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for each in found:
+        if isinstance(each, type) or not (callable(each) or callable(getattr(each, "process", None))):
+            raise GenerationConfigError(
+                f"logits_processor={shown(each)}: must be an object with process(logits), or a callable "
+                "(input_ids, scores) -> scores, or a list of them"
+            )
+    return found

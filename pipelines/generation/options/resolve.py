@@ -1,0 +1,452 @@
+"""Turns an ``openvino_genai.GenerationConfig`` and keyword overrides into checked options."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import openvino_genai as genai
+
+from staticllm.adapters.adapter_set import AdapterUse
+from staticllm.config import whole
+from staticllm.errors import ConfigError, GenerationConfigError, shown
+from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
+from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.genai_adapters import adapter_uses
+from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
+from staticllm.pipelines.generation.options.genai import (
+    DEFAULTS,
+    DRAFTING,
+    DRAWING,
+    NAMES,
+    FileOptions,
+    defaults_of,
+    in_effect,
+    values_of,
+)
+from staticllm.pipelines.generation.options.table import OPTIONS, UNLIMITED, SamplingParams
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_grammar
+
+MAX_STOP_TOKEN = 2**63 - 1
+"""GenAI's type of a token id. An id that the model does not have ends nothing."""
+_SUPPORTED = frozenset(
+    [
+        "max_new_tokens",
+        "max_length",
+        "min_new_tokens",
+        "eos_token_id",
+        "stop_token_ids",
+        "stop_strings",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "echo",
+        "apply_chat_template",
+        "logprobs",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "rng_seed",
+        "num_return_sequences",
+        "num_beams",
+        "max_ngram_size",
+        "num_assistant_tokens",
+        "assistant_confidence_threshold",
+        "parsers",
+        CONFIG,
+        "adapters",
+    ]
+)
+_INERT_WITHOUT_BEAMS = frozenset(
+    ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
+)
+"""Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
+LONGEST_DRAFT = 64
+"""Larger values of the options of drafts count as this one: no call checks more."""
+_STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
+
+    ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
+    ``eos_token_id``; with ``ignore_eos`` they end nothing, and are in ``ignored_token_ids``. ``beams`` is None without beam
+    search, and ``drafts`` without drafts; ``asks_for_drafts`` says that a keyword asked for them. ``extra`` holds the options
+    that GenAI does not have; those among them that choose tokens are also in ``sampling``, except texts, which have no token ids
+    yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``. ``adapters`` are None for those of the
+    pipeline.
+    """
+
+    sampling: SamplingParams
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: int
+    stop_token_ids: frozenset[int]
+    stop_strings: frozenset[str]
+    include_stop_str_in_output: bool
+    echo: bool
+    apply_chat_template: bool
+    num_return_sequences: int = 1
+    beams: BeamParams | None = None
+    drafts: DraftParams | None = None
+    asks_for_drafts: bool = False
+    parsers: tuple[genai.Parser, ...] = ()
+    extra: ExtraOptions = field(default_factory=ExtraOptions)
+    grammar: Grammar | None = None
+    adapters: tuple[AdapterUse, ...] | None = None
+    ignored_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of answers that are generated; of ``best_of`` the ``num_return_sequences`` most likely are returned."""
+        return max(self.num_return_sequences, self.extra.best_of)
+
+    def max_tokens_after(self, prompt_len: int) -> int | None:
+        """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return None if self.max_length is None else self.max_length - prompt_len
+
+    def check_room(self, prompt_len: int) -> None:
+        """Check that ``max_length`` leaves room after a prompt of ``prompt_len`` tokens.
+
+        Raises:
+            GenerationConfigError: it leaves none.
+        """
+        if self.max_length is not None and self.max_length <= prompt_len:
+            raise GenerationConfigError(
+                f"max_length={self.max_length} leaves no room after a prompt of {prompt_len} tokens: "
+                "raise it, or leave it out and set max_new_tokens"
+            )
+
+
+def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | None) -> int | None:
+    """Return how many tokens may be generated after a prompt of ``prompt_len`` tokens; None without a limit.
+
+    ``max_seq_len`` limits the tokens of prompt and answer together, as in NPUW; None if a longer sequence does not end an answer.
+    """
+    asked = options.max_tokens_after(prompt_len)
+    if max_seq_len is None:
+        return asked
+    return max_seq_len - prompt_len if asked is None else min(asked, max_seq_len - prompt_len)
+
+
+def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
+    """Return a copy of ``config``; the ``copy`` module cannot copy GenAI's class."""
+    copied = genai.GenerationConfig()
+    for name in NAMES:
+        setattr(copied, name, getattr(config, name))
+    return copied
+
+
+def resolve(
+    config: genai.GenerationConfig, overrides: Mapping[str, Any], file: FileOptions | None = None
+) -> GenerationOptions:
+    """Return the checked options of a request: those of ``config``, overridden by the keyword arguments of ``generate``.
+
+    A value of ``config`` that has no effect in this request is not checked, as in GenAI; one of ``overrides`` always is.
+    ``no_repeat_ngram_size`` in ``config`` has an effect only with beams, in ``overrides`` always. ``file`` holds the options that
+    ``config`` has from the model's own file: those that contradict the others are left out.
+
+    Raises:
+        GenerationConfigError: a name is unknown, a value is impossible, or the decoding method is not supported.
+        AdapterError: an adapter is unknown, or its file is missing or damaged.
+    """
+    for name, value in overrides.items():
+        if name not in NAMES and name not in EXTRA_NAMES and name not in KEYWORDS:
+            near = difflib.get_close_matches(str(name), (*NAMES, *EXTRA_NAMES, *KEYWORDS), n=1)
+            raise GenerationConfigError(
+                f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
+        _check_plain(name, value)
+    values = values_of(config)
+    try:
+        return _resolved(values, overrides)
+    except GenerationConfigError as error:
+        if file is None:
+            raise
+        wrong = error
+    clashing = _clashing(values, overrides, file)
+    if not clashing:
+        raise wrong
+    if _is_at_fault(file, clashing, overrides):
+        raise GenerationConfigError(f"{file.path!r}: {wrong}; correct {' and '.join(clashing)} in this file")
+    adapted = defaults_of(clashing)
+    if "max_new_tokens" in clashing:  # without a limit it would be as wrong
+        adapted["max_new_tokens"] = max(values["max_new_tokens"], overrides.get("min_new_tokens", 1))
+    return _resolved({**values, **adapted}, overrides)
+
+
+def _resolved(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> GenerationOptions:
+    merged = in_effect(values, overrides)
+    try:
+        options = _merged(merged, overrides)
+        asks_for_drafts = any(overrides.get(name) for name in DRAFTING)
+        return replace(options, grammar=requested_grammar(overrides, merged), asks_for_drafts=asks_for_drafts)
+    except GenerationConfigError:
+        raise
+    except ConfigError as error:
+        raise GenerationConfigError(str(error)) from None
+
+
+def _merged(merged: Mapping[str, Any], overrides: Mapping[str, Any]) -> GenerationOptions:
+    extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
+    return _checked(merged, extra, _ngram_size(overrides, merged))
+
+
+def _is_possible(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Return whether options can be had together; a grammar contradicts none of them."""
+    try:
+        _merged(in_effect(values, overrides), overrides)
+    except ConfigError:
+        return False
+    return True
+
+
+def _clashing(values: Mapping[str, Any], overrides: Mapping[str, Any], file: FileOptions) -> list[str]:
+    """Return the options of a model's file that must be left out for the others to be possible.
+
+    Raises:
+        GenerationConfigError: the others are impossible without the file too.
+    """
+    names = [name for name in file.names_in(values) if name not in overrides]
+    kept = {**values, **defaults_of(names)}
+    _resolved(kept, overrides)
+    clashing = []
+    for name in names:
+        if _is_possible({**kept, name: values[name]}, overrides):
+            kept[name] = values[name]
+        else:
+            clashing.append(name)
+    return clashing
+
+
+def _is_at_fault(file: FileOptions, clashing: Sequence[str], overrides: Mapping[str, Any]) -> bool:
+    """Return whether options are impossible whatever a request says, because of one value or of several in the file."""
+    sampling = {**defaults_of(NAMES), "do_sample": True}
+    drawing = [name for name in clashing if name in DRAWING]
+    if any(not _is_possible({**sampling, name: file.values[name]}, {}) for name in drawing):
+        return True
+    others = {**file.values, **defaults_of(name for name in overrides if name in NAMES)}
+    return not _is_possible(file.values, {}) and not _is_possible(others, {})
+
+
+def _check_plain(name: str, value: object) -> None:
+    """Check that a value can be compared with others, which an array cannot."""
+    try:
+        is_plain = not getattr(value, "ndim", 0) and (value == 0) in (True, False) and bool(value) in (True, False)
+    except Exception:  # of a caller's class
+        is_plain = False
+    if not is_plain:
+        kind = type(value).__name__
+        raise GenerationConfigError(f"{name}={shown(value)}: is a {kind}; pass a number, a str, a list or a dict")
+
+
+def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    """Return the ``no_repeat_ngram_size`` of plain decoding; 0 for none."""
+    if options["num_beams"] != 1:
+        return 0
+    return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
+
+
+def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
+    if options["num_beams"] != 1 and extra.choosing:
+        raise GenerationConfigError(
+            f"{extra.choosing[0]} with num_beams={shown(options['num_beams'])}: beams are chosen by the model's own "
+            "probabilities; leave one of them out"
+        )
+    for name, value in options.items():
+        if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
+            continue
+        if value != getattr(DEFAULTS, name):
+            raise GenerationConfigError(
+                f"{name}={shown(value)} is not supported: decoding is greedy, multinomial or beam search; "
+                f"leave {name} at {getattr(DEFAULTS, name)!r}"
+            )
+    if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
+        raise GenerationConfigError(f"stop_token_ids={shown(options['stop_token_ids'])}: must be a set of token ids")
+    stop_ids = {whole("stop_token_ids", token, 0, MAX_STOP_TOKEN) for token in options["stop_token_ids"]}
+    drafts = _drafts_of(options)
+    if drafts is not None and extra.best_of > 1:
+        raise GenerationConfigError(
+            f"best_of={extra.best_of} with drafts: they are for single answers; leave one of them out"
+        )
+    if options["eos_token_id"] != -1:
+        stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0, MAX_STOP_TOKEN))
+    echo = _flag(options, "echo")
+    max_new_tokens = _limit(options, "max_new_tokens", 0 if echo else 1)
+    min_new_tokens = _count(options, "min_new_tokens")
+    if max_new_tokens is not None and min_new_tokens > max_new_tokens:
+        raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
+    ignored = stop_ids if _flag(options, "ignore_eos") else set[int]()
+    return GenerationOptions(
+        sampling=_sampling(options, extra, ngram_size),
+        max_new_tokens=max_new_tokens,
+        max_length=_limit(options, "max_length", 1),
+        min_new_tokens=min_new_tokens,
+        stop_token_ids=frozenset(stop_ids - ignored),
+        ignored_token_ids=frozenset(ignored),
+        stop_strings=_stop_strings(options["stop_strings"]),
+        include_stop_str_in_output=_flag(options, "include_stop_str_in_output"),
+        echo=echo,
+        apply_chat_template=_flag(options, "apply_chat_template"),
+        num_return_sequences=_num_sequences(options, extra.best_of),
+        beams=_beams_of(options),
+        drafts=drafts,
+        parsers=_parsers(options["parsers"]),
+        extra=extra,
+        adapters=adapter_uses(options["adapters"]),
+    )
+
+
+def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
+    count = _count(options, "num_return_sequences")
+    if best_of and (best_of < count or not options["do_sample"]):
+        remedy = f"raise it to {count}" if best_of < count else "set do_sample=True"
+        wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"
+        raise GenerationConfigError(
+            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; {remedy}"
+        )
+    num_beams = _count(options, "num_beams")
+    if num_beams > 1 and count > num_beams:
+        raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
+    if count > 1 and num_beams == 1 and not options["do_sample"]:
+        raise GenerationConfigError(
+            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True, "
+            "or num_beams"
+        )
+    return count
+
+
+def _parsers(value: object) -> tuple[genai.Parser, ...]:
+    parsers = () if value is None else value
+    if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
+        raise GenerationConfigError(f"parsers={shown(value)}: must be a list of openvino_genai.Parser objects")
+    return tuple(parsers)
+
+
+def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
+    do_sample = _flag(options, "do_sample")
+    return SamplingParams(
+        do_sample=do_sample,
+        temperature=_number(options, "temperature", do_sample),
+        top_k=_count(options, "top_k") % UNLIMITED,
+        top_p=_number(options, "top_p", do_sample),
+        min_p=_number(options, "min_p", do_sample),
+        repetition_penalty=_number(options, "repetition_penalty"),
+        presence_penalty=_number(options, "presence_penalty"),
+        frequency_penalty=_number(options, "frequency_penalty"),
+        rng_seed=_seed(options["rng_seed"]),
+        wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
+        no_repeat_ngram_size=ngram_size,
+        logit_bias=extra.logit_bias,
+        bad_words=extra.bad_words_ids,
+        **cast(dict[str, Any], extra.numbers),
+    )
+
+
+def _number(options: Mapping[str, Any], name: str, is_drawn: bool = True) -> float:
+    return OPTIONS[name].check(name, options[name], is_drawn)
+
+
+def _count(options: Mapping[str, Any], name: str) -> int:
+    return int(OPTIONS[name].check(name, options[name]))
+
+
+def _seed(value: object) -> int:
+    """Return a seed; a negative one is random, like 0."""
+    return 0 if isinstance(value, int) and value < 0 else whole("rng_seed", value, 0, UNLIMITED)
+
+
+def _flag(options: Mapping[str, Any], name: str) -> bool:
+    """Return a flag. As in GenAI, a whole number and None count as one, and text does not: "no" would be true."""
+    value = options[name]
+    if value is not None and not isinstance(value, (bool, int, np.bool_)):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be True or False")
+    return bool(value)
+
+
+def _num_logprobs(value: object) -> int:
+    return int(value) if isinstance(value, bool) else whole("logprobs", value, 0, UNLIMITED)
+
+
+def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:
+    number = whole(name, options[name], least, UNLIMITED)
+    return None if number == UNLIMITED else number
+
+
+def _stop_strings(value: object) -> frozenset[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple, set, frozenset)) or not all(isinstance(s, str) and s for s in strings):
+        raise GenerationConfigError(f"stop_strings={shown(value)}: must be a set of non-empty strings")
+    check_characters("stop_strings", strings)
+    return frozenset(strings)
+
+
+def _beams_of(options: Mapping[str, Any]) -> BeamParams | None:
+    """Return the parameters of a beam search, with GenAI's rules; None without one."""
+    num_beams = _count(options, "num_beams")
+    if num_beams == 1:
+        return None
+    groups = whole("num_beam_groups", options["num_beam_groups"], 1, num_beams)
+    if num_beams % groups:
+        raise GenerationConfigError(
+            f"num_beams={num_beams} cannot be divided into num_beam_groups={groups} equal groups"
+        )
+    for name, needed in (
+        ("do_sample", False),
+        ("frequency_penalty", 0),
+        ("presence_penalty", 0),
+        ("repetition_penalty", 1),
+    ):
+        if options[name] != needed:
+            raise GenerationConfigError(
+                f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out"
+            )
+    diversity = _number(options, "diversity_penalty")
+    if (diversity != 0.0) != (groups > 1):
+        remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
+        raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
+    ngram = whole("no_repeat_ngram_size", options["no_repeat_ngram_size"], 1, UNLIMITED)
+    criteria = getattr(options["stop_criteria"], "name", options["stop_criteria"])
+    if not isinstance(criteria, str) or criteria.lower() not in _STOP_CRITERIA:
+        raise GenerationConfigError(f"stop_criteria={shown(criteria)}: must be EARLY, HEURISTIC or NEVER")
+    return BeamParams(
+        num_beams,
+        groups,
+        diversity,
+        _number(options, "length_penalty"),
+        None if ngram == UNLIMITED else ngram,
+        _STOP_CRITERIA[criteria.lower()],
+    )
+
+
+def _drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
+    """Return how tokens are drafted, without what the pipeline adds; None if no option asks for drafts."""
+    ngram_size = _count(options, "max_ngram_size")
+    max_tokens = whole("num_assistant_tokens", options["num_assistant_tokens"] or 0, 0, UNLIMITED)  # may be None
+    confidence = _number(options, "assistant_confidence_threshold")
+    asked = [name for name in DRAFTING if options[name]]
+    if not asked:
+        return None
+    for name in ("num_beams", "num_return_sequences"):
+        if options[name] != 1:
+            raise GenerationConfigError(
+                f"{asked[0]}={shown(options[asked[0]])} with {name}={shown(options[name])}: "
+                "drafts are for single answers; leave one out"
+            )
+    if max_tokens and confidence:
+        raise GenerationConfigError(
+            f"num_assistant_tokens={max_tokens} with assistant_confidence_threshold={confidence:g}: a draft ends by its length "
+            "or by its confidence; leave one out"
+        )
+    return DraftParams(min(ngram_size, LONGEST_DRAFT), min(max_tokens, LONGEST_DRAFT), confidence=confidence)

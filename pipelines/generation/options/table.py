@@ -1,0 +1,220 @@
+"""The one table of options that are numbers: what each may be in a program, over HTTP and from another process.
+
+A row makes the pipeline's check, the field of each HTTP API, the daemon's check and the line in ``docs/generation.md``. A new
+sampling option is a field of ``SamplingParams`` here, and the code that acts on it (``sampler.py`` or ``logits_processors.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
+
+from staticllm.config import whole
+from staticllm.core import MAX_ANSWERS
+from staticllm.errors import MAX_LEN, GenerationConfigError, shown
+
+Api: TypeAlias = Literal["openai", "ollama", "responses"]
+Edge: TypeAlias = Literal["", "least", "most"]
+TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
+UNLIMITED = 2**64 - 1
+MAX_BEAMS = 64
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row: a number from ``least`` to ``most``.
+
+    Attributes:
+        default: The value of a request that does not say it; of this type (int or float) every value is.
+        least, most: The bounds.
+        excluded: The edge that a request that draws tokens may not have.
+        draws: Whether it has an effect only with ``do_sample=True``.
+        part_of: The option that it adjusts; by itself it does nothing.
+        apis: The HTTP APIs that have it as a field.
+        names: The names of that field where it is not the option's own.
+        http: The bounds over HTTP where they are not ``least`` and ``most``.
+        meaning: What it does, as a sentence of the documentation; "" for an option of GenAI, which documents it.
+    """
+
+    default: float
+    least: float
+    most: float
+    excluded: Edge = ""
+    draws: bool = False
+    part_of: str = ""
+    apis: tuple[Api, ...] = ("openai",)
+    names: Mapping[Api, tuple[str, ...]] = field(default_factory=dict)
+    http: tuple[float, float] | None = None
+    meaning: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only whole numbers are possible."""
+        return isinstance(self.default, int)
+
+    def check(self, name: str, value: object, is_drawn: bool = True) -> float:
+        """Return ``value`` as a number of this option. ``is_drawn``: whether the request draws tokens.
+
+        Raises:
+            ConfigError: it is none, or outside the bounds; the message names both.
+        """
+        if self.is_whole:
+            return whole(name, value, int(self.least), int(self.most))
+        number = _float(value)
+        edge = {"": None, "least": self.least, "most": self.most}[self.excluded if is_drawn else ""]
+        if not self.least <= number <= self.most or number == edge:
+            least = f"{'more than' if edge == self.least else 'from'} {self.least:g}"
+            most = f"{'less than' if edge == self.most else 'up to'} {self.most:g}"
+            raise GenerationConfigError(f"{name}={shown(value)}: must be a number {least}, {most}")
+        return number
+
+    def http_bounds(self) -> dict[str, float]:
+        """Return the bounds over HTTP by their names in JSON Schema's short form (``ge``, ``gt``, ``le``, ``lt``)."""
+        least, most = self.http or (self.least, self.most)
+        excluded = "" if self.http else self.excluded
+        bounds = {"gt" if excluded == "least" else "ge": least, "lt" if excluded == "most" else "le": most}
+        return {name: int(bound) for name, bound in bounds.items()} if self.is_whole else bounds
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
+
+
+def _row(default: float, least: float, most: float, **rest: Any) -> Any:
+    """Return the field of a dataclass whose default and option are one row."""
+    return field(default=default, metadata={"option": Option(default, least, most, **rest)})
+
+
+_ALL: tuple[Api, ...] = ("openai", "ollama", "responses")
+_LLAMA: tuple[Api, ...] = ("openai", "ollama")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The parameters that choose tokens, with GenAI's names where it has them, else those of llamacpp or transformers.
+
+    Without ``do_sample`` the most likely token is chosen, and options that draw have no effect. ``top_k=0`` keeps all tokens.
+    ``dry_breakers`` and ``bad_words`` are sequences of token ids, ``logit_bias`` pairs of a token id and a number.
+    """
+
+    do_sample: bool = False
+    temperature: float = _row(1.0, 0.0, 1e6, excluded="least", draws=True, apis=_ALL, http=(0.0, 100.0))
+    top_k: int = _row(0, 0, UNLIMITED, draws=True, apis=_ALL, http=(-1, 2**31 - 1))
+    top_p: float = _row(1.0, 0.0, 1.0, excluded="least", draws=True, apis=_ALL, http=(0.0, 1.0))
+    min_p: float = _row(0.0, 0.0, 1.0, excluded="most", draws=True, apis=_ALL, http=(0.0, 1.0))
+    repetition_penalty: float = _row(
+        1.0, 1e-3, 1e3, apis=_ALL,
+        names={"openai": ("repetition_penalty", "repeat_penalty"), "ollama": ("repeat_penalty",)},
+    )  # fmt: skip
+    presence_penalty: float = _row(0.0, -2.0, 2.0, apis=_ALL)
+    frequency_penalty: float = _row(0.0, -2.0, 2.0, apis=_ALL)
+    rng_seed: int = _row(0, 0, UNLIMITED, apis=_ALL, names=dict.fromkeys(_ALL, ("seed",)), http=(-(2**63), 2**63 - 1))
+    wants_logprobs: bool = False
+    typical_p: float = _row(
+        1.0, 0.0, 1.0, excluded="least", draws=True, apis=_LLAMA,
+        meaning="Keeps the tokens whose surprise is nearest to the entropy, until they reach this probability.",
+    )  # fmt: skip
+    xtc_probability: float = _row(
+        0.0, 0.0, 1.0, draws=True,
+        meaning="With this probability per token, all tokens with at least `xtc_threshold` are dropped except the least "
+        "likely of them.",
+    )  # fmt: skip
+    xtc_threshold: float = _row(
+        0.1,
+        0.0,
+        1.0,
+        draws=True,
+        part_of="xtc_probability",
+        meaning="The probability from which a token is a top choice.",
+    )
+    mirostat: int = _row(
+        0, 0, 2, draws=True, apis=_LLAMA,
+        meaning="2 keeps the surprise near `mirostat_tau` bits; 0 is off. It takes the place of `top_k`, `top_p` and `min_p`, "
+        "which then have no effect.",
+    )  # fmt: skip
+    mirostat_tau: float = _row(
+        5.0, 0.0, 100.0, excluded="least", draws=True, apis=_LLAMA, part_of="mirostat",
+        meaning="The surprise that mirostat aims at, in bits.",
+    )  # fmt: skip
+    mirostat_eta: float = _row(
+        0.1, 0.0, 10.0, draws=True, apis=_LLAMA, part_of="mirostat", meaning="How fast mirostat adapts its limit."
+    )
+    dry_multiplier: float = _row(
+        0.0, 0.0, 1e3,
+        meaning="A token that would continue a repetition of n tokens loses "
+        "`dry_multiplier * dry_base ** (n - dry_allowed_length)`; 0 is off.",
+    )  # fmt: skip
+    dry_base: float = _row(1.75, 1.0, 1e3, part_of="dry_multiplier", meaning="The base of that penalty.")
+    dry_allowed_length: int = _row(
+        2, 1, 1 << 20, part_of="dry_multiplier", meaning="The longest repetition without a penalty, in tokens."
+    )
+    dry_penalty_last_n: int = _row(
+        -1,
+        -1,
+        1 << 31,
+        part_of="dry_multiplier",
+        meaning="The number of tokens that are searched; -1 for all, 0 for none.",
+    )
+    no_repeat_ngram_size: int = _row(0, 0, UNLIMITED, apis=())
+    dry_breakers: TokenSequences = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: TokenSequences = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of a dict of JSON types, in which sequences are lists."""
+        rows = {name: tuple(tuple(row) for row in values.get(name, ())) for name in SEQUENCES}
+        return cls(**{**values, **rows})
+
+    @property
+    def uses_dry(self) -> bool:
+        """Whether DRY has an effect."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+
+SEQUENCES = ("dry_breakers", "logit_bias", "bad_words")
+"""The fields that hold tuples of tuples."""
+SAMPLING: Mapping[str, Option] = {
+    each.name: each.metadata["option"] for each in fields(SamplingParams) if "option" in each.metadata
+}
+"""The rows of ``SamplingParams``."""
+OPTIONS: Mapping[str, Option] = {
+    **SAMPLING,
+    "num_return_sequences": Option(1, 1, MAX_ANSWERS, apis=()),
+    "best_of": Option(0, 0, MAX_ANSWERS, apis=()),
+    "min_new_tokens": Option(0, 0, MAX_LEN, apis=()),
+    "num_beams": Option(1, 1, MAX_BEAMS, apis=()),
+    "diversity_penalty": Option(0.0, -1e6, 1e6, apis=()),
+    "length_penalty": Option(1.0, -1e3, 1e3, apis=()),
+    "max_ngram_size": Option(0, 0, UNLIMITED, apis=()),
+    "num_assistant_tokens": Option(0, 0, UNLIMITED, apis=()),
+    "assistant_confidence_threshold": Option(0.0, 0.0, 1.0, apis=()),
+}
+"""All rows by the name of the option."""
+
+
+def http_fields(api: Api) -> dict[str, str]:
+    """Return the fields of an HTTP API that are rows of the table: the option of each."""
+    return {
+        name: option for option, row in OPTIONS.items() if api in row.apis for name in row.names.get(api, (option,))
+    }
+
+
+def markdown() -> str:
+    """Return the rows that GenAI does not document, as a table of ``docs/generation.md``."""
+    lines = ["| option | default | bounds | meaning |", "|---|---|---|---|"]
+    for name, row in OPTIONS.items():
+        if row.meaning:
+            least = f"above {row.least:g}" if row.excluded == "least" else f"{row.least:g}"
+            most = (
+                f"below {row.most:g}"
+                if row.excluded == "most"
+                else f"{row.most if row.is_whole else format(row.most, 'g')}"
+            )
+            meaning = row.meaning + (" Needs `do_sample=True`." if row.draws and not row.part_of else "")
+            lines.append(f"| `{name}` | {row.default} | {least} to {most} | {meaning} |")
+    return "\n".join(lines)

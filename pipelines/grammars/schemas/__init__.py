@@ -1,1 +1,0 @@
-"""JSON schemas with keywords that llguidance does not know, written with keywords that it knows."""

@@ -1,1 +1,0 @@
-"""Running programs of others with their models in the daemon."""

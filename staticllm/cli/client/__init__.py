@@ -1,1 +1,0 @@
-"""The commands that ask a server of ``staticllm serve``, here or on another machine."""

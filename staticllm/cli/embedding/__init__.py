@@ -1,1 +1,0 @@
-"""The commands for encoders: they embed texts, rank them for a query, and plan machines."""

@@ -1,0 +1,268 @@
+"""`staticllm serve` answers OpenAI's API over HTTP, with the models of this machine or of a cluster of Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from staticllm.cli.grouped_command import GroupedCommand, option_file
+from staticllm.cli.options import PROGRAM_GROUP, Number, layout_options, read_properties
+from staticllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staticllm.server.settings import ServerSettings
+
+KEY_VARIABLE = "STATICLLM_API_KEY"
+Command = TypeVar("Command", bound=Callable[..., Any])
+ONE_MACHINE = (
+    "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy",
+    "header_seconds", "body_seconds", "send_seconds", "max_connections",
+    "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel",
+)  # fmt: skip
+"""Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""
+
+
+def cluster_options(command: Command) -> Command:
+    """Add the options of a cluster to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
+    """A number of replicas, or bounds of it: ``2``, ``1:4``."""
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        low, _, high = str(value).partition(":")
+        if not (low.isdecimal() and (not high or high.isdecimal())):
+            self.fail(f"{value!r} is not a number of replicas: give 2, or 1:4", param, ctx)
+        return int(low), int(high or low)
+
+
+_OPTIONS = (
+    click.option("--ray", is_flag=True, help="Serve on the machines of a Ray cluster; see docs/cluster.md."),
+    click.option(
+        "--ray-address", metavar="ADDRESS", help="The cluster; auto for this machine's.  [this machine alone]"
+    ),
+    click.option("--replicas", type=Replicas(), help="Replicas of each kind of model.  [1]"),
+    click.option("--target-requests", type=float, help="Requests of a replica above which another one is added.  [8]"),
+    click.option("--models-per-replica", type=click.IntRange(1), help="Models that a replica keeps loaded.  [2]"),
+)
+
+
+class _PortInUse(click.ClickException):
+    """Another process has the port."""
+
+    exit_code = 3
+
+
+GROUPS = {
+    "Access": ("api_keys", "api_key_file", "insecure", "allowed_origins"),
+    "Load and memory": (
+        "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy", "supervise", "daemon", "grace",
+    ),
+}  # fmt: skip
+RARE = {
+    **PROGRAM_GROUP,
+    "Connections": ("max_body_mb", "header_seconds", "body_seconds", "send_seconds", "max_connections"),
+    "Logs": ("access_log", "otel"),
+    "Part of an application": ("random_key", "ready_fd", "ready_file", "parent_pid"),
+    "Many machines": ("ray", "ray_address", "replicas", "target_requests", "models_per_replica"),
+}
+
+
+@click.command("serve", cls=GroupedCommand, groups=GROUPS, rare=RARE)
+@click.argument("models", nargs=-1, metavar="[[NAME=]PATH]...")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 lets the system choose."
+)
+@click.option(
+    "--api-key", "api_keys", multiple=True, help=f"A key that clients must send; may be repeated.  [${KEY_VARIABLE}]"
+)
+@click.option("--api-key-file", type=click.Path(dir_okay=False), help="A file with one key per line.")
+@click.option("--insecure", is_flag=True, help="Let other machines connect without a key.")
+@click.option("--allowed-origins", multiple=True, metavar="ORIGIN", help="Web pages that may send requests; * for all.")
+@click.option(
+    "--max-waiting", type=click.IntRange(1), default=64, show_default=True, help="Requests that wait per model."
+)
+@click.option(
+    "--max-per-client",
+    type=click.IntRange(1),
+    help="Answers of one client at once.  [3/4, or all if it is alone]",
+)
+@click.option("--memory-limit-mb", type=click.IntRange(1), help="Memory of all loaded models together, by estimate.")
+@click.option("--idle-unload", type=Number(0.1), metavar="SECONDS", help="Unload models that nobody used for so long.")
+@click.option("--lazy", is_flag=True, help="Load the first model by its first request, too.")
+@click.option(
+    "--grace", type=Number(0), default=10.0, show_default=True, help="Seconds for running answers at the end."
+)
+@click.option("--max-body-mb", type=click.IntRange(1, 1024), default=16, show_default=True, help="Largest request.")
+@click.option(
+    "--header-seconds", type=Number(0.1), default=10.0, show_default=True, help="Time for the headers of a request."
+)
+@click.option("--body-seconds", type=Number(0.1), default=60.0, show_default=True, help="Time for its body.")
+@click.option("--send-seconds", type=Number(0.1), default=120.0, show_default=True,
+              help="Close the connection of a client that takes nothing for so long.")  # fmt: skip
+@click.option("--max-connections", type=click.IntRange(1), default=1024, show_default=True, help="Connections at once.")
+@click.option("--access-log", metavar="FILE", help="Write a line of JSON per request to FILE; - for standard error.")
+@click.option("--otel", is_flag=True, help="Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
+@click.option(
+    "--supervise",
+    is_flag=True,
+    help="Run each model in a process of its own, which is started again after a crash.",
+)
+@click.option("--daemon", is_flag=True, help="Run chat models in your daemon, which other programs share.")
+@click.option("--random-key", is_flag=True, help="Make a key that only the ready file or descriptor tells.")
+@click.option("--ready-fd", type=click.IntRange(1), metavar="N",
+              help="Write URL, port, key and pid as JSON to this file descriptor once it serves.")  # fmt: skip
+@click.option(
+    "--ready-file", type=click.Path(), help="Write them to this file, which only you can read, until the end."
+)
+@click.option("--parent-pid", type=click.IntRange(1), metavar="PID", help="End when this process ends.")
+@cluster_options
+@option_file
+@layout_options
+def command(models: tuple[str, ...], **options: Any) -> None:
+    """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
+
+    Each model is loaded by its first request, the first one at once. Clients use http://127.0.0.1:8000/v1 and any key. A
+    signal to end (SIGTERM, Ctrl-C) refuses new requests and finishes running ones within --grace.
+
+    Exit codes: 0 ended as asked, 1 an error, 2 wrong usage, 3 another process has the port.
+    """
+    check_cluster_options(options)
+    if options["ray"]:
+        serve_on_ray(models, _keys(options["api_keys"], options["api_key_file"]), options)
+        return
+    try:
+        from staticllm.server.models.served import demo_spec, model_spec
+        from staticllm.server.process import SidecarOptions, serve
+        from staticllm.server.sidecar import PortInUseError
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
+    if options["random_key"] and options["ready_fd"] is None and options["ready_file"] is None:
+        raise click.UsageError("--random-key goes with --ready-fd or --ready-file: nobody else learns the key")
+    if options["supervise"] and options["daemon"]:
+        raise click.UsageError("--supervise and --daemon: leave one of them out")
+    settings = _settings(options)
+    settings.check()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for name in ("uvicorn", "sse_starlette"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    specs = [model_spec(model) for model in models] or [demo_spec()]
+    file = None if options["ready_file"] is None else Path(options["ready_file"])
+    sidecar = SidecarOptions(options["ready_fd"], file, options["parent_pid"])
+    try:
+        serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"), sidecar)
+    except PortInUseError as error:
+        raise _PortInUse(str(error)) from None
+
+
+def _settings(options: dict[str, Any]) -> ServerSettings:
+    from staticllm.server.settings import ServerSettings
+
+    keys = _keys(options["api_keys"], options["api_key_file"])
+    return ServerSettings(
+        host=options["host"],
+        port=options["port"],
+        api_keys=(secrets.token_urlsafe(32), *keys) if options["random_key"] else keys,
+        allowed_origins=options["allowed_origins"],
+        is_insecure=options["insecure"],
+        device=options["device"],
+        properties=read_properties(options),
+        max_waiting=options["max_waiting"],
+        max_per_client=options["max_per_client"],
+        memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
+        idle_unload=options["idle_unload"],
+        is_lazy=options["lazy"],
+        runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
+        grace=options["grace"],
+        max_body=options["max_body_mb"] << 20,
+        header_seconds=options["header_seconds"],
+        body_seconds=options["body_seconds"],
+        send_seconds=options["send_seconds"],
+        max_connections=options["max_connections"],
+        access_log=options["access_log"],
+        has_spans=options["otel"],
+    )
+
+
+def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
+    """Return the keys of the options, of the file, or else of the environment.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no key.
+    """
+    keys = list(given)
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"--api-key-file {path!r} has no key: write one per line")
+        keys += found
+    if not keys and (variable := os.environ.get(KEY_VARIABLE)):
+        keys.append(variable)
+    return tuple(dict.fromkeys(keys))
+
+
+def check_cluster_options(options: dict[str, Any]) -> None:
+    """Check that the options of a cluster come with ``--ray``.
+
+    Raises:
+        ConfigError: one comes without it.
+    """
+    for name in ("ray_address", "replicas", "target_requests", "models_per_replica"):
+        if not options["ray"] and options[name] is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a cluster: give --ray too")
+
+
+def serve_on_ray(models: tuple[str, ...], keys: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Serve on a cluster until a signal ends it.
+
+    Raises:
+        ConfigError: Ray is not installed, the cluster is not there, or the options are not those of a cluster.
+        StaticLLMError: a model is missing.
+    """
+    try:
+        from staticllm.server.ray_app.run import serve_on_cluster, settings_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server,cluster]'") from None
+    context = click.get_current_context()
+    for name in ONE_MACHINE:
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise ConfigError(f"--{name.replace('_', '-')} is for one machine: leave it out with --ray")
+    low, high = options["replicas"] or (1, 1)
+    given = {name: options[name] for name in ("target_requests", "models_per_replica") if options[name] is not None}
+    settings = settings_of(
+        {
+            **given,
+            "models": models,
+            "device": options["device"],
+            "properties": read_properties(options),
+            "api_keys": keys,
+            "host": options["host"],
+            "is_insecure": options["insecure"],
+            "allowed_origins": options["allowed_origins"],
+            "min_replicas": low,
+            "max_replicas": high,
+            "max_replicas_per_node": 1 if options["ray_address"] else high,
+            "grace": options["grace"],
+            "max_body": options["max_body_mb"] << 20,
+        }
+    )
+    names = ", ".join(spec.name for spec in settings.specs())
+    serve_on_cluster(settings, options["ray_address"], options["port"], lambda url: click.echo(f"{url}/v1  {names}"))

@@ -1,0 +1,72 @@
+"""Text for terminals: lines that a person types, pieces of an answer, the line of statistics, and tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import click
+
+PROMPT = "> "
+
+
+def printable(text: object) -> str:
+    """Return a text without characters that a terminal obeys, such as escapes; line breaks, tabs and joiners stay.
+
+    Names and answers come from models and servers of others.
+    """
+    return "".join(char if char.isprintable() or char in "\n\t\u200c\u200d" else "\ufffd" for char in str(text))
+
+
+def cell(value: object) -> str:
+    """Return what a table shows of a value of JSON: "-" if there is none."""
+    return "-" if value is None else " ".join(printable(value).split())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of aligned columns; columns of numbers are aligned to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
+    is_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, is_right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def show(piece: str) -> None:
+    """Write a piece of an answer. A terminal gets none of the escapes that a model may write."""
+    sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
+def line_reader(words: Sequence[str]) -> Callable[[], str]:
+    """Return a function that reads one line: with ``prompt_toolkit`` on a terminal, else with ``input``.
+
+    ``prompt_toolkit`` gives arrow keys, Ctrl-R, pasted lines, and the completion of ``words``. The history is not saved.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return lambda: input(PROMPT)
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+
+    completer = WordCompleter(list(words), sentence=True)
+    session: PromptSession[str] = PromptSession(completer=completer, complete_while_typing=False)
+    return lambda: session.prompt(PROMPT)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error as one line on stderr."""
+    click.echo(f"Error: {error}", err=True)
+
+
+def _is_number(text: str) -> bool:
+    return not text or text[0].isdigit() or text == "-"

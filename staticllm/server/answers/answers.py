@@ -1,0 +1,242 @@
+"""The answers of one HTTP request: each waits for its turn, enters the engine, and is read to its end or given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from staticllm.core import FinishReason
+from staticllm.errors import ClosedError
+from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
+from staticllm.server.answers.asks import Ask
+from staticllm.server.models.served import ServedModel
+from staticllm.server.state import ServerState
+from staticllm.server.telemetry.metrics import AnswerTimer
+from staticllm.server.telemetry.record import current_record
+
+
+@dataclass(frozen=True)
+class AnswerDelta:
+    """An increment of answer ``index``."""
+
+    index: int
+    delta: TextDelta
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """The end of answer ``index``; of a beam search that of all its answers, of which this is the first."""
+
+    index: int
+    outputs: list[RequestOutput]
+
+
+STREAM_GAP = 0.005
+"""The seconds between two messages of a stream whose tokens come faster; nobody sees them.
+
+Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
+0.98 (``scripts/bench_server.py``).
+"""
+Part = AnswerDelta | AnswerEnd
+
+
+class Answers:
+    """Runs the asks of one request on an acquired model. ``begin``, then ``batches``; ``close`` in any case."""
+
+    def __init__(self, state: ServerState, model: ServedModel, client: str, asks: Sequence[Ask]) -> None:
+        assert model.admission is not None, "the model is not loaded"
+        self._state = state
+        self._model = model
+        self._client = client
+        self._asks = asks
+        self._admission = model.admission
+        self._first: _Answer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running: set[_Answer] = set()
+        self._arrival = time.perf_counter()
+
+    async def begin(self) -> None:
+        """Wait until the first answer is in the engine, so that errors of the request can still be its status.
+
+        Raises:
+            ApiError: too many requests wait.
+            StaticLLMError: the request is refused.
+        """
+        self._first = await self._enter(0)
+
+    async def _enter(self, index: int) -> _Answer:
+        name, metrics = self._model.spec.name, self._state.metrics
+        start, timer = time.perf_counter(), metrics.timer(name)
+        ask = self._asks[index]
+        num_places = await self._admission.enter(self._client, index == 0, ask.priority, ask.num_beams)
+        metrics.queue_time.labels(name).observe(time.perf_counter() - start)
+        try:
+            handle = await self._state.workers.run(lambda: self._submit(ask), GenerationHandle.cancel, owner=name)
+        except BaseException:
+            self._admission.leave(self._client, num_places)
+            raise
+        answer = _Answer(index, ask, handle, timer, num_places)
+        self._running.add(answer)
+        self._state.lifecycle.add(handle)
+        metrics.running.labels(name).inc()
+        return answer
+
+    def _submit(self, ask: Ask) -> GenerationHandle:
+        """Submit an ask. In the engine, where all clients are, a request may only go behind others."""
+        return self._model.chat.submit(ask.prompt, **{**ask.options, "priority": min(0, ask.priority)})
+
+    def _leave(self, answer: _Answer) -> None:
+        if answer not in self._running:
+            return
+        self._running.discard(answer)
+        answer.handle.cancel()  # does nothing after the end
+        self._state.lifecycle.remove(answer.handle)
+        self._state.metrics.running.labels(self._model.spec.name).dec()
+        self._admission.leave(self._client, answer.num_places)
+
+    def batches(self) -> AsyncGenerator[list[Part], None]:
+        """Yield the increments and ends of all answers as they come, in lists of those that are ready at once.
+
+        Raises:
+            StaticLLMError: an answer failed.
+        """
+        assert self._first is not None, "begin was not called"
+        return self._read(self._first) if len(self._asks) == 1 else self._read_all()
+
+    async def _read_all(self) -> AsyncGenerator[list[Part], None]:
+        queue: asyncio.Queue[Part | BaseException] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self._asks))]
+        num_left = len(self._tasks)
+        while num_left:
+            found = [await queue.get()]
+            while not queue.empty():
+                found.append(queue.get_nowait())
+            parts = [part for part in found if not isinstance(part, BaseException)]
+            if parts:
+                yield parts
+            for error in found:
+                if isinstance(error, BaseException):
+                    raise error
+            num_left -= sum(isinstance(part, AnswerEnd) for part in parts)
+
+    @property
+    def first_handle(self) -> GenerationHandle:
+        """The handle of the first answer, after ``begin``."""
+        assert self._first is not None, "begin was not called"
+        return self._first.handle
+
+    async def outputs(self) -> list[list[RequestOutput]]:
+        """Return all answers at their end, a list per handle.
+
+        Raises:
+            StaticLLMError: an answer failed.
+        """
+        ends: dict[int, list[RequestOutput]] = {}
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for parts in batches:
+                ends |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
+        return [ends[index] for index in sorted(ends)]
+
+    async def _run(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
+        try:
+            answer = self._first if index == 0 and self._first is not None else await self._enter(index)
+            async with contextlib.aclosing(self._read(answer)) as batches:
+                async for parts in batches:
+                    for part in parts:
+                        queue.put_nowait(part)
+        except Exception as error:  # the reader raises it
+            queue.put_nowait(error)
+
+    async def _read(self, answer: _Answer) -> AsyncGenerator[list[Part], None]:
+        handle = answer.handle
+        last: list[Part] = []
+        try:
+            if answer.ask.is_search:
+                await handle
+            else:
+                async with contextlib.aclosing(handle.batches_async(STREAM_GAP)) as batches:
+                    async for batch in batches:
+                        answer.timer.begin()
+                        current_record().note_token()
+                        deltas = batch if answer.ask.is_by_token else [joined(batch)]
+                        last = [AnswerDelta(answer.index, delta) for delta in deltas]
+                        if not handle.is_done or handle.finish_reason is FinishReason.ERROR:
+                            yield last
+                            last = []
+            outputs = handle.outputs(0)
+            for output in [] if answer.ask.is_search else outputs:
+                answer.timer.end(output.token_times)
+            self._count(outputs)
+            self._claim(handle, outputs[0])
+            yield [*last, AnswerEnd(answer.index, outputs)]
+        finally:
+            self._leave(answer)
+
+    def _count(self, outputs: list[RequestOutput]) -> None:
+        name, metrics = self._model.spec.name, self._state.metrics
+        usage = Usage.of([outputs], 1)
+        metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
+        metrics.output_tokens.labels(name).inc(usage.completion_tokens)
+        metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
+        current_record().note_outputs(outputs)
+
+    def _claim(self, handle: GenerationHandle, output: RequestOutput) -> None:
+        """Keep the conversation of a session that the client has named (``x-session-affinity``) longer than others."""
+        session, engine = current_record().session, self._model.local_engine
+        if session is None or engine is None:
+            return
+        name = f"{self._client}\n{session}"
+        tokens = [*handle.prompt_tokens, *output.tokens]
+        with contextlib.suppress(ClosedError):
+            engine.call_soon(lambda: engine.kv_manager.host_pool.claim(name, tokens, handle.adapter_scales))
+
+    async def close(self) -> None:
+        """Give up what still runs: each answer is cancelled before the next device call, and its place is free."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for answer in list(self._running):
+            self._leave(answer)
+
+
+@dataclass(eq=False, frozen=True)
+class _Answer:
+    index: int
+    ask: Ask
+    handle: GenerationHandle
+    timer: AnswerTimer
+    num_places: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of answers: of the prompt, how many of them were cached, and those that were generated, also what a stop string
+    cut off, as OpenAI counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, handles: Sequence[Sequence[RequestOutput]], per_prompt: int) -> Usage:
+        """Return the tokens of the answers of each handle; each prompt has ``per_prompt`` handles and is counted once."""
+        firsts = [outputs[0] for outputs in handles[::per_prompt]]
+        return cls(
+            sum(first.metrics.get_num_input_tokens() for first in firsts),
+            sum(len(output.token_times) for outputs in handles for output in outputs),
+            sum(first.num_cached for first in firsts),
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the usage as OpenAI's API has it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

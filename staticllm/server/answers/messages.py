@@ -1,0 +1,139 @@
+"""The messages of a conversation as clients send them, and as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from staticllm.server.answers.fields import MessageFields
+from staticllm.server.http.errors import ApiError
+
+MAX_MESSAGES = 10_000
+_TEXTS = ("text", "input_text", "output_text")
+_REASONING = ("thinking", "reasoning", "redacted_thinking")
+"""Parts of an assistant's message with reasoning, as clients of other servers call them."""
+
+
+class ContentPart(MessageFields):
+    """A part of a message: a text, the text of a refusal, or reasoning."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | Annotated[list[Any], Field(fail_fast=True)] | None = None
+    reasoning: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """What the part adds to the content; None if it is no text. Reasoning adds nothing."""
+        if self.type in _REASONING:
+            return ""
+        return self.refusal if self.type == "refusal" else self.text if self.type in _TEXTS else None
+
+    @property
+    def thought(self) -> str:
+        """What the part adds to the reasoning."""
+        if self.type not in _REASONING:
+            return ""
+        if isinstance(self.thinking, list):
+            return "".join(text for each in self.thinking if isinstance(text := _text_in(each), str))
+        return self.thinking or self.reasoning or self.text or ""
+
+
+class FunctionCall(MessageFields):
+    """The name of a function, and the text of a JSON object."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class MessageToolCall(MessageFields):
+    """A call that the model made before."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(MessageFields):
+    """A message. ``reasoning`` is another name of ``reasoning_content``. Only text is there: ``audio`` and the old
+    ``function_call`` must be null."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+
+    def as_template(self, where: str) -> dict[str, Any]:
+        """Return the message as chat templates take it. ``where`` names it in errors.
+
+        Raises:
+            ApiError: a part is not text.
+        """
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": _text_of(self.content, f"{where}.content") or self.refusal or (None if self.tool_calls else ""),
+        }
+        for name, value in (
+            ("name", self.name),
+            ("tool_call_id", self.tool_call_id),
+            ("reasoning_content", self._thought()),
+        ):
+            if value is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+    def _thought(self) -> str | None:
+        """Return the reasoning, by whichever name it was sent."""
+        if self.reasoning_content is not None:
+            return self.reasoning_content
+        if isinstance(self.reasoning, str):
+            return self.reasoning
+        parts = self.content if isinstance(self.content, list) else []
+        return "".join(part.thought for part in parts) or None
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return a conversation as chat templates take it.
+
+    Raises:
+        ApiError: a part of a message is not text.
+    """
+    return [message.as_template(f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _text_of(content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None, where: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        text = part.shown
+        if text is None:
+            raise no_text(part.type, _TEXTS, f"{where}.{index}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def no_text(kind: str, texts: Collection[str], where: str) -> ApiError:
+    """Return the error for a part without text: it is of another kind than ``texts``, or its text is missing."""
+    name = "refusal" if kind == "refusal" else "text"
+    if kind == "refusal" or kind in texts:
+        missing = f"{where}.{name}"
+        text = f"Missing required parameter: {missing!r}"
+        return ApiError(400, text, param=missing, code="missing_required_parameter")
+    text = f"{where} is of type {kind[:50]!r}: only text is supported"
+    return ApiError(400, text, param=where, code="unsupported_content")
+
+
+def _text_in(part: Any) -> Any:
+    return part.get("text") if isinstance(part, dict) else None

@@ -1,0 +1,1 @@
+"""What the engines do, call by call, for the page and for others that watch."""

@@ -1,1 +1,0 @@
-"""What a desktop application needs to run the server beside itself, and a worker process that may crash."""

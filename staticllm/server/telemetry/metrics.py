@@ -1,0 +1,130 @@
+"""The metrics of a server for Prometheus: latencies, tokens, queues and refusals, and the statistics of its engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from staticllm.errors import ProcessLostError
+from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.server.models.served import ServedModel
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+Models = Callable[[], Iterable[ServedModel]]
+
+
+class ServerMetrics:
+    """The metrics of one server. ``models`` returns the loaded models."""
+
+    def __init__(self, models: Models) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.ttft = Histogram(
+            "staticllm_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.gap = Histogram(
+            "staticllm_inter_token_seconds",
+            "Between two tokens of an answer, at the moments at which the model chose them.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.queue_time = Histogram(
+            "staticllm_queue_seconds",
+            "Time that a request waited for its turn in the server.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.running = Gauge("staticllm_running_requests", "Answers that are in a model.", ["model"], registry=registry)
+        self.prompt_tokens = Counter("staticllm_prompt_tokens", "Tokens of prompts.", ["model"], registry=registry)
+        self.output_tokens = Counter("staticllm_output_tokens", "Generated tokens.", ["model"], registry=registry)
+        self.cached_tokens = Counter(
+            "staticllm_cached_tokens", "Tokens of prompts that the prefix cache had.", ["model"], registry=registry
+        )
+        self.requests = Counter(
+            "staticllm_http_requests", "Requests by path and status.", ["path", "status"], registry=registry
+        )
+        self.rejected = Counter(
+            "staticllm_rejected_requests",
+            "Refused requests, by reason and the option of the server that would have helped.",
+            ["reason", "knob"],
+            registry=registry,
+        )
+        self.cancelled = Counter(
+            "staticllm_cancelled_requests", "Requests whose client closed the connection.", registry=registry
+        )
+        registry.register(_Engines(models))
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format. Any thread may call."""
+        return generate_latest(self._registry)
+
+    def timer(self, model: str) -> AnswerTimer:
+        """Return a timer for one answer of a model, which begins now."""
+        return AnswerTimer(self, model)
+
+
+class AnswerTimer:
+    """Measures one answer: the time to its first token, and the gaps between its tokens."""
+
+    def __init__(self, metrics: ServerMetrics, model: str) -> None:
+        self._ttft, self._gap = metrics.ttft.labels(model), metrics.gap.labels(model)
+        self._start, self._has_begun = time.perf_counter(), False
+
+    def begin(self) -> None:
+        """Note that tokens have come now. Calls after the first do nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._ttft.observe(time.perf_counter() - self._start)
+
+    def end(self, token_times: Sequence[float]) -> None:
+        """Note the end of the answer, with the moment at which each of its tokens was chosen, s.
+
+        The moments at which tokens arrive here say nothing about gaps: fast ones arrive together.
+        """
+        for before, after in pairwise(token_times):
+            self._gap.observe(after - before)
+
+
+class _Engines(Collector):
+    """Reads the statistics of each loaded model when metrics are asked for."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        waiting = GaugeMetricFamily(
+            "staticllm_waiting_requests", "Requests that wait for their turn.", labels=["model"]
+        )
+        slots = GaugeMetricFamily("staticllm_kv_slots_in_use", "KV slots in use after the last call.", labels=["model"])
+        seconds = CounterMetricFamily(
+            "staticllm_device_seconds", "Time of device calls by phase.", labels=["model", "phase"]
+        )
+        calls = CounterMetricFamily("staticllm_device_calls", "Device calls.", labels=["model", "result"])
+        preemptions = CounterMetricFamily("staticllm_preemptions", "Preempted requests.", labels=["model"])
+        for model in list(self._models()):
+            name, pipeline, admission = model.spec.name, model.pipeline, model.admission
+            if admission is not None:
+                waiting.add_metric([name], admission.num_waiting)
+            if not isinstance(pipeline, StaticLLMPipeline):
+                continue
+            try:
+                stats = pipeline.stats()
+            except ProcessLostError:  # it is loaded again soon
+                continue
+            slots.add_metric([name], stats.slots_in_use)
+            seconds.add_metric([name, "prefill"], stats.device_seconds * stats.prefill_share)
+            seconds.add_metric([name, "decode"], stats.device_seconds * stats.decode_share)
+            calls.add_metric([name, "ok"], stats.num_steps - stats.num_failed_steps)
+            calls.add_metric([name, "failed"], stats.num_failed_steps)
+            preemptions.add_metric([name], stats.num_preemptions)
+        return [waiting, slots, seconds, calls, preemptions]
