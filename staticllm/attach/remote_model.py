@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..wire.channel import renew_in_children
-from ..wire.messages import Kind, Message
-from ..wire.properties import decode_value
+from ..wire.messages import Kind, Message, decode_value
 from ..wire.tensors import Array
 from .call_log import CallLog, StateChange
 from .client import Client, DaemonGoneError, RefusedError, UnavailableError, checked

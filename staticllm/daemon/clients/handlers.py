@@ -16,12 +16,11 @@ from staticllm.daemon.clients.session import Session
 from staticllm.daemon.clients.streams import OutputStream
 from staticllm.daemon.infer_request import Array, InferRequest
 from staticllm.daemon.models.sources import language_source_of, source_of
-from staticllm.daemon.sharing.timeline import Timeline
+from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError
-from staticllm.wire.messages import Kind, Message, ProtocolError, text_of, whole_of
-from staticllm.wire.properties import encode_value
+from staticllm.wire.messages import Kind, Message, ProtocolError, encode_value, text_of, whole_of
 
 MAX_PRIORITY = 100
 Handlers = Mapping[Kind, Callable[[Message], Message | None]]

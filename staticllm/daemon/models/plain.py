@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 
 from staticllm.daemon.infer_request import Array, CallResult
-from staticllm.daemon.packed.state_guard import StateGuard
+from staticllm.daemon.packed.replay import StateGuard
 from staticllm.daemon.sharing.device_turns import Ask, ClientId
 from staticllm.daemon.sharing.devices import Devices, real_device
 from staticllm.devices import read_first_tensor

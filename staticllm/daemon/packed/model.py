@@ -14,11 +14,9 @@ import openvino as ov
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
-from staticllm.daemon.packed.call import EngineLimits
 from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
-from staticllm.daemon.packed.request import PackedRequest
-from staticllm.daemon.sharing.device_turns import ClientId, EngineId
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.packed.request import EngineLimits, PackedRequest
+from staticllm.daemon.sharing.device_turns import ClientId, DeviceUse, EngineId
 from staticllm.daemon.sharing.devices import Devices, real_device
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError, pipeline_closed

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.daemon.sharing.device_turns import MIN_CALL_SHARE, Ask, ClientId, DeviceTurns, EngineId, Share
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.sharing.device_turns import MIN_CALL_SHARE, Ask, ClientId, DeviceTurns, DeviceUse, EngineId, Share
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.scheduling.request_table import Limits
 

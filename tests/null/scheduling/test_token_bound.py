@@ -6,8 +6,7 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.daemon.sharing.device_turns import DeviceTurns, EngineId
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.sharing.device_turns import DeviceTurns, DeviceUse, EngineId
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import (
