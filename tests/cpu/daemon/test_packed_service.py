@@ -192,7 +192,8 @@ def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
     gate.set()
     wait_for(lambda: not daemon._connections)
     assert engine.stats().num_steps == before
-    assert not engine._core.requests and not engine._callbacks
+    assert not engine._core.requests
+    assert not engine._callbacks
     request.close()
 
 

@@ -125,7 +125,9 @@ def test_waiting_calls_that_must_not_run_natively_get_one_line(monkeypatch, tmp_
         with suspended(daemon):
             program.write("limit 1")
             for text in program.call(2):
-                assert "has not answered for 1 s" in text and "STATICLLM_ATTACH=require" in text and "\n" not in text
+                assert "has not answered for 1 s" in text
+                assert "STATICLLM_ATTACH=require" in text
+                assert "\n" not in text
         program.end()
 
 

@@ -349,7 +349,8 @@ def test_an_idle_device_is_granted_at_once_as_after_the_longer_look(uses):
             clock.now += 0.003
             long._grant()
             one.arrival = clock.now
-            assert short._is_idle_for(one) and other.is_granted
+            assert short._is_idle_for(one)
+            assert other.is_granted
         assert (short._used, short._floor, short._held) == (long._used, long._floor, long._held)
         clock.now += seconds
         short.give(one, seconds)
