@@ -226,7 +226,7 @@ class RequestHandlers:
         return Message(Kind.OK, body={"tokens": model.snapshot(message)})
 
 
-class Daemon(Protocol):
+class DaemonControl(Protocol):
     """What clients may ask of the daemon as a whole."""
 
     @property
@@ -250,7 +250,7 @@ class Daemon(Protocol):
 class DaemonHandlers:
     """The client itself, and the daemon: priority, statistics, recordings, and its end."""
 
-    def __init__(self, session: Session, daemon: Daemon) -> None:
+    def __init__(self, session: Session, daemon: DaemonControl) -> None:
         self._session = session
         self._daemon = daemon
         self._is_recording = False

@@ -17,7 +17,7 @@ import openvino as ov
 import psutil
 
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.daemon.clients.connection import Connection, Greeting, Joined
+from staticllm.daemon.clients.connection import Connection, Greeting
 from staticllm.daemon.clients.handlers import MAX_PRIORITY
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.limits import Limits, default_limits
@@ -96,7 +96,7 @@ class Daemon:
             with contextlib.suppress(EndpointError, OSError):  # accept() wakes for a connection only
                 endpoint.knock(self._folder)
 
-    def join(self, hello: Message, channel: Channel) -> Joined:
+    def join(self, hello: Message, channel: Channel) -> tuple[Connection, dict[str, Any]]:
         """Add a connection to the client of a ``HELLO``, or to a new one. Raises ``BusyError`` and ``ConfigError``."""
         theirs = text_of(hello, "openvino", 128)
         ours = ov.get_version()
@@ -118,7 +118,7 @@ class Daemon:
             connection = Connection(channel, self, session, is_first=is_new)
             self._connections.add(connection)
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
-        return Joined(connection, body)
+        return connection, body
 
     def leave(self, session: Session) -> None:
         """End a client, and its other connections."""
