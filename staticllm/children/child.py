@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -178,6 +179,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     Processes that are forked from this one close both: if this one is killed, its parent must see their end. OpenVINO's
     telemetry forks when it is imported, on a thread; the parent has reported the start, so a child does not.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children after Ctrl-C
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
