@@ -14,7 +14,7 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress
 from staticllm.daemon.models.sources import LanguageSource
-from staticllm.daemon.sharing.device_turns import DeviceUse, EngineId
+from staticllm.daemon.sharing.device_scheduler import DeviceUse, EngineId
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
@@ -114,7 +114,7 @@ class LanguageModel:
         self.launched = launched
         self.device = launched.device
         self.engine = launched.engine
-        self.engine.share_device(DeviceUse(devices.turns(launched.device), EngineId(id), num_bytes))
+        self.engine.share_device(DeviceUse(devices.scheduler(launched.device), EngineId(id), num_bytes))
         self.calls = CallWatch(self.engine)
 
     def describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
-from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, EngineId
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, EngineId
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, PromptError
 from staticllm.pipelines.costs.calls import CallCosts
@@ -159,7 +159,7 @@ class OriginalModel:
         model: The graph as it was read; its weights must stay.
         device: The name that the client gave.
         properties: OpenVINO's properties of the compilation.
-        turns: Those of the device.
+        scheduler: That of the device.
         compiling: Held while the model is compiled.
         engine: Pays for requests of no client; its number is the model's.
         num_bytes: The bytes of the weights that each call reads.
@@ -171,12 +171,12 @@ class OriginalModel:
         device: str,
         properties: Mapping[str, Any],
         *,
-        turns: DeviceTurns,
+        scheduler: DeviceScheduler,
         compiling: threading.Lock,
         engine: EngineId,
         num_bytes: int,
     ) -> None:
-        self.turns = turns
+        self.scheduler = scheduler
         self.engine = engine
         self.num_bytes = num_bytes
         self.costs = CallCosts()
@@ -306,11 +306,11 @@ class Replay:
         shapes = tuple(array.shape for array in feeds.values())
         rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
         phase = "prefill" if rows > len(feeds.get(BEAM_IDX, ())) else "decode"
-        ask = Ask(
+        use = DeviceRequest(
             asker.client or original.engine, original.costs.expected(shapes), asker.priority, original.engine.model,
             phase=phase, rows=rows, num_bytes=original.num_bytes,
         )  # fmt: skip
-        with original.turns.turn(ask):
+        with original.scheduler.use(use):
             asker.check()
             start = time.perf_counter()
             self._request.infer(dict(feeds))

@@ -18,7 +18,7 @@ import numpy as np
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.infer_request import CallResult
 from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
-from staticllm.daemon.sharing.device_turns import Call, ClientId
+from staticllm.daemon.sharing.device_scheduler import Call, ClientId
 from staticllm.errors import PromptError
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed
 from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted

@@ -1,4 +1,4 @@
-"""The devices of the daemon: one set of turns per device, what each client used of them, and a recording of it."""
+"""The devices of the daemon: one scheduler per device, what each client used of them, and a recording of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openvino as ov
 
-from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, Share
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, Share
 from staticllm.errors import ConfigError
 from staticllm.system.files import write_whole
 
@@ -165,16 +165,16 @@ class Devices:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.compiling = threading.Lock()
-        self._turns: dict[str, DeviceTurns] = {}
+        self._schedulers: dict[str, DeviceScheduler] = {}
         self._usages: dict[ClientId, Usage] = {}
         self._lock = threading.Lock()
 
-    def turns(self, device: str) -> DeviceTurns:
-        """Return the turns of a device."""
+    def scheduler(self, device: str) -> DeviceScheduler:
+        """Return the scheduler of a device."""
         with self._lock:
-            found = self._turns.get(device)
+            found = self._schedulers.get(device)
             if found is None:
-                found = self._turns[device] = DeviceTurns(on_use=self._record)
+                found = self._schedulers[device] = DeviceScheduler(on_use=self._record)
             return found
 
     def open(self, owner: ClientId, track: str) -> Usage:
@@ -187,22 +187,22 @@ class Devices:
         """Forget a client that has gone."""
         with self._lock:
             self._usages.pop(owner, None)
-        for each in self._all_turns():
+        for each in self._all_schedulers():
             each.forget(owner)
 
-    def hurry(self, owner: ClientId, priority: int) -> None:
+    def raise_priority(self, owner: ClientId, priority: int) -> None:
         """Give the calls of a client that wait for a device a higher priority."""
-        for each in self._all_turns():
-            each.hurry(owner, priority, ())
+        for each in self._all_schedulers():
+            each.raise_priority(owner, priority, ())
 
-    def _all_turns(self) -> tuple[DeviceTurns, ...]:
+    def _all_schedulers(self) -> tuple[DeviceScheduler, ...]:
         with self._lock:
-            return tuple(self._turns.values())
+            return tuple(self._schedulers.values())
 
-    def _record(self, ask: Ask, seconds: float, shares: Sequence[Share]) -> None:
+    def _record(self, request: DeviceRequest, seconds: float, shares: Sequence[Share]) -> None:
         """Count a use of a device for its clients, and record it."""
-        if isinstance(ask.owner, ClientId):
-            shares = (Share(ask.owner, ask.phase, seconds, ask.rows, ask.num_bytes),)
+        if isinstance(request.owner, ClientId):
+            shares = (Share(request.owner, request.phase, seconds, request.rows, request.num_bytes),)
         with self._lock:
             used = [
                 (usage, share)
@@ -210,20 +210,20 @@ class Devices:
                 if share.owner is not None and (usage := self._usages.get(share.owner)) is not None
             ]
             for usage, share in used:
-                usage.add_share(ask.model, share)
+                usage.add_share(request.model, share)
         if self.timeline.is_recording:
-            self._draw(ask, seconds, used)
+            self._draw(request, seconds, used)
 
-    def _draw(self, ask: Ask, seconds: float, used: Sequence[tuple[Usage, Share]]) -> None:
+    def _draw(self, request: DeviceRequest, seconds: float, used: Sequence[tuple[Usage, Share]]) -> None:
         """Record a use of a device that ends now on the tracks of the clients that had it."""
         start = time.perf_counter() - seconds
-        waited = max(0.0, start - ask.arrival)
-        if ask.owner.is_engine:
-            self.timeline.add(f"engine of model {ask.model}", "step", start, seconds, waited)
+        waited = max(0.0, start - request.arrival)
+        if request.owner.is_engine:
+            self.timeline.add(f"engine of model {request.model}", "step", start, seconds, waited)
         for usage, share in used:
             more = {"rows": share.rows, "device_ms": share.seconds * 1e3, "read_MB": share.num_bytes / 1e6}
-            name = f"{share.phase} of model {ask.model}"
-            self.timeline.add(usage.track, name, start, seconds, 0.0 if ask.owner.is_engine else waited, more)
+            name = f"{share.phase} of model {request.model}"
+            self.timeline.add(usage.track, name, start, seconds, 0.0 if request.owner.is_engine else waited, more)
 
 
 def is_virtual(device: str) -> bool:

@@ -15,7 +15,7 @@ from staticllm.core import FinishReason
 from staticllm.daemon.clients import connection, streams
 from staticllm.daemon.clients.connection import Connection
 from staticllm.daemon.clients.streams import OutputStream
-from staticllm.daemon.sharing.device_turns import ClientId
+from staticllm.daemon.sharing.device_scheduler import ClientId
 from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.wire.channel import Channel
