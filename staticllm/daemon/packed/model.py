@@ -14,7 +14,7 @@ import openvino as ov
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
-from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
+from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay
 from staticllm.daemon.packed.request import EngineLimits, PackedRequest
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceUse, EngineId
 from staticllm.daemon.sharing.devices import Devices, real_device
@@ -132,12 +132,12 @@ class PackedModel:
         """Return a new infer request; ``client`` pays for its device time."""
         return PackedRequest(self, client)
 
-    def replay(self, asker: Asker) -> Replay:
-        """Return a request on the original model, for which ``asker`` pays. Compiles the model if it is the first one.
+    def replay(self, caller: Caller) -> Replay:
+        """Return a request on the original model, for which ``caller`` pays. Compiles the model if it is the first one.
 
         Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
         """
-        return Replay(self._original, asker)
+        return Replay(self._original, caller)
 
     def close(self) -> None:
         """End the engine and release the programs. Waiting calls end with a ``ClosedError``."""

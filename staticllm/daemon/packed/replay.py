@@ -210,7 +210,7 @@ class OriginalModel:
 
 
 @dataclass
-class Asker:
+class Caller:
     """The client that pays for the calls of a replay (None: the engine), its priority now, and whether it has gone."""
 
     client: ClientId | None = None
@@ -230,9 +230,9 @@ class Replay:
     ``device_seconds`` counts what the calls took on the device.
     """
 
-    def __init__(self, original: OriginalModel, asker: Asker) -> None:
+    def __init__(self, original: OriginalModel, caller: Caller) -> None:
         self._original = original
-        self._asker = asker
+        self._caller = caller
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
         self._vocab_size = _vocab_size(self._request)
@@ -301,17 +301,17 @@ class Replay:
     def _run(self, feeds: Mapping[str, Array]) -> Array:
         """Make one device call, and return a copy of its logits."""
         original = self._original
-        asker = self._asker
-        asker.check()
+        caller = self._caller
+        caller.check()
         shapes = tuple(array.shape for array in feeds.values())
         rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
         phase = "prefill" if rows > len(feeds.get(BEAM_IDX, ())) else "decode"
         use = DeviceRequest(
-            asker.client or original.engine, original.costs.expected(shapes), asker.priority, original.engine.model,
+            caller.client or original.engine, original.costs.expected(shapes), caller.priority, original.engine.model,
             phase=phase, rows=rows, num_bytes=original.num_bytes,
         )  # fmt: skip
         with original.scheduler.use(use):
-            asker.check()
+            caller.check()
             start = time.perf_counter()
             self._request.infer(dict(feeds))
             seconds = time.perf_counter() - start

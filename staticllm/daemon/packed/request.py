@@ -17,7 +17,7 @@ import numpy as np
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.infer_request import CallResult
-from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
+from staticllm.daemon.packed.replay import Array, Caller, Replay, RowLog
 from staticllm.daemon.sharing.device_scheduler import Call, ClientId
 from staticllm.errors import PromptError
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed
@@ -168,7 +168,7 @@ class Packed(Protocol):
     limits: EngineLimits
     input_names: tuple[str, ...]
 
-    def replay(self, asker: Asker) -> Replay:
+    def replay(self, caller: Caller) -> Replay:
         """Return a request on the original model."""
         ...
 
@@ -183,24 +183,24 @@ class PackedRequest:
 
     def __init__(self, model: Packed, client: ClientId | None = None) -> None:
         self._model = model
-        self._asker = Asker(client)
+        self._caller = Caller(client)
         self.fallback = model.reason
         self.times = Call()
         self._sequences: list[FedSequence] = []
         self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
-        self._fed: Sequence[FedSequence] = ()  # by the call in progress
+        self._in_call: Sequence[FedSequence] = ()  # by the call in progress
         self._is_running = threading.Lock()
 
     def set_priority(self, priority: int) -> None:
         """Change the priority, also of a call that runs; requests of a higher one go first. Any thread may call."""
-        if priority == self._asker.priority:
+        if priority == self._caller.priority:
             return
-        self._asker.priority = priority
-        for sequence in {*self._sequences, *self._fed}:
+        self._caller.priority = priority
+        for sequence in {*self._sequences, *self._in_call}:
             sequence.set_priority(priority)
-        if self._fed and self._model.engine is not None:
+        if self._in_call and self._model.engine is not None:
             self._model.engine.hurry(priority, self._client_number)
 
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
@@ -267,8 +267,8 @@ class PackedRequest:
 
     def cancel(self) -> None:
         """End the call before its next device call; later ones fail. Any thread may call."""
-        self._asker.is_cancelled = True
-        self._close_sequences(self._fed, is_reusable=False)
+        self._caller.is_cancelled = True
+        self._close_sequences(self._in_call, is_reusable=False)
 
     def close(self) -> None:
         self._close_sequences(self._sequences, is_reusable=True)
@@ -277,7 +277,7 @@ class PackedRequest:
 
     @property
     def _client_number(self) -> int:
-        return 0 if self._asker.client is None else self._asker.client.number
+        return 0 if self._caller.client is None else self._caller.client.number
 
     def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> PackedCall:
         return read_call(inputs, self._logs, self._model.limits, wanted)
@@ -287,9 +287,9 @@ class PackedRequest:
         engine = self._model.engine
         assert engine is not None, "there is no engine"
         sequences, unused = self._continued(call, engine)
-        self._fed = sequences
+        self._in_call = sequences
         try:
-            self._asker.check()
+            self._caller.check()
             results = _feed(engine, sequences, call)
         except BaseException:  # closed, or interrupted while the feeds are in progress
             self._fall_back("a call was interrupted")
@@ -299,7 +299,7 @@ class PackedRequest:
         if failed is not None:
             self._close_sequences([*sequences, *unused], is_reusable=False)
             self._sequences = []
-            if self._asker.is_cancelled:
+            if self._caller.is_cancelled:
                 raise failed
             raise UnusualCallError(f"the engine failed: {failed}") from failed
         self._close_sequences(unused, is_reusable=False)
@@ -319,7 +319,7 @@ class PackedRequest:
     def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
         if not self._sequences:
-            return [engine.open_fed(self._asker.priority, self._client_number) for _ in call.rows], []
+            return [engine.open_fed(self._caller.priority, self._client_number) for _ in call.rows], []
         free = list(self._sequences)
         last_use = {row.source: index for index, row in enumerate(call.rows)}
         continued = [
@@ -342,7 +342,7 @@ class PackedRequest:
         replay = self._replay
         used_before = 0.0 if replay is None else replay.device_seconds
         if replay is None:
-            replay = self._model.replay(self._asker)
+            replay = self._model.replay(self._caller)
             replay.repeat(self._logs, self._apart)
             self._replay = replay
         result = function(replay)

@@ -83,7 +83,7 @@ class DeviceRequest:
     Attributes:
         owner: Asks, and pays for the time: a client, or an engine for requests of no client.
         seconds: The expected duration.
-        priority: Asks with a higher priority go first.
+        priority: Higher ones go first.
         model: The model that runs. Up to ``width`` calls of one model may run at once, in streams that its user asked for.
         phase, rows, num_bytes: As in ``Share``, of a call for ``owner``.
         payers: The clients that an engine asks for; each pays for its share. Empty if ``owner`` pays.
@@ -101,7 +101,7 @@ class DeviceRequest:
     payers: Sequence[ClientId] = ()
     arrival: float = 0.0
     is_granted: bool = False
-    _signal: threading.Lock | None = field(default=None, repr=False)  # of an request that waits
+    _signal: threading.Lock | None = field(default=None, repr=False)  # of a request that waits
 
     @property
     def payers_or_owner(self) -> Sequence[Owner]:
@@ -190,12 +190,12 @@ class DeviceScheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an request has the device, or waits for it."""
+        """Whether a request has the device, or waits for it."""
         return bool(self._running or self._waiting)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether an request waits."""
+        """Whether a request waits."""
         return bool(self._waiting)
 
     def acquire(self, request: DeviceRequest) -> float:
@@ -218,7 +218,7 @@ class DeviceScheduler:
         return self.clock() - request.arrival
 
     def _is_idle_for(self, request: DeviceRequest) -> bool:
-        """Grant an request at once if no other waits or runs; ``_grant`` would do the same, more slowly."""
+        """Grant a request at once if no other waits or runs; ``_grant`` would do the same, more slowly."""
         if self._waiting or self._running or self._due or request.payers:
             return False
         standing = max(self._used.get(request.owner, 0.0), self._floor)
@@ -258,7 +258,7 @@ class DeviceScheduler:
                 each.wake()
 
     def raise_priority(self, owner: Owner, priority: int, payers: Sequence[ClientId]) -> None:
-        """Give an request of ``owner`` that waits with a lower priority this one, and its payers."""
+        """Give a request of ``owner`` that waits with a lower priority this one, and its payers."""
         with self._lock:
             for request in self._waiting:
                 if request.owner == owner and request.priority < priority:

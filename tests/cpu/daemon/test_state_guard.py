@@ -9,7 +9,7 @@ import openvino as ov
 import pytest
 
 from staticllm.daemon.models.plain import PlainModel
-from staticllm.daemon.packed.replay import Asker, OriginalModel, Replay
+from staticllm.daemon.packed.replay import Caller, OriginalModel, Replay
 from staticllm.daemon.sharing.device_scheduler import DeviceScheduler, EngineId
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import PromptError
@@ -33,7 +33,7 @@ def request_of(request, model_path):
     xml = str(model_path("llama") / "openvino_model.xml")
     if request.param == "a replay":
         own = {"scheduler": DeviceScheduler(), "compiling": threading.Lock(), "engine": EngineId(1), "num_bytes": 0}
-        replay = Replay(OriginalModel(ov.Core().read_model(xml), "CPU", EXACT, **own), Asker())
+        replay = Replay(OriginalModel(ov.Core().read_model(xml), "CPU", EXACT, **own), Caller())
         return replay.infer, replay.set_state, lambda: tuple(replay.states()[0].state.shape)
     model = PlainModel(1, ov.Core().compile_model(xml, "CPU", EXACT), "CPU", Devices(), 0)
     own = model.open(1)
