@@ -78,6 +78,7 @@ class Child:
             )  # fmt: skip
 
         if is_detached:
+            _detached[:] = [each for each in _detached if each.poll() is None]  # or they stay as zombies
             _detached.append(self._process)
 
     @property
@@ -209,7 +210,7 @@ def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
     try:
         child = Child([*daemon_command(), *options], folder=folder, errors=errors, is_detached=True)
     except OSError as error:
-        raise endpoint.EndpointError(f"it could not be started: {error}") from error
+        raise endpoint.EndpointError(f"the daemon could not be started: {error}") from error
     if child.wait_until(partial(endpoint.listens, folder), DAEMON_SECONDS):
         return
     if child.exit_code == 1:  # another one was faster, or it has failed
@@ -220,6 +221,6 @@ def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
             time.sleep(LOOK_SECONDS)
     said = errors.read_text("utf-8", "replace").strip()[-LAST_BYTES:]
     raise endpoint.EndpointError(
-        f"it does not listen after {time.monotonic() - begin:.0f} s: see {folder / 'daemon.log'}"
+        f"the daemon does not listen after {time.monotonic() - begin:.0f} s: see {folder / 'daemon.log'}"
         + (f"; {said}" if said else "")
     )
