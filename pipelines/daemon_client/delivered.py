@@ -20,6 +20,10 @@ class Delivered(Generic[Part]):
         self._given: Any = nothing
         self._num_seen = 0  # of the current run
 
+    def __len__(self) -> int:
+        """Return the size of what was given."""
+        return len(self._given)
+
     @property
     def is_behind(self) -> bool:
         """Whether the current run has not made all that was given."""
