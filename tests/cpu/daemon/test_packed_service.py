@@ -155,7 +155,7 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
         handle = client.model(path, config=CONFIG).body["model"]
         engine, scheduler = daemon.models.served()[0][1].engine, daemon.devices.scheduler("CPU")
         asked, take = [], scheduler.acquire
-        monkeypatch.setattr(scheduler, "take", lambda ask: (asked.append(ask), take(ask))[1])
+        monkeypatch.setattr(scheduler, "acquire", lambda ask: (asked.append(ask), take(ask))[1])
         (session,) = daemon._sessions.values()
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
