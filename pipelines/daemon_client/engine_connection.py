@@ -14,8 +14,7 @@ from staticllm.children.answers import check
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
 from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
-from staticllm.pipelines.engine.output_queue import CompileTimes, Finished, OutputQueue, output_from_dict
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, output_from_dict
 from staticllm.system.threads import start_thread
 from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError

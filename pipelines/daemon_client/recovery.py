@@ -12,8 +12,7 @@ from staticllm.errors import DeviceError, ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.daemon_link import GONE
 from staticllm.pipelines.daemon_client.delivered import Delivered, DivergedError
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
 from staticllm.system.threads import start_thread
 from staticllm.wire.endpoint import SilentError
 

@@ -16,8 +16,7 @@ from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.system.threads import CLOSE_SECONDS, check_process

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.engine.overflow import RULES
-from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
+from staticllm.pipelines.engine.request import MAX_PRIORITY, RULES, EngineRequest
 from staticllm.pipelines.generation.beam_search import StopCriteria
 from staticllm.pipelines.generation.options.extra import MAX_BIAS, MAX_TOKEN
 from staticllm.pipelines.generation.options.resolve import LONGEST_DRAFT

@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
-from staticllm.pipelines.engine.quarantine import Quarantine
-from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
+from staticllm.pipelines.engine.state import SequenceState
 from staticllm.pipelines.generation.drafts import Draft
-from staticllm.pipelines.profiling.records import HostTimes
+from staticllm.pipelines.profiling.records import HostTimes, StepRecord
 from staticllm.pipelines.programs.model_runner import Accept, Logits, ModelRunner
-from staticllm.pipelines.scheduling.interface import Plan
+from staticllm.pipelines.scheduling.interface import Plan, RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestTable
+
+Item = TypeVar("Item")
+
+
+class Quarantine:
+    """The requests of a shared call whose logits were not finite. Runs on the engine's thread.
+
+    A masked NaN still makes a weighted sum NaN, so one request with such values spoils the results of all requests in its
+    call. None of these results was kept. Each suspect runs once alone: with finite logits it continues, else it ends with an
+    error. Between two suspects the other requests have one call, so that they do not wait for all suspects.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: set[int] = set()
+        self._was_apart = False
+
+    def add(self, request: int) -> None:
+        """Add a request whose logits in a shared call were not finite."""
+        self._suspects.add(request)
+
+    def discard(self, request: int) -> None:
+        """Remove a request that ran with finite logits or has ended."""
+        self._suspects.discard(request)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request still has to run alone."""
+        return bool(self._suspects)
+
+    def select(self, parts: Sequence[Item], id_of: Callable[[Item], int]) -> list[Item]:
+        """Return the parts that may share the next call: one suspect alone and all parts without suspects, in turns."""
+        if not self._suspects:
+            return list(parts)
+        suspects = [part for part in parts if id_of(part) in self._suspects]
+        others = [part for part in parts if id_of(part) not in self._suspects]
+        self._was_apart = bool(suspects) and not (others and self._was_apart)
+        return suspects[:1] if self._was_apart else others
 
 
 @dataclass(frozen=True)
@@ -233,3 +270,55 @@ def _accept(checks: Mapping[int, DraftCheck], segment: Segment, logits: Logits) 
     """Return how many tokens of a segment are kept: all of them, or those of a draft that its check accepts."""
     check = checks.get(id(segment))
     return len(segment.tokens) if check is None else check.accept(logits)
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What else was in the engine while a call ran: ids by status, slots in use, and requests that were preempted before it."""
+
+    waiting: tuple[int, ...]
+    swapped: tuple[int, ...]
+    num_running: int
+    slots_in_use: int
+    preempted: tuple[int, ...]
+
+
+def call_context(table: RequestTable, slots_in_use: int, preempted: list[int]) -> CallContext:
+    """Return the context of a call; to be taken before its tokens are chosen."""
+    waiting, swapped, num_running = list[int](), list[int](), 0
+    for info in table:  # once, because the device idles meanwhile
+        if info.status is RequestStatus.RUNNING:
+            num_running += 1
+        elif info.status is RequestStatus.WAITING:
+            waiting.append(info.id)
+        elif info.status is RequestStatus.SWAPPED:
+            swapped.append(info.id)
+    return CallContext(tuple(waiting), tuple(swapped), num_running, slots_in_use, tuple(preempted))
+
+
+def step_record(
+    batch: Batch, start: float, seconds: float, context: CallContext, host: HostTimes | None = None
+) -> StepRecord:
+    """Return the record of one device call; without ``host`` of one that failed.
+
+    ``start`` is a moment of the engine's clock and ``seconds`` the duration of the call.
+    """
+    prefill = tuple((entry.state.id, len(entry.segment.tokens)) for entry in batch.entries if entry.is_prefill)
+    prompts = {request for request, _ in prefill}
+    return StepRecord(
+        start=start,
+        seconds=seconds,
+        variant=batch.variant,
+        decode=tuple(entry.state.id for entry in batch.entries if not entry.is_prefill),
+        prefill=prefill,
+        slots_in_use=context.slots_in_use,
+        num_waiting=sum(request not in prompts for request in context.waiting),
+        num_swapped=len(context.swapped),
+        num_running=context.num_running,
+        swapped=context.swapped,
+        preempted=context.preempted,
+        has_failed=host is None,
+        host=host,
+        drafts=tuple((check.state.id, len(check.draft.tokens), check.num_accepted) for check in batch.checks),
+        draft_seconds=batch.draft_seconds,
+    )

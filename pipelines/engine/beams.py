@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,19 +12,15 @@ from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
-from staticllm.pipelines.engine.recording import request_record
-from staticllm.pipelines.engine.request import Decode, EngineRequest, PreparedGrammar, RequestState
+from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.scheduling.interface import RequestStatus
 
 if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine_core import EngineCore
-
-OnEnd = Callable[["BeamRequest", FinishReason], None]
 
 
 class BeamRequest(RequestState):
@@ -51,37 +47,33 @@ class BeamRequest(RequestState):
         self._beams: list[FedState] = []
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
         self._choosing_seconds = self._device_seconds = 0.0  # since the last token
-        self._feeds: Feeds | None = None
-        self._on_end: OnEnd = lambda request, reason: None
+        self._core: EngineCore | None = None  # while the search runs
 
     def admit(self, core: EngineCore) -> None:
-        """Begin the search in a core."""
-        core.searches.begin(self)
-
-    def begin(self, feeds: Feeds, on_end: OnEnd) -> None:
-        """Run the prompt; ``on_end`` is called with this request when it has ended."""
-        self._feeds, self._on_end = feeds, on_end
-        self._beams = [feeds.open(self.request.priority, True, self.request.adapters, self.request.owner)]
+        """Begin the search in a core: run the prompt."""
+        core.searches[self.request.id] = self
+        self._core = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+        self._beams = [core.feeds.open(self.request.priority, True, self.request.adapters, self.request.owner)]
         self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End the search. Without an error, the best hypotheses so far are the answers. A second call does nothing."""
-        if self._feeds is None:
+        if self._core is None:
             return
         found: list[Hypothesis] = []
         if error is None:
             self._search.end(reason)
             found = self._search.hypotheses()[: self.request.num_sequences]
-        feeds, self._feeds = self._feeds, None
-        self._close_beams(feeds, found)
+        core, self._core = self._core, None
+        self._close_beams(core.feeds, found)
         for index, hypothesis in enumerate(found):
             self._report(index, hypothesis)
         is_whole = error is None and reason in (FinishReason.STOP, FinishReason.LENGTH)
         if is_whole and self._first_mask is not None and len(found) < self.request.num_sequences:
             error = _too_few(len(found), self.request)
         self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
-        self._on_end(self, reason)
+        core.end_search(self, reason)
 
     @property
     def is_waiting(self) -> bool:
@@ -96,20 +88,20 @@ class BeamRequest(RequestState):
 
     def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
         """End the search without answers, in any state that an exception left, also one in the middle of its end."""
-        self._feeds = None
+        self._core = None
         for state in self._beams:
             feeds.forget(state)
         self.finish_from(0, reason, error)
 
     def _feed(self, index: int, tokens: Sequence[int]) -> None:
-        assert self._feeds is not None, "it has ended"
+        assert self._core is not None, "it has ended"
         order = FeedOrder(tuple(tokens), "last", partial(self._take, index), self.clock())
-        self._feeds.feed(self._beams[index], order)
+        self._core.feeds.feed(self._beams[index], order)
 
     def _take(self, index: int, result: FeedResult) -> None:
         """Choose the next beams, when the feeds of all have ended; this is one of them."""
         lead = self.sequences[0]
-        if self._feeds is None:
+        if self._core is None:
             return
         if result.error is not None or result.logits is None or not result.is_finite:
             self.end(FinishReason.ERROR, result.error or _not_finite())
@@ -119,7 +111,7 @@ class BeamRequest(RequestState):
         if not lead.token_times:
             lead.num_cached = self._beams[index].num_cached
         try:
-            self._choose(self._feeds, index, result.logits[-1])
+            self._choose(self._core.feeds, index, result.logits[-1])
         except Exception as error:  # a bug in the search of this request; the others continue
             self.end(FinishReason.ERROR, as_ours(error))
 
@@ -140,7 +132,7 @@ class BeamRequest(RequestState):
             return
         self._continue(feeds, successors)
         for number, successor in enumerate(successors):
-            if self._feeds is not None:  # else a feed before it failed at once
+            if self._core is not None:  # else a feed before it failed at once
                 self._feed(number, [successor.token])
 
     def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:
@@ -174,56 +166,6 @@ class BeamRequest(RequestState):
             self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
         self.queue.put(Finished(hypothesis.reason, None, index))
         self._finished.add(index)
-
-
-def new_state(
-    request: EngineRequest,
-    vocab_size: int,
-    queue: OutputQueue | None,
-    processors: Sequence[Sequence[LogitsProcessor]],
-    grammar: PreparedGrammar | None,
-    decode: Decode | None,
-    clock: Clock = time.perf_counter,
-) -> RequestState:
-    """Return a request as the engine runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
-    mask = None if grammar is None else grammar.mask
-    if request.beams is None:
-        state = RequestState(request, vocab_size, queue, processors, mask, clock)
-    else:
-        state = BeamRequest(request, vocab_size, queue, decode, mask, clock)
-    state.queue.compile_times = None if grammar is None else grammar.times
-    return state
-
-
-class BeamRequests:
-    """The beam searches of a core that have not ended. Runs on the engine's thread."""
-
-    def __init__(self, core: EngineCore, feeds: Feeds) -> None:
-        self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
-        self._feeds = feeds
-        self._requests: dict[int, BeamRequest] = {}
-
-    def begin(self, request: BeamRequest) -> None:
-        """Begin a search."""
-        self._requests[request.request.id] = request
-        request.begin(self._feeds, self._remove)
-
-    def end_expired(self, now: float) -> None:
-        """End the searches that were cancelled or are past their deadline at the moment ``now``."""
-        for request in list(self._requests.values()):
-            if (reason := request.sequences[0].finish_reason_at(now)) is not None:
-                request.end(reason)
-
-    def give_up(self, reason: FinishReason, error: Exception | None) -> None:
-        """End all searches without answers, in any state that an exception left."""
-        for request in self._requests.values():
-            request.give_up(self._feeds, reason, error)
-        self._requests.clear()
-
-    def _remove(self, request: BeamRequest, reason: FinishReason) -> None:
-        self._core.profiler.record(request_record(request.sequences[0], reason))
-        self._requests.pop(request.request.id, None)
-        self._core.requests.pop(request.request.id, None)
 
 
 def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:

@@ -11,8 +11,7 @@ from typing import Protocol, TypeAlias
 from staticllm.core import FinishReason
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.kvcache.snapshot import Identity
-from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, OutputQueue
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.core import Clock
-from staticllm.pipelines.engine.batch import BatchBuilder
+from staticllm.pipelines.engine.batch import BatchBuilder, Quarantine
 from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.quarantine import Quarantine
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.request_table import RequestTable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.engine.request import RequestState
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.scheduling.request_table import Limits
 
 

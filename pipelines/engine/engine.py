@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
-from staticllm.pipelines.engine.beams import new_state
-from staticllm.pipelines.engine.callbacks import Callbacks
+from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.device_use import SoleUse
@@ -21,10 +22,9 @@ from staticllm.pipelines.engine.jobs import JobSource
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
 from staticllm.pipelines.engine.options import EngineOptions, Switch
-from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.recording import progress_of
-from staticllm.pipelines.engine.request import EngineRequest, EngineText, RequestState, prepare_grammar
+from staticllm.pipelines.engine.request import Decode, EngineRequest, EngineText, OutputQueue
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
+from staticllm.pipelines.engine.state import PreparedGrammar, RequestState, prepare_grammar, progress_of
 from staticllm.pipelines.profiling.progress import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
@@ -36,6 +36,55 @@ Result = TypeVar("Result")
 
 IDLE_SECONDS = 0.5
 """Seconds without work after which the engine measures costs."""
+
+
+class Callbacks:
+    """Functions that wait for the engine's thread, and the futures of their results."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether a function is waiting."""
+        return bool(self._waiting)
+
+    def add(self, function: Callable[[], Result]) -> Future[Result]:
+        """Queue ``function``. The future receives its result, or its exception. Any thread may call."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # raised again in the caller
+                future.set_exception(error)
+
+        self._waiting.append(run)
+        return future
+
+    def run(self) -> None:
+        """Call the waiting functions. Runs on the engine's thread."""
+        while self._waiting:
+            self._waiting.popleft()()
+
+
+def new_state(
+    request: EngineRequest,
+    vocab_size: int,
+    queue: OutputQueue | None = None,
+    processors: UserProcessors = (),
+    grammar: PreparedGrammar | None = None,
+    decode: Decode | None = None,
+    clock: Clock = time.perf_counter,
+) -> RequestState:
+    """Return a request as the core runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
+    mask = None if grammar is None else grammar.mask
+    state: RequestState
+    if request.beams is None:
+        state = RequestState(request, vocab_size, queue, processors, mask, clock)
+    else:
+        state = BeamRequest(request, vocab_size, queue, decode, mask, clock)
+    state.queue.compile_times = None if grammar is None else grammar.times
+    return state
 
 
 class Engine:
@@ -83,9 +132,8 @@ class Engine:
         """
         self.check_process()
         vocab_size = self._core.vocab_size
-        text = self._text
-        grammar = prepare_grammar(request, vocab_size, text.grammars if text else None)
-        decode = text.decode if text else None
+        grammar = prepare_grammar(request, vocab_size, self._text.grammars if self._text else None)
+        decode = self._text.decode if self._text else None
         state = new_state(request, vocab_size, queue, processors, grammar, decode, self._core.clock)
         self.submit_state(state)
         return state.queue

@@ -11,19 +11,17 @@ from functools import partial
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.batch import Batch, BatchEntry
-from staticllm.pipelines.engine.beams import BeamRequests
+from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, Quarantine, call_context, step_record
+from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.device_state import device_state
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.quarantine import Quarantine
-from staticllm.pipelines.engine.recording import CallContext, call_context, request_record, step_record
-from staticllm.pipelines.engine.request import Outcome, RequestState, SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
+from staticllm.pipelines.engine.state import Outcome, RequestState, SequenceState, request_record
 from staticllm.pipelines.generation.sampler import Choice
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
@@ -35,7 +33,8 @@ from staticllm.pipelines.scheduling.planner import NoPlanError, Planner
 class EngineCore:
     """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
 
-    ``requests`` holds the requests that were admitted and have not ended, by id, and ``jobs`` the calls of other models.
+    ``requests`` holds the requests that were admitted and have not ended, by id, ``searches`` those that are beam searches, and
+    ``jobs`` the calls of other models.
     ``wait_until`` is the moment until which the next step may wait; None if it should follow at once. All moments are those of
     ``clock``, which is also that of its requests and of the runner.
     """
@@ -55,7 +54,7 @@ class EngineCore:
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
         self.feeds = Feeds(self)
-        self.searches = BeamRequests(self, self.feeds)
+        self.searches: dict[int, BeamRequest] = {}
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
         """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
@@ -158,10 +157,18 @@ class EngineCore:
             self.post()
             self.kv_manager.run_idle_work()
 
+    def end_search(self, search: BeamRequest, reason: FinishReason) -> None:
+        """Forget a beam search that has ended."""
+        self.profiler.record(request_record(search.sequences[0], reason))
+        self.searches.pop(search.request.id, None)
+        self.requests.pop(search.request.id, None)
+
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End every admitted request, in any state that an exception left."""
         states = self.kv_manager.clear()
-        self.searches.give_up(reason, error)
+        for search in tuple(self.searches.values()):
+            search.give_up(self.feeds, reason, error)
+        self.searches.clear()
         for state in states:
             self._report(state, reason, error)
         for request in self.requests.values():  # after an exception in the middle of ending one
@@ -178,7 +185,7 @@ class EngineCore:
         with suppress(Exception):
             self.feeds.end_held(FinishReason.ERROR, error)
         self.runner.cache.reset()
-        self.searches = BeamRequests(self, self.feeds)
+        self.searches.clear()
         self.install(self.runner, self.options)
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
@@ -193,7 +200,9 @@ class EngineCore:
 
     def _end_expired(self) -> None:
         now = self.clock()
-        self.searches.end_expired(now)
+        for search in tuple(self.searches.values()):
+            if (reason := search.sequences[0].finish_reason_at(now)) is not None:
+                search.end(reason)
         for state in list(self.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)

@@ -14,8 +14,8 @@ from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.client_sequences.away import AwaySequences
 from staticllm.pipelines.engine.client_sequences.state import FedState
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.overflow import SINKS, shorten
-from staticllm.pipelines.engine.request import SequenceState
+from staticllm.pipelines.engine.request import SINKS, shorten
+from staticllm.pipelines.engine.state import SequenceState
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
 SWAP_WEIGHT, MAX_SLOWER = 0.1, 2.0

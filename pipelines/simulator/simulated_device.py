@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.beams import new_state
+from staticllm.pipelines.engine.engine import new_state
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import EngineRequest, RequestState, new_id
+from staticllm.pipelines.engine.request import EngineRequest, new_id
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
 from staticllm.pipelines.programs.variant_index import VariantIndex
@@ -239,7 +240,7 @@ class SimulatedDevice:
             number, state = self._clients.begin(arrival), None
         else:
             asked = request.engine_request(self.model.max_seq_len, self.model.drafting)
-            state = new_state(asked, VOCAB_SIZE, None, (), None, None, self.clock)
+            state = new_state(asked, VOCAB_SIZE, clock=self.clock)
             number = asked.id
             if request.before is None:
                 self.core.admit(state)

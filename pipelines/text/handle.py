@@ -13,7 +13,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.conversation.events import Event
 from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue
+from staticllm.pipelines.engine.request import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.loop_waker import OutputSignal, in_thread, running_waker
 from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta, kept_outputs

@@ -17,8 +17,7 @@ from staticllm.errors import AdapterError, GenerationConfigError, shown
 from staticllm.pipelines.conversation.formats import MessageFormat, format_beside
 from staticllm.pipelines.conversation.required_calls import answer_grammar
 from staticllm.pipelines.engine.client import UserProcessors
-from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
-from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
+from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest, OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options.genai import FileOptions

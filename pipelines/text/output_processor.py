@@ -12,7 +12,7 @@ from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.pipelines.conversation.events import Event, ExpectedCalls, message_of
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import is_content
-from staticllm.pipelines.engine.output_queue import CompileTimes, TokenOutput
+from staticllm.pipelines.engine.request import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest

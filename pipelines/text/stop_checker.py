@@ -10,8 +10,7 @@ from collections.abc import Callable
 from staticllm.core import FinishReason
 from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.output_queue import Finished, Output, OutputQueue, TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.system.threads import start_thread
 

@@ -9,7 +9,8 @@ from typing import Any
 from staticllm.core import MaskKind, Variant
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import EngineRequest, EngineText, RequestState, SequenceState
+from staticllm.pipelines.engine.request import EngineRequest, EngineText
+from staticllm.pipelines.engine.state import RequestState, SequenceState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits

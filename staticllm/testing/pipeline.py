@@ -17,8 +17,7 @@ from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions, options_of
-from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest, EngineText
+from staticllm.pipelines.engine.request import EngineRequest, EngineText, OutputQueue
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, ReadText
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline

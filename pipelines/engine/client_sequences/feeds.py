@@ -9,7 +9,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import PromptError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.client_sequences.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
-from staticllm.pipelines.engine.recording import request_record
+from staticllm.pipelines.engine.state import request_record
 
 if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine_core import EngineCore

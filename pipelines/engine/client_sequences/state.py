@@ -12,8 +12,8 @@ import numpy as np
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
 from staticllm.kvcache.sequence import AdapterScales
-from staticllm.pipelines.engine.output_queue import OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest, Outcome, RequestState, SequenceState, new_id
+from staticllm.pipelines.engine.request import EngineRequest, OutputQueue, new_id
+from staticllm.pipelines.engine.state import Outcome, RequestState, SequenceState
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.programs.model_runner import SegmentResult

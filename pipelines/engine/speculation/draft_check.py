@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from staticllm.pipelines.engine.request import SequenceState
+from staticllm.pipelines.engine.state import SequenceState
 from staticllm.pipelines.generation.drafts import Draft
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.sampler import Choice

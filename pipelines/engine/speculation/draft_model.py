@@ -11,7 +11,7 @@ import numpy as np
 from staticllm.kvcache.sequence import KVSequence, common_prefix
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.costs.probe import timed_run
-from staticllm.pipelines.engine.request import SequenceState
+from staticllm.pipelines.engine.state import SequenceState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, Draft
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.programs.model_runner import ModelRunner

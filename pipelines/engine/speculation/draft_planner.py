@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from staticllm.core import Variant
-from staticllm.pipelines.engine.request import SequenceState
 from staticllm.pipelines.engine.speculation.draft_model import KIND, DraftModel
+from staticllm.pipelines.engine.state import SequenceState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, AnswerDrafts, Draft
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variant_index import VariantIndex

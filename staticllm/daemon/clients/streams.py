@@ -14,14 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.errors import BusyError, ClosedError
-from staticllm.pipelines.engine.output_queue import (
-    CompileTimes,
-    Finished,
-    Output,
-    OutputQueue,
-    TokenOutput,
-    output_to_dict,
-)
+from staticllm.pipelines.engine.request import CompileTimes, Finished, Output, OutputQueue, TokenOutput, output_to_dict
 from staticllm.system.threads import start_thread
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, Kind, Message

@@ -23,8 +23,7 @@ from staticllm.errors import (
 from staticllm.pipelines.daemon_client import engine_connection
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
 from tests.support.attach.daemons import wait_for

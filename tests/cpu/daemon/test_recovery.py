@@ -16,8 +16,7 @@ from staticllm.pipelines.daemon_client import recovery
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.pipelines.daemon_client.recovery import MAX_LOSSES, LiveRequest
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput, output_to_dict
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue, TokenOutput, output_to_dict
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, Kind, Message
 from tests.support.attach.daemons import wait_for

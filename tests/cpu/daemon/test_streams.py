@@ -16,8 +16,7 @@ from staticllm.daemon.clients import connection, streams
 from staticllm.daemon.clients.connection import Connection
 from staticllm.daemon.clients.streams import OutputStream
 from staticllm.daemon.sharing.device_scheduler import ClientId
-from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import Kind
 from tests.support.attach.daemons import wait_for

@@ -12,8 +12,7 @@ import pytest
 from staticllm import ClosedError, GenerationConfigError, StaticLLMPipeline, demo_model_path
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.output_queue import OutputQueue, output_from_dict, output_to_dict
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, OutputQueue, output_from_dict, output_to_dict
 from staticllm.pipelines.launch.engine import launch
 
 

@@ -12,8 +12,8 @@ import pytest
 from staticllm.testing import fake_answer, fake_pipeline
 
 MAX_HOPS = 8
-MAX_MODULES = 47
-ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])?\w+)\.py$")
+MAX_MODULES = 50
+ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])*\w+)\.py$")
 
 
 @pytest.fixture

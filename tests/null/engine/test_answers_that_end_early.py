@@ -7,8 +7,7 @@ import sys
 import pytest
 from support.engine.output_queues import outputs_of
 
-from staticllm.pipelines.engine.output_queue import Finished
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished
 from staticllm.pipelines.generation.sampler import SamplingParams
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_engine, fake_request, run_to_end
@@ -51,8 +50,9 @@ def test_one_answer_can_be_cancelled_before_the_prompt_has_run(index):
 
 CHILD = """
 import json, sys
-from staticllm.pipelines.engine.output_queue import Finished
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import Finished
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import VOCAB_SIZE, fake_engine, run_to_end
 states = [RequestState(EngineRequest.from_dict(values), VOCAB_SIZE) for values in json.loads(sys.stdin.read())]

@@ -13,8 +13,7 @@ from support.quick import examples
 
 from staticllm.errors import ClosedError, NumericalError
 from staticllm.pipelines.engine.beams import BeamRequest
-from staticllm.pipelines.engine.output_queue import Finished
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import FAKE_VARIANTS, POISON, assert_empty, fake_engine, fake_request, fake_runner, run_to_end

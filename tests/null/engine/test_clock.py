@@ -5,8 +5,8 @@ from itertools import count
 import pytest
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.engine.beams import new_state
 from staticllm.pipelines.engine.client_sequences.state import FeedOrder
+from staticllm.pipelines.engine.engine import new_state
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import EngineRequest
@@ -40,7 +40,7 @@ def core():
 
 
 def state_of(core, prompt, **options):
-    return new_state(EngineRequest(prompt, arrival=START, **options), VOCAB_SIZE, None, (), None, None, core.clock)
+    return new_state(EngineRequest(prompt, arrival=START, **options), VOCAB_SIZE, clock=core.clock)
 
 
 def test_every_moment_in_records_is_one_of_the_clock(core):

@@ -11,7 +11,7 @@ from support.engine.output_queues import outputs_of
 from support.quick import examples
 
 from staticllm.core import Variant
-from staticllm.pipelines.engine.output_queue import TokenOutput
+from staticllm.pipelines.engine.request import TokenOutput
 from staticllm.pipelines.engine.speculation import draft_planner
 from staticllm.pipelines.engine.speculation.draft_model import MAX_FAILURES, DraftModel
 from staticllm.pipelines.generation.drafts import DraftParams

@@ -12,8 +12,7 @@ from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.profiling.trace import Trace, recording

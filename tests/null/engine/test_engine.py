@@ -12,7 +12,7 @@ from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError, ClosedError
-from staticllm.pipelines.engine.output_queue import Finished, TokenOutput
+from staticllm.pipelines.engine.request import Finished, TokenOutput
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import (
     FAKE_VARIANTS,

@@ -143,7 +143,7 @@ def test_a_failure_while_a_request_is_admitted_loses_no_other_request(monkeypatc
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("place", ["_report", "searches.give_up", "kv_manager.clear"])
+@pytest.mark.parametrize("place", ["_report", "feeds.end_held", "kv_manager.clear"])
 def test_no_reader_waits_if_ending_everything_fails_too(monkeypatch, place):
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
     first, second = fake_request([1, 2, 3], 50), fake_request([4, 5], 50)

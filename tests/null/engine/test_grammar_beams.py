@@ -17,8 +17,8 @@ from support.quick import examples
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.beams import BeamRequest
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest, mask_of
+from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
+from staticllm.pipelines.engine.state import mask_of
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy

@@ -15,8 +15,8 @@ from support.quick import examples
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest, EngineText, mask_of
+from staticllm.pipelines.engine.request import EngineRequest, EngineText, TokenOutput
+from staticllm.pipelines.engine.state import mask_of
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy

@@ -8,8 +8,8 @@ from support.engine.engine_schedules import Disturbed
 from support.engine.output_queues import outputs_of
 from support.quick import examples
 
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.user_processors import copies_for

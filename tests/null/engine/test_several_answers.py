@@ -14,8 +14,7 @@ from support.quick import examples
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import NumericalError, StaticLLMError
-from staticllm.pipelines.engine.output_queue import Finished, TokenOutput, output_from_dict, output_to_dict
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput, output_from_dict, output_to_dict
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end, run_until
@@ -138,8 +137,9 @@ def test_a_request_that_never_begins_ends_all_its_answers():
 
 CHILD = """
 import json, sys
-from staticllm.pipelines.engine.output_queue import Finished
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import Finished
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import VOCAB_SIZE, fake_engine, run_to_end
 state = RequestState(EngineRequest.from_dict(json.loads(sys.stdin.read())), VOCAB_SIZE)

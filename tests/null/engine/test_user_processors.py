@@ -9,8 +9,8 @@ import pytest
 from support.engine.output_queues import outputs_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest, RequestState
+from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation import user_processors
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.user_processors import copies_for

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.engine.output_queue import TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor, TextDelta, joined

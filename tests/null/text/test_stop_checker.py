@@ -7,8 +7,7 @@ import pytest
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError
-from staticllm.pipelines.engine.output_queue import Finished, OutputQueue, TokenOutput
-from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.stop_checker import StopChecker
 
