@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import openvino as ov
 
 from staticllm.compiler_passes.decoder import DECODER
-from staticllm.compiler_passes.graph.check_graph import check_static
+from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline, PassReport
 from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
@@ -72,10 +72,5 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         adapted=tuple(graph.adapted),
         adapter_type=graph.adapter_type,
     )
-    known = input_names(shape)
-    for port in graph.model.inputs:
-        if port.get_any_name() not in known:
-            raise UnsupportedModelError(
-                "lower", f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
-            )
+    check_inputs(graph.model, input_names(shape), "lower")
     return shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import openvino as ov
 
 from staticllm.compiler_passes.encoder import ENCODER
-from staticllm.compiler_passes.graph.check_graph import check_static
+from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions, PassPipeline, PassReport
 from staticllm.core import EncoderShape, EncoderVariant
@@ -126,12 +126,7 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
         skipped_id=graph.skipped_id,
         past=_past_of(graph.continued),
     )
-    known = encoder_input_names(shape)
-    for port in graph.model.inputs:
-        if port.get_any_name() not in known:
-            raise UnsupportedModelError(
-                "lower_encoder", f"the input {port.get_any_name()!r} is unknown: nothing can be fed to it"
-            )
+    check_inputs(graph.model, encoder_input_names(shape), "lower_encoder")
     return shape
 
 

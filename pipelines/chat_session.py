@@ -23,7 +23,8 @@ class ChatSession:
         self._messages: list[dict[str, str]] = []
         self._tokens: list[int] = []
         self._is_open = False
-        self._lock, self._owner = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._owner = 0
 
     def start(self, system_message: str = "") -> None:
         """Begin a new conversation. The system message is used only in a chat in text."""
@@ -84,11 +85,7 @@ class ChatSession:
             self._tokens = [*prompt.ids, *output.tokens]
 
     def ids(self) -> list[int]:
-        """Return the conversation as token ids.
-
-        Raises:
-            SnapshotError: there is no conversation.
-        """
+        """Return the conversation as token ids. Raises SnapshotError: there is no conversation."""
         if self._tokens:
             return list(self._tokens)
         if not self._messages:
@@ -96,4 +93,5 @@ class ChatSession:
         return encode_messages(self._tools.tokenizer, self._messages).ids
 
     def _forget(self) -> None:
-        self._messages, self._tokens = [], []
+        self._messages = []
+        self._tokens = []

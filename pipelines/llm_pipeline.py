@@ -34,10 +34,9 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.snapshots import ModelSnapshots
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.input_processor import CallOptions, InputProcessor, PromptLimits
-from staticllm.pipelines.text.results import Results, results_of
+from staticllm.pipelines.text.output_processor import Results, results_of
 from staticllm.pipelines.text.stop_checker import StopChecker
-from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
-from staticllm.pipelines.text.together import run_together
+from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, run_together, stream
 from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText

@@ -18,7 +18,9 @@ class ModelSnapshots:
     """The snapshots of one model that was launched. Any thread may call the methods."""
 
     def __init__(self, directory: Path, launched: Launched | RemoteLaunched, input_processor: InputProcessor) -> None:
-        self._directory, self._launched, self._input_processor = directory, launched, input_processor
+        self._directory = directory
+        self._launched = launched
+        self._input_processor = input_processor
         self._key = launched.config.integrity_key or b""
         self._model_identity = ""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
 _ON, _OFF = ("YES", "TRUE", "1"), ("NO", "FALSE", "0")
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16
-Scheduler = Literal["dynamic", "fcfs", "prefill_first", "decode_first", "chunked"]
-SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
+Scheduler: TypeAlias = str
+"""The name of a shipped policy."""
 CacheMode = Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"]
 Programs = Literal["auto", ProgramLayout]
 PROGRAMS: tuple[Programs, ...] = ("auto", *get_args(ProgramLayout))
@@ -208,7 +211,7 @@ class StaticLLMConfig:
             raise ConfigError(
                 f"KV_CACHE_GB={size} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
             )
-        one_of("SCHEDULER", self.scheduler, SCHEDULERS)
+        one_of("SCHEDULER", self.scheduler, schedulers())
         for name in ("ttft_ms", "tpot_ms", "gap_ms"):
             object.__setattr__(self, name, _milliseconds(name.upper(), getattr(self, name)))
 
@@ -235,6 +238,14 @@ class StaticLLMConfig:
     def non_default(self) -> frozenset[str]:
         """The names of the fields whose values differ from their defaults."""
         return frozenset(item.name for item in fields(self) if getattr(self, item.name) != _default_of(item))
+
+
+@cache
+def schedulers() -> tuple[str, ...]:
+    """Return the names of the shipped policies, the default first: the modules in ``pipelines/scheduling/policies``."""
+    folder = import_module("staticllm.pipelines.scheduling.policies")
+    found = sorted(each.name for each in pkgutil.iter_modules(folder.__path__))
+    return tuple(sorted(found, key=lambda name: name != StaticLLMConfig.scheduler))
 
 
 def as_whole(value: Any) -> Any:

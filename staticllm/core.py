@@ -13,15 +13,15 @@ from msgspec import Meta
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Name = Annotated[str, Meta(max_length=4096)]
-"""Numbers and texts within the bounds that are checked where they come from a file (``artifacts/stored.py``)."""
+"""Numbers and texts with the bounds that are checked when they come from a file (``artifacts/manifest.py``)."""
 Work: TypeAlias = tuple[float, ...]
 """The amount of each part of a call, or the seconds per amount."""
 Clock = Callable[[], float]
-"""Returns this moment, in seconds: ``time.perf_counter``, or the virtual clock of a simulation."""
+"""Returns the current time in seconds: ``time.perf_counter``, or a simulation's virtual clock."""
 Phase = Literal["prefill", "generate"]
 Part = Literal["prefill", "generate", "few_rows", "encode"]
-"""The parts of the work that may have their own program and device properties: a phase of a decoder, its calls of few rows, or
-all calls of a model of another kind."""
+"""Parts of the work that may have their own program and device properties: a decoder's phases, its calls of few rows, or all
+calls of another kind of model."""
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
 """``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of
@@ -29,9 +29,9 @@ few rows (one row, or as many as a probe finds) and one for the others."""
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 AdapterType = Literal["f32", "bf16"]
-"""The element type of the matrices of adapters: that in which a program computes."""
+"""Element type of adapter matrices: that in which a program computes."""
 MAX_ANSWERS = 128
-"""The most answers to one prompt (``num_return_sequences``, ``best_of``, ``n``), in a program, in the daemon and over HTTP."""
+"""Most answers to one prompt (``num_return_sequences``, ``best_of``, ``n``), in a program, in the daemon and over HTTP."""
 
 
 @dataclass(frozen=True, order=True)
@@ -169,12 +169,12 @@ class MaskKind:
 
 
 KEY_POSITIONS, QUERY_POSITIONS = "key_positions", "query_positions"
-"""Ports of models whose attention bias depends on the distance of two tokens. They hold positions in the sequences:
-``[1, 1, 1, T+S]`` for all slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
+"""Ports of models whose attention bias depends on the distance of two tokens. They hold positions: ``[1, 1, 1, T+S]`` for all
+slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
 
 
 AdapterLayout = tuple[tuple[str, int, int, int], ...]
-"""The shapes of one LoRA adapter: path of a module, rank, and the numbers of values that the module takes and returns."""
+"""Shapes of one LoRA adapter: a module's path, the rank, and the widths of the module's input and output."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class EncoderVariant:
     """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.
 
     A sequence holds one text, or several texts after each other if the model is packable. With ``past`` (P) above 0, a call
-    continues one text: its rows see the keys and values of up to so many tokens before them.
+    continues one text: its rows see the keys and values of up to P tokens before them.
     """
 
     batch: Size
@@ -316,12 +316,12 @@ class EncoderMask:
 
 
 Pooling = Literal["first", "last", "mean", "mean_sqrt_len", "weighted_mean"]
-"""How the vectors of a text's tokens become one: that of the first token (CLS), that of the last, their mean, their sum by the
-square root of their number, or their mean with weights 1, 2, 3 …"""
+"""How token vectors become one per text: the first token's (CLS), the last token's, their mean, their sum divided by the square
+root of their number, or their mean with weights 1, 2, 3 …"""
 
 
 PortSize = Annotated[int, Meta(ge=1, le=1 << 16)]
-"""The heads of a port of keys or values, or the values of a head."""
+"""Heads of a port of keys or values, or values per head."""
 
 
 @dataclass(frozen=True)
@@ -430,4 +430,4 @@ class ProgressEvent:
 
 
 OnProgress = Callable[[ProgressEvent], None]
-"""Is called with each part of loading, on the thread that loads."""
+"""Called with each part of loading, on the loading thread."""

@@ -22,7 +22,7 @@ _OF_COMPILERS = frozenset(
 DISTRIBUTING = ("AUTO", "MULTI", "HETERO", "BATCH")
 """OpenVINO's devices that choose among others."""
 PREFERRED = ("NPU", "GPU", "CPU")
-"""The devices that ``AUTO`` tries, in order of preference."""
+"""Devices that ``AUTO`` tries, in order."""
 _NUMBER_AFTER = re.compile(r"\(\d+\)$")
 _DYNAMIC_SHAPES = ("CPU", "GPU")
 """Devices that run bounded dynamic shapes well, and repack the weights for each compiled model."""
@@ -32,8 +32,7 @@ _DYNAMIC_SHAPES = ("CPU", "GPU")
 def get_core() -> ov.Core:
     """Return the only ``openvino.Core`` of this process, which is never released.
 
-    The CPU plugin registers a stack for signal handlers with each Core. If Cores are destroyed in another order than they were
-    created, a freed stack remains registered, and the next Ctrl-C kills the process (OpenVINO 2026.4).
+    With several, the CPU plugin may leave a freed stack registered for signal handlers: Ctrl-C kills the process (2026.4).
     """
     import openvino
 
@@ -41,11 +40,10 @@ def get_core() -> ov.Core:
 
 
 def read_first_tensor() -> None:
-    """Read a tensor. To be called while a module is imported whose functions read tensors on several threads.
+    """Read a tensor, while a module is imported whose functions read tensors on several threads.
 
-    The first ``Tensor.data`` of a process fills a table of the bindings, and lets other threads run meanwhile. One that then
-    reads a tensor waits for the table, but keeps the interpreter's lock, which the first one needs: the process hangs for ever
-    (OpenVINO 2026.4).
+    The first ``Tensor.data`` of a process fills a table of the bindings and lets other threads run meanwhile. A thread that then
+    reads a tensor waits for the table with the interpreter's lock, which the first one needs: a deadlock (OpenVINO 2026.4).
     """
     import numpy as np
     import openvino
@@ -63,10 +61,7 @@ def named_devices(text: str, available: Sequence[str]) -> list[str]:
 
     ``AUTO`` uses the listed devices (``AUTO:GPU,CPU``), or NPU, GPU and CPU without the excluded ones (``AUTO:-GPU``), as far as
     they are ``available``. ``HETERO``, ``MULTI`` and ``BATCH`` use the listed ones, whose number of requests or of texts
-    (``MULTI:CPU(2)``) says nothing here.
-
-    Raises:
-        DeviceError: no device is listed, or every one is excluded.
+    (``MULTI:CPU(2)``) says nothing here. Raises ``DeviceError`` (no device is listed, or every one is excluded).
     """
     prefix, _, rest = text.upper().partition(":")
     if prefix.strip() not in DISTRIBUTING:
@@ -98,8 +93,7 @@ def is_present(core: ov.Core, device: str) -> bool:
 def check_device(core: ov.Core, device: object) -> str:
     """Return the device's name in capitals if it is on this machine.
 
-    Raises:
-        DeviceError: the device is not on this machine; the message lists the devices that are.
+    Raises ``DeviceError`` (the device is not on this machine; the message lists the devices that are).
     """
     available = core.available_devices
     name = device.upper() if isinstance(device, str) else ""
@@ -116,10 +110,8 @@ def check_device(core: ov.Core, device: object) -> str:
 def check_known(core: ov.Core, device: object) -> str:
     """Return the device's name if it is on this machine, or is an NPU or GPU.
 
-    The memory that a model would need on an NPU or GPU can be computed without one.
-
-    Raises:
-        DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
+    The memory that a model would need on an NPU or GPU can be computed without one. Raises ``DeviceError`` (the device is not on
+    this machine, and is neither an NPU nor a GPU).
     """
     if isinstance(device, str) and kind(device) in ("NPU", "GPU"):
         return device

@@ -86,9 +86,11 @@ class PromptTooLongError(PromptError):
     _is_chat: bool
 
     def __init__(self, num_tokens: int, limit: int, is_chat: bool = False) -> None:
-        what, remedy = "prompt", "shorten the prompt"
+        what = "prompt"
+        remedy = "shorten the prompt"
         if is_chat:
-            what, remedy = "conversation", "begin a new one (start_chat), bound its answers (max_new_tokens)"
+            what = "conversation"
+            remedy = "begin a new one (start_chat), bound its answers (max_new_tokens)"
         longer = f" or load the model with MAX_PROMPT_LEN={num_tokens} or more"
         if num_tokens > MAX_LEN:
             longer = f"; no model can be loaded with more than MAX_PROMPT_LEN={MAX_LEN}"
@@ -209,7 +211,8 @@ def from_wire(values: object, origin: str = "") -> StaticLLMError:
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"an error is {shown(values)}: must be an object")
-    text, bases = _checked_text("text", values.get("text")), values.get("bases")
+    text = _checked_text("text", values.get("text"))
+    bases = values.get("bases")
     if not isinstance(bases, list) or len(bases) > MAX_BASES:
         raise ValueError(f"bases of an error are {shown(bases)}: must be a list of at most {MAX_BASES} names")
     names = [_checked_text("type", values.get("type")), *(_checked_text("bases", name) for name in bases)]
@@ -225,7 +228,8 @@ def from_wire(values: object, origin: str = "") -> StaticLLMError:
 
 def _nearest(names: list[str], has: Mapping[str, object] | None = None) -> type[StaticLLMError]:
     """Return the first of these classes that is one of ours; with ``has``, the first whose fields are all there."""
-    table, rest = {StaticLLMError.__name__: StaticLLMError}, [StaticLLMError]
+    table = {StaticLLMError.__name__: StaticLLMError}
+    rest = [StaticLLMError]
     while rest:
         for kind in rest.pop().__subclasses__():
             if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:  # another may have the name of ours

@@ -76,8 +76,14 @@ class PerfMetrics:
         self._num_generated_tokens += num_generated
         self._num_cached_tokens += num_cached
 
-    def count_drafts(self, num_drafted: int, num_accepted: int, seconds: Sequence[float] = ()) -> None:
-        """Add the drafted tokens that were checked for one request, how many of them were accepted, and how long each took."""
+    def count_drafts(
+        self, num_drafted: int, num_accepted: int, seconds: Sequence[float] = (), may_draft: bool = False
+    ) -> None:
+        """Add the drafted tokens that were checked for one request, how many of them were accepted, and how long each took.
+
+        ``may_draft``: whether a draft model could draft them.
+        """
+        self.may_draft |= may_draft
         self._draft_durations += [value * MICRO for value in seconds]
         self._num_drafted_tokens += num_drafted
         self._num_accepted_tokens += num_accepted
@@ -200,9 +206,8 @@ class PerfMetrics:
         for part in (self, other):
             pooled.count(part._num_input_tokens, part._num_generated_tokens, part._num_cached_tokens)
             seconds = [value / MICRO for value in part._draft_durations]
-            pooled.count_drafts(part._num_drafted_tokens, part._num_accepted_tokens, seconds)
+            pooled.count_drafts(part._num_drafted_tokens, part._num_accepted_tokens, seconds, part.may_draft)
             pooled._grammar_init_ms |= part._grammar_init_ms
-            pooled.may_draft |= part.may_draft
         return pooled
 
 

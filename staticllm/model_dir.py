@@ -24,7 +24,7 @@ MAX_NUMBER = 1 << 40
 _JOINING = frozenset(
     ("Parameter", "Convert", "Const", "VocabDecoder", "FuzeRagged", "UTF8Validate", "StringTensorPack", "Result")
 )
-"""The operations of a detokenizer that joins the bytes of tokens."""
+"""Operations of a detokenizer that joins the bytes of tokens."""
 
 
 def demo_model_path() -> Path:
@@ -41,11 +41,8 @@ def check_model_dir(
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
     ``path`` may also be the ``openvino_model.xml`` in it. ``weights``: the weights file, if it is not beside the IR. The size of
-    an encrypted weights file is not known in advance, so it only has to exist.
-
-    Raises:
-        ModelError: there is no OpenVINO model; the message says what is there and which command helps. Or a file is truncated
-            or damaged; the message names it.
+    an encrypted weights file is not known in advance, so it only has to exist. Raises ``ModelError`` (there is no OpenVINO model;
+    the message says what is there and which command helps. Or a file is truncated or damaged; the message names it).
     """
     if isinstance(path, Path) and path in _IN_MEMORY:
         return path
@@ -70,10 +67,8 @@ def check_model_dir(
 def joins_tokens(directory: Path) -> bool:
     """Return whether the detokenizer of a model directory joins the bytes of tokens, and does nothing else to the text.
 
-    Others put spaces between tokens, or correct the text, so that the text of a token depends on its neighbours.
-
-    Raises:
-        ModelError: the detokenizer is missing or damaged.
+    Others put spaces between tokens, or correct the text, so that the text of a token depends on its neighbours. Raises
+    ``ModelError`` (the detokenizer is missing or damaged).
     """
     return check_ir(directory / TOKENIZER_XML[1]).operations <= _JOINING
 
@@ -106,8 +101,7 @@ class ModelInMemory:
 def keep_in_memory(xml: object, weights: ov.Tensor) -> Path:
     """Return a name that stands for a model directory until ``forget_in_memory``; nothing is written to disk.
 
-    Raises:
-        ModelError: the text is not an IR, or has fewer bytes of weights than the IR needs.
+    Raises ``ModelError`` (the text is not an IR, or has fewer bytes of weights than the IR needs).
     """
     if not isinstance(xml, str) or not xml.rstrip().endswith("</net>"):
         raise ModelError(f"the model is a {type(xml).__name__}: with weights it must be the complete XML of an IR")
@@ -159,8 +153,7 @@ def _from_config(directory: Path, *names: str) -> list[int] | None:
 def kv_shapes(directory: Path) -> list[tuple[int, int]]:
     """Return heads and head size of each state of keys or values; empty if the IR does not have them.
 
-    Raises:
-        ModelError: the directory is missing or damaged.
+    Raises ``ModelError`` (the directory is missing or damaged).
     """
     held = model_in_memory(directory)
     if held is not None:
@@ -171,11 +164,7 @@ def kv_shapes(directory: Path) -> list[tuple[int, int]]:
 
 
 def _needed(xml: bytes, name: str = MODEL_XML) -> int:
-    """Return the number of bytes of weights that an IR refers to.
-
-    Raises:
-        ModelError: the IR is damaged.
-    """
+    """Return the number of bytes of weights that an IR refers to. Raises ``ModelError`` (the IR is damaged)."""
     return _read_ir(xml, name).num_weight_bytes
 
 
@@ -189,8 +178,7 @@ def _read_ir(xml: bytes, name: str) -> IrFile:
 def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> IrFile:
     """Return the structure of an IR file whose weights file is complete; ``weights`` defaults to the ``.bin`` beside it.
 
-    Raises:
-        ModelError: a file is missing, damaged or too short.
+    Raises ``ModelError`` (a file is missing, damaged or too short).
     """
     if not xml.is_file():
         raise ModelError(
@@ -246,8 +234,7 @@ def read_model(
 ) -> ov.Model:
     """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
 
-    Raises:
-        ModelError: OpenVINO cannot read the IR, or it cannot be decrypted.
+    Raises ``ModelError`` (OpenVINO cannot read the IR, or it cannot be decrypted).
     """
     try:
         if (held := model_in_memory(directory)) is not None:
@@ -264,8 +251,7 @@ def read_model(
 def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
     """Read a model whose weights are encrypted on disk and decrypted only in memory.
 
-    Raises:
-        ModelError: the callback failed, or returned too few bytes.
+    Raises ``ModelError`` (the callback failed, or returned too few bytes).
     """
     import numpy as np
     import openvino as ov

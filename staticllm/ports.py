@@ -21,7 +21,7 @@ TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings
 KEPT_ROWS, PAST, PRESENT = "kept_rows", "past.", "present."
 ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
-"""The smallest and the largest size of an axis; both are equal if the size is fixed."""
+"""Smallest and largest size of an axis; equal if the size is fixed."""
 
 
 class Sizes(Protocol):
@@ -157,11 +157,7 @@ def find_port(name: str) -> Port | None:
 
 
 def port_of(names: Iterable[str]) -> tuple[str, Port]:
-    """Return the name among ``names`` that the contract knows, and its port. Plugins add names of their own.
-
-    Raises:
-        KeyError: the contract knows none of the names.
-    """
+    """Return the name that the contract knows, and its port; plugins add names. Raises ``KeyError`` (none is known)."""
     candidates = sorted(names)
     for name in candidates:
         if (port := find_port(name)) is not None:
@@ -189,11 +185,7 @@ def find_encoder_port(name: str) -> Port | None:
 
 
 def encoder_shape_of(name: str, shape: EncoderShape, variant: EncoderVariant) -> tuple[int, ...]:
-    """Return the shape of an encoder program's port at one variant.
-
-    Raises:
-        KeyError: an encoder program has no port of this name.
-    """
+    """Return the shape of an encoder program's port at one variant. Raises ``KeyError`` (no such port)."""
     port = find_encoder_port(name)
     if port is None:
         raise KeyError(f"no port of an encoder program has the name {name}")

@@ -27,9 +27,7 @@ class ToolCall:
 
     def to_dict(self) -> dict[str, object]:
         """Return the call as OpenAI's API has it in a message of the assistant."""
-        return {
-            "id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}
-        }  # fmt: skip
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
@@ -81,14 +79,26 @@ Parsed = list[dict[str, object]]
 """What ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of each answer."""
 
 
-def _class_in_genai(name: str, own: type) -> type:
-    """Return GenAI's class of this name, for ``isinstance``, if the program has imported GenAI; else our own class."""
-    found = getattr(sys.modules.get("openvino_genai"), name, own)
+def _class_in_genai(own: type) -> type:
+    """Return GenAI's class of the same name if the program has imported GenAI, else our own class."""
+    found = getattr(sys.modules.get("openvino_genai"), own.__name__, own)
     return found if isinstance(found, type) else own
 
 
+class _LikeGenAI(_Common):
+    """A dataclass that is an instance of GenAI's class of the same name if the program has imported GenAI."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _class_in_genai(type(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own: Any = type(self)
+        return own, tuple(getattr(self, item.name) for item in fields(own))
+
+
 @dataclass(frozen=True)
-class EncodedResults(_Common):
+class EncodedResults(_LikeGenAI):
     """The answers to token ids, one entry per answer.
 
     ``tokens[i]`` holds the generated ids, ``scores[i]`` the sum of their log-probabilities (0.0 unless ``logprobs`` is set),
@@ -102,16 +112,9 @@ class EncodedResults(_Common):
     messages: list[AssistantMessage] = field(default_factory=list, repr=False)
     parsed: Parsed = field(default_factory=list, repr=False)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _class_in_genai("EncodedResults", EncodedResults)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EncodedResults, tuple(getattr(self, item.name) for item in fields(EncodedResults))
-
 
 @dataclass(frozen=True)
-class DecodedResults(_Common):
+class DecodedResults(_LikeGenAI):
     """The answers to a list of strings or to a chat history, or several answers to a ``str``.
 
     The fields are those of ``EncodedResults``, and ``texts``.
@@ -127,13 +130,6 @@ class DecodedResults(_Common):
     perf_metrics: PerfMetrics = field(repr=False)
     messages: list[AssistantMessage] = field(default_factory=list, repr=False)
     parsed: Parsed = field(default_factory=list, repr=False)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _class_in_genai("DecodedResults", DecodedResults)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DecodedResults, tuple(getattr(self, item.name) for item in fields(DecodedResults))
 
     def __str__(self) -> str:
         """Return the text; of several ones a line each, after its score, as GenAI's results do."""
@@ -157,7 +153,6 @@ class GeneratedText(str, _Common):
     def of(cls, results: DecodedResults) -> GeneratedText:
         """Return the first text of ``results`` with all their attributes."""
         text = cls(results.texts[0])
-        text.texts, text.tokens, text.scores = results.texts, results.tokens, results.scores
-        text.finish_reasons, text.perf_metrics = results.finish_reasons, results.perf_metrics
-        text.messages, text.parsed = results.messages, results.parsed
+        for item in fields(DecodedResults):
+            setattr(text, item.name, getattr(results, item.name))
         return text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import openvino as ov
 
 from staticllm.compiler_passes.graph.step_graph import StepGraph
@@ -33,6 +35,17 @@ def check_graph(graph: StepGraph, stage: str) -> int:
         known = sum(not state.is_scale for state in graph.kv_states) + len(graph.recurrent_states)
         _require(known == len(graph.states), stage, "a lifted state is neither a KV state nor recurrent")
     return len(nodes)
+
+
+def check_inputs(model: ov.Model, known: Container[str], stage: str) -> None:
+    """Check that the host fills every input, whose names are ``known``.
+
+    Raises:
+        UnsupportedModelError: an input is unknown.
+    """
+    for port in model.inputs:
+        name = port.get_any_name()
+        _require(name in known, stage, f"the input {name!r} is unknown: nothing can be fed to it")
 
 
 def check_static(model: ov.Model, stage: str) -> None:

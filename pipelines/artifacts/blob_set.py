@@ -36,23 +36,23 @@ from staticllm.pipelines.artifacts.manifest import (
     is_blob_name,
     is_manifest,
 )
-from staticllm.system.file_lock import acquire, locked
+from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 COSTS = "costs.json"
-"""The measured costs of a set's programs (``measurements.py``), which are no part of the set."""
+"""Measured costs of a set's programs (``measurements.py``); not part of the set."""
 CRASHES = "crashes.json"
-"""How often a process crashed with a set (``crashes.py``); no part of the set."""
+"""Number of crashes with a set (``crashes.py``); not part of the set."""
 SCRATCH = ".staticllm-"
-"""Prefix of the names of files that are being written."""
+"""Prefix of the names of temporary files."""
 LOCK_TIMEOUT = 60.0
-"""Seconds to wait for another process that writes the same set."""
+"""How long to wait for another writer of the same set, in seconds."""
 READ_TRIES = 3
-"""How often a set is read, or a folder is locked, while other processes replace it."""
+"""Attempts to read a set, or to lock its folder, while other processes replace it."""
 _WRITTEN = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}\.blob")
 PROBED = {"DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT", "CACHE_MODE"}
-"""Properties that are chosen for a set by a probe or by the way of exporting, not by the user."""
+"""Properties set by a probe or by the kind of export rather than by the user."""
 Crypt = Callable[[bytes], bytes]
 Result = TypeVar("Result")
 
@@ -60,14 +60,11 @@ Result = TypeVar("Result")
 def write_set(
     target: Path, manifest: Manifest, blobs: Mapping[str, bytes], encrypt: Crypt | None = None, key: bytes = b""
 ) -> Manifest:
-    """Write blobs and manifest to the folder ``target``, and return the manifest as written. An existing set is replaced.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written. The previous set is kept.
-    """
+    """Write a set to ``target`` in place of an existing one; return its manifest. After an ``OSError`` the old set is kept."""
 
     def put_blobs() -> Manifest:
-        entries, names = {}, {}
+        entries = {}
+        names = {}
         for name, data in blobs.items():
             stored = encrypt(data) if encrypt else data
             digest = bytes_digest(stored)
@@ -87,12 +84,7 @@ def write_set(
 
 
 def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
-    """Copy a whole set, or nothing; every byte is compared with its digest.
-
-    Raises:
-        BlobError: there is no set at ``source``, or it is damaged.
-        OSError: ``target`` cannot be written.
-    """
+    """Copy a whole set, verified, or nothing. Raises ``BlobError`` (no set, or a damaged one) and ``OSError`` (cannot write)."""
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def copy(manifest: Manifest) -> None:
@@ -107,11 +99,7 @@ def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
 
 
 def rewrite_manifest(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
-    """Replace the manifest of a set, to add the result of a verification.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Replace a set's manifest, to add the result of a verification. Raises ``OSError``."""
     _written(folder, lambda: manifest, key)
 
 
@@ -136,11 +124,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
-    """Read and check the manifest of a set.
-
-    Raises:
-        BlobError: there is no set, or its manifest is damaged, has another schema, or has another signature.
-    """
+    """Read and check a set's manifest. Raises ``BlobError`` (none, or damaged, or of another schema or signature)."""
     path = folder / MANIFEST
     try:
         return decode(read_regular(path, MAX_MANIFEST, follow=False), key)
@@ -155,10 +139,8 @@ def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
 def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = b"") -> Result:
     """Read the manifest of a set, call ``use``, which reads its blobs, and return its result.
 
-    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times.
-
-    Raises:
-        BlobError: ``read_manifest`` or ``use`` raised it, or the set was replaced every time.
+    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times. Raises ``BlobError`` (``read_manifest`` or
+    ``use`` raised it, or the set was replaced every time).
     """
     for _ in range(READ_TRIES):
         manifest = read_manifest(folder, key)
@@ -173,11 +155,7 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
 
 
 def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
-    """Check that a set has the programs of this ``kind`` of model, before its other fields are used.
-
-    Raises:
-        BlobError: it has those of another kind.
-    """
+    """Check that a set is of this kind of model, before its other fields are used. Raises ``BlobError``."""
     if manifest.kind != kind:
         doors = {"decoder": "StaticLLMPipeline", "encoder": "StaticEmbeddingPipeline"}
         remedy = doors.get(manifest.kind, "a pipeline of that kind")
@@ -188,11 +166,7 @@ def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
 
 
 def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
-    """Check that a set was made for the model, machine and layout of the fingerprint ``here``.
-
-    Raises:
-        BlobError: the set is for another model, machine or layout, or it failed verification.
-    """
+    """Check that a set fits the fingerprint ``here`` and has not failed verification. Raises ``BlobError``."""
     other = here.difference(manifest.fingerprint)
     if other is not None:
         raise BlobError(f"the blobs in {str(folder)!r} were made for something else: {other}; export them again")
@@ -201,11 +175,7 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
 
 
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Part, Mapping[str, Any]]) -> None:
-    """Check that the properties in a manifest, except those in ``PROBED``, equal the user's (``own``).
-
-    Raises:
-        BlobError: a property differs.
-    """
+    """Check that a manifest has the user's properties (``own``), apart from ``PROBED``. Raises ``BlobError``."""
     for part, values in manifest.properties.items():
         mine = json_properties(own["generate" if part == "few_rows" else cast(Part, part)])
         for name in {*values, *mine} - PROBED:
@@ -223,11 +193,7 @@ def json_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, bytes]:
-    """Read and decrypt every blob of a set, by its file name. The stored bytes are compared with their digests.
-
-    Raises:
-        BlobError: a blob is missing, truncated or changed; or the set is encrypted and ``decrypt`` is None, or vice versa.
-    """
+    """Read, verify and decrypt every blob, by file name. Raises ``BlobError`` (damaged, or unexpectedly encrypted or plain)."""
     if manifest.is_encrypted != (decrypt is not None):
         what = (
             "encrypted: give CACHE_ENCRYPTION_CALLBACKS"
@@ -242,11 +208,7 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
 
 
 def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
-    """Yield the file name and the stored bytes of every blob; the bytes are compared with their digests.
-
-    Raises:
-        BlobError: a blob is missing, truncated or changed, is not an ordinary file, or does not fit into memory.
-    """
+    """Yield name and stored bytes of every blob, verified. Raises ``BlobError`` (missing, changed, or too large for memory)."""
     for name, entry in manifest.blobs.items():
         path = folder / name
         try:
@@ -281,11 +243,7 @@ class ImportTarget:
 
 
 def import_blob(core: ov.Core, blob: bytes, target: ImportTarget) -> ov.CompiledModel:
-    """Import one program from the bytes of its blob.
-
-    Raises:
-        BlobError: the device refused the blob.
-    """
+    """Import one program from its blob. Raises ``BlobError`` (the device refused it)."""
     extra = {"WEIGHTS_PATH": str(target.weights)} if target.weights is not None else {}
     try:
         return core.import_model(io.BytesIO(blob), target.device, {**target.properties, **extra})
@@ -365,7 +323,7 @@ def _remove_leftovers(folder: Path, key: bytes, before: set[str]) -> None:
 
 def _remove_if_empty(folder: Path) -> None:
     """Remove the folder if only our lock file is left in it."""
-    with contextlib.suppress(OSError, Timeout), locked(folder / LOCK, 0):
+    with contextlib.suppress(OSError, Timeout), acquire(folder / LOCK, 0):
         if [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
             folder.rmdir()

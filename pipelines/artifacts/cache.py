@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.system.file_lock import Lease, acquire
 
 PREFIX = "staticllm-"
-"""Prefix of the folders that we create. OpenVINO and others may keep their files in the same folder."""
+"""Prefix of our folders. OpenVINO and others may use the same cache folder."""
 _NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{24}")
 NOT_NOW = 0.0
 
@@ -78,27 +78,8 @@ class BlobCache:
         """Return the folder of the set ``key``."""
         return self.folder / f"{PREFIX}{key}"
 
-    @contextmanager
-    def locked(self, key: str, timeout: float = -1) -> Iterator[None]:
-        """Lock the set ``key`` for a block, against all other threads of all processes.
-
-        Raises:
-            Timeout: another thread or process holds the lock for more than ``timeout`` seconds, or this thread holds it already.
-            OSError: the folder cannot be written.
-        """
-        lease = self.lease(key, timeout)
-        try:
-            yield
-        finally:
-            lease.release()
-
     def lease(self, key: str, timeout: float = -1) -> Lease:
-        """Lock the set ``key`` until the returned lease is released.
-
-        Raises:
-            Timeout: as ``locked``.
-            OSError: the folder cannot be written.
-        """
+        """Lock the set ``key`` for a block, or until it is released. Raises ``Timeout`` and ``OSError`` as ``acquire``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return acquire(self.folder / f"{PREFIX}{key}.lock", timeout)
 
@@ -136,7 +117,8 @@ class BlobCache:
             return []
         if sum(_used(folder)[0] for folder in self._folders()) <= limit and all(map(_has_manifest, self._folders())):
             return []  # the usual case, in which no manifest need be read
-        removed, total = [], 0
+        removed = []
+        total = 0
         for entry in self.entries():
             total += entry.num_bytes
             if entry.is_unfinished and entry.key != keep:
@@ -149,14 +131,15 @@ class BlobCache:
     def remove(self, key: str) -> bool:
         """Remove one set, unless it is being loaded or written, and return whether it was removed."""
         try:
-            with self.locked(key, NOT_NOW):
+            with self.lease(key, NOT_NOW):
                 remove_set(self.path(key))
         except (Timeout, OSError):
             return False
         return True
 
     def _entry(self, folder: Path) -> Entry:
-        manifest, problem = None, ""
+        manifest = None
+        problem = ""
         try:
             manifest = read_manifest(folder, self._key)
         except BlobError as error:
@@ -167,7 +150,8 @@ class BlobCache:
 
 def _used(folder: Path) -> tuple[int, float]:
     """Return the bytes of a folder's files, and the time of the last change (seconds since the epoch; 0 if it is empty)."""
-    num_bytes, used = 0, 0.0
+    num_bytes = 0
+    used = 0.0
     try:
         paths = list(folder.iterdir())
     except OSError:  # it was removed, or is another user's

@@ -1,12 +1,12 @@
-"""Counts how often a process crashed while it used a blob set; a set with which two crashed is not used again.
+"""Notes the blob sets that a process uses, and how often one crashed with a set: after two crashes a set is not used again.
 
-Blobs are machine code of a compiler for one driver. A set that is whole and was verified when it was made can crash the process
-after an update of the driver, and again after every restart. Who starts the process again counts (``staticllm serve
---supervise``): the process itself cannot.
+Blobs are machine code for one driver. After an update of the driver, a set that was verified when it was made can crash the
+process, and again after every restart. The supervisor counts (``staticllm serve --supervise``); the process itself cannot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -18,18 +18,19 @@ from staticllm.pipelines.artifacts.blob_set import CRASHES
 from staticllm.system.files import read_regular, whole_file
 
 LIMIT = 2
-"""The crashes after which a set is in quarantine."""
+"""Crashes after which a set is quarantined."""
 MAX_BYTES = 4096
+SETS = "sets"
+"""The file in a runtime folder that names the sets in use."""
 WINDOWS_CRASH = 0xC0000000
-"""Exit codes of Windows from here on are those of exceptions that nothing handled."""
+"""Lowest Windows exit code of an unhandled exception."""
 _SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
 
 
 def crash_name(exit_code: int) -> str | None:
-    """Return the name of the crash that ended a process; None if it ended by itself, or somebody ended it.
+    """Return the name of the crash that ended a process; None if it exited or was killed from outside (SIGKILL, SIGTERM).
 
-    ``exit_code`` is that of ``subprocess``: on POSIX systems a negative one is a signal. SIGKILL and SIGTERM come from
-    outside, from a person or from a system without memory, and say nothing about the blobs.
+    ``exit_code`` is that of ``subprocess``: on POSIX systems a negative one is a signal.
     """
     if sys.platform == "win32":
         code = exit_code & 0xFFFFFFFF
@@ -70,11 +71,27 @@ def quarantine_text(folder: Path) -> str | None:
 
 
 def check_crashes(folder: Path) -> None:
-    """Check that a set may be used.
-
-    Raises:
-        BlobError: it is in quarantine.
-    """
+    """Check that a set may be used. Raises ``BlobError`` (it is in quarantine)."""
     text = quarantine_text(folder)
     if text is not None:
         raise BlobError(text)
+
+
+def note_set(folder: Path, path: str) -> None:
+    """Note before a set is imported that the daemon of a runtime folder uses it. A full disk is ignored."""
+    if path not in read_sets(folder):
+        with contextlib.suppress(OSError), (folder / SETS).open("a", encoding="utf-8") as file:
+            file.write(path + "\n")
+
+
+def read_sets(folder: Path) -> list[str]:
+    """Return the folders of the sets that were noted."""
+    try:
+        return (folder / SETS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def forget_sets(folder: Path) -> None:
+    """Forget what was noted, before another daemon begins."""
+    (folder / SETS).unlink(missing_ok=True)

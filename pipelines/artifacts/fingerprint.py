@@ -23,11 +23,11 @@ from staticllm.pipelines.programs import keep_small_constants
 from staticllm.version import __version__
 
 PIECE = 16 << 20
-"""Bytes per piece. The digest of a file is the digest of its pieces' digests, so that several cores share a large file."""
+"""Bytes per piece. A file's digest is the digest of its pieces' digests, which are computed in parallel."""
 _PASSES = Path(str(compiler_passes.__file__)).parent
 _NO_DEFAULT = "-"
 Kind = Literal["graph", "weights", "machine", "user"]
-"""The origin of a value: a digest of the graph or of the weights, a fact about the machine, or the user's choice."""
+"""Origin of a value: a digest of the graph or the weights, a fact about the machine, or the user's choice."""
 
 
 def _labelled(label: str, kind: Kind = "machine", default: str | None = _NO_DEFAULT) -> Any:
@@ -71,8 +71,7 @@ class Fingerprint(ModelFingerprint):
     def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint that ``to_json`` made ``content`` of.
 
-        Raises:
-            ValueError: a label is unknown, or a field is missing.
+        Raises ``ValueError`` (a label is unknown, or a field is missing).
         """
         names = {item.metadata["label"]: item.name for item in fields(cls)}
         if unknown := sorted(set(content) - set(names)):
@@ -87,10 +86,12 @@ class Fingerprint(ModelFingerprint):
         if self.kind != there.kind:
             return f"this model is {with_article(self.kind)}, the blob is of {with_article(there.kind)}"
         for item in fields(self):
-            mine, theirs = getattr(self, item.name) or "nothing", getattr(there, item.name) or "nothing"
+            mine = getattr(self, item.name) or "nothing"
+            theirs = getattr(there, item.name) or "nothing"
             if mine == theirs:
                 continue
-            label, kind = item.metadata["label"], item.metadata["kind"]
+            label = item.metadata["label"]
+            kind = item.metadata["kind"]
             if kind in ("graph", "weights"):
                 return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
             return (
@@ -149,8 +150,7 @@ def with_article(kind: str) -> str:
 def file_digest(path: Path) -> str:
     """Return the hex digest (BLAKE2b over pieces) of a file's bytes and its length.
 
-    Raises:
-        ModelError: the file cannot be read.
+    Raises ``ModelError`` (the file cannot be read).
     """
     try:
         size = path.stat().st_size
@@ -175,8 +175,7 @@ def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
 def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:
     """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
 
-    Raises:
-        ModelError: a file cannot be read.
+    Raises ``ModelError`` (a file cannot be read).
     """
     if (held := model_in_memory(directory)) is not None:
         return ModelFingerprint(

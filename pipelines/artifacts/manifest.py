@@ -11,9 +11,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import msgspec
 from msgspec import Meta
 
 from staticllm.config import StaticLLMConfig
@@ -31,8 +32,7 @@ from staticllm.core import (
 )
 from staticllm.errors import ConfigError
 from staticllm.pipelines.artifacts.fingerprint import EncoderFingerprint, Fingerprint, StepFingerprint, bytes_digest
-from staticllm.pipelines.artifacts.stored import converted, stored
-from staticllm.pipelines.programs.lowered import V
+from staticllm.pipelines.programs.compile import V
 
 SCHEMA = 9
 MAX_MANIFEST = 16 << 20
@@ -40,16 +40,17 @@ MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
 MAX_STATE_BYTES = 1 << 34
 MAX_ADAPTER_VALUES = 1 << 32
-"""Values of the matrices of all adapters: 16 GiB."""
+"""Upper bound on the values of all adapters' matrices: 16 GiB."""
 MAX_SECONDS = 1 << 24
-"""The most seconds of a call."""
+"""Upper bound on the cost of a call, in seconds."""
 LAYOUT_FIELDS = (
     "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
     "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
 )  # fmt: skip
-"""Fields of the config that a blob set decides if the user does not give them."""
+"""Config fields that a blob set decides unless the user gives them."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+T = TypeVar("T")
 
 
 class ManifestError(Exception):
@@ -128,16 +129,14 @@ def encode(manifest: Manifest, key: bytes = b"") -> bytes:
     return _framed(content, bytes_digest(_canonical(content), key), bool(key))
 
 
-def decode(stored: bytes, key: bytes = b"") -> Manifest:
-    """Read a manifest from its bytes and check every field.
-
-    Raises:
-        ManifestError: the manifest is damaged, has another schema, is not signed with ``key``, or has an impossible value.
-    """
+def decode(data: bytes, key: bytes = b"") -> Manifest:
+    """Read a manifest and check every field. Raises ``ManifestError`` (damaged, other schema or key, or an impossible value)."""
     try:
-        data = json.loads(stored)
-        digest, content, is_signed = data["digest"], data["content"], data["is_signed"]
-        is_whole = stored == _framed(content, digest, is_signed)
+        frame = json.loads(data)
+        digest = frame["digest"]
+        content = frame["content"]
+        is_signed = frame["is_signed"]
+        is_whole = data == _framed(content, digest, is_signed)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ManifestError("is damaged: its contents do not match its digest") from None
     if not is_whole or not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or not isinstance(content, dict):
@@ -182,11 +181,11 @@ def _sizes(variant: Any) -> dict[str, int]:
     return asdict(variant)
 
 
-def is_manifest(stored: bytes) -> bool:
+def is_manifest(data: bytes) -> bool:
     """Return whether these bytes look like one of our manifests, of any version, damaged or not."""
     words = (b'"digest"', b'"content"', b'"schema"')
-    has_fingerprint = b'"fingerprint"' in stored or b'"identity"' in stored  # as schema 4 called it
-    return stored.startswith(b"{") and has_fingerprint and all(word in stored for word in words)
+    has_fingerprint = b'"fingerprint"' in data or b'"identity"' in data  # as schema 4 called it
+    return data.startswith(b"{") and has_fingerprint and all(word in data for word in words)
 
 
 def is_blob_name(name: object) -> bool:
@@ -199,6 +198,40 @@ def is_blob_name(name: object) -> bool:
 
 _Line = Annotated[str, Meta(max_length=64)]
 _Entries = Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)]
+
+
+def stored(kind: type[T], content: object) -> T:
+    """Return the value of a dataclass, or of another annotated type, that JSON holds.
+
+    Raises ``ValueError`` (a field is unknown, missing, of another type, or out of its bounds; the text says where).
+    """
+    names = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
+    if names and isinstance(content, dict) and (different := sorted(names ^ set(content))):
+        raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
+    value = converted(kind, content)
+    try:
+        is_whole = msgspec.json.encode(value, order="sorted") == msgspec.json.encode(content, order="sorted")
+    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        raise ValueError(str(error) or "it is nested too deeply") from None
+    if not is_whole:
+        raise ValueError("a field within another is unknown or missing")
+    return value
+
+
+def converted(kind: type[T], content: object) -> T:
+    """Return the value of an annotated type that JSON holds; fields that are unknown are left out.
+
+    Raises ``ValueError`` (a field is missing, of another type, or out of its bounds; the text says where).
+    """
+    try:
+        return msgspec.convert(content, kind)
+    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        raise ValueError(str(error) or "it is nested too deeply") from None
+
+
+def to_json(value: Any) -> Any:
+    """Return a value in the form that JSON holds."""
+    return msgspec.to_builtins(value)
 
 
 @dataclass(frozen=True)
@@ -261,7 +294,8 @@ class EncoderSetChoices:
 
 
 def _check_decoder(shape: ModelShape, content: Mapping[str, Any]) -> None:
-    config, parts = content["config"], content["properties"]
+    config = content["config"]
+    parts = content["properties"]
     if different := set(config) ^ set(LAYOUT_FIELDS):
         raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
     StaticLLMConfig(**config)
@@ -310,7 +344,7 @@ KINDS: dict[str, StoredKind] = {
     "decoder": StoredKind(StepFingerprint, Variant, ModelShape, _check_decoder),
     "encoder": StoredKind(EncoderFingerprint, EncoderVariant, EncoderShape, _check_encoder),
 }
-"""The kinds of models whose sets can be read, by their names."""
+"""The kinds of models whose sets can be read, by name."""
 
 
 def _checked(content: Mapping[str, Any]) -> Manifest:
@@ -351,8 +385,7 @@ def _variants(content: _Content, kind: type[V]) -> tuple[VariantFile, ...]:
 def cost_from_json(cost: object, kind: type[V]) -> tuple[V, float]:
     """Return the variant, of this type, and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
-    Raises:
-        ValueError: it has another form, or an impossible value.
+    Raises ``ValueError`` (it has another form, or an impossible value).
     """
     values = dict(stored(dict[str, int | float], cost))
     seconds = values.pop("seconds", -1.0)

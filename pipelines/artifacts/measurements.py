@@ -20,20 +20,19 @@ from filelock import Timeout
 from staticllm.pipelines.artifacts.blob_set import COSTS, LOCK, SCRATCH, json_properties
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest, machine_values
 from staticllm.pipelines.artifacts.manifest import MAX_ENTRIES, cost_from_json, cost_to_json
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.lowered import V
-from staticllm.system.file_lock import locked
+from staticllm.pipelines.programs.compile import CompileOptions, V
+from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 
 PROBES = "staticllm-probes-"
-"""Prefix of the name of a file with the times of probes, in a cache folder."""
+"""Prefix of the probe files in a cache folder."""
 SCHEMA = 1
 MAX_BYTES = 4 << 20
 MAX_PROBES = 256
 SECONDS = (1e-6, 600.0)
-"""The shortest and the longest call that is believed, in seconds."""
+"""Plausible range of a call's duration, in seconds."""
 CHANGE = 0.1
-"""A file is written again for a relative change of a cost that is larger than this."""
+"""Relative change of a cost above which the file is rewritten."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class MeasurementFile:
         """Return the measurements; none if the file is not there, is damaged, has another subject or another signature."""
         try:
             data = json.loads(read_regular(self.path, MAX_BYTES, follow=False))
-            content, digest = data["content"], data["digest"]
+            content = data["content"]
+            digest = data["digest"]
             is_ours = content["schema"] == SCHEMA and content["subject"] == self.subject
             if is_ours and hmac.compare_digest(str(digest).encode(), self._digest(content).encode()):
                 return dict(content["measured"])
@@ -96,11 +96,12 @@ def _without_cache_mode(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class KeptCosts(Generic[V]):
-    """The seconds per call of each variant, as they were measured at leisure by this process or an earlier one."""
+    """The seconds per call of each variant, as measured by this process or an earlier one while its engine rested."""
 
     def __init__(self, kind: type[V], file: MeasurementFile, lock: Path) -> None:
         self._kind: type[V] = kind
-        self._file, self._lock = file, lock
+        self._file = file
+        self._lock = lock
         self._stored: dict[V, float] = {}
 
     def read(self) -> dict[V, float]:
@@ -115,7 +116,7 @@ class KeptCosts(Generic[V]):
         if not self._file.path.parent.is_dir():
             return
         try:
-            with locked(self._lock, 0):
+            with acquire(self._lock, 0):
                 if self._file.write({"costs": [cost_to_json(variant, seconds) for variant, seconds in costs.items()]}):
                     self._stored = dict(costs)
         except (OSError, RuntimeError, Timeout):  # RuntimeError: the lock is a link to itself, or the disk has no locks

@@ -88,7 +88,8 @@ def adapted(shape: TemplateShape, messages: Sequence[Message], tools: Sequence[A
 def _with_plain_content(message: Message, index: int, shape: TemplateShape) -> Message:
     """Return a message whose content is a text, or parts that the template takes, and which has nothing else that is null."""
     message = {key: value for key, value in message.items() if key == "content" or not _is_void(key, value)}
-    content, role = message.get("content"), message.get("role")
+    content = message.get("content")
+    role = message.get("role")
     if content is None and not message.get("tool_calls"):
         return {**message, "content": ""}
     if role == "tool" and isinstance(content, (Mapping, int, float)):
@@ -158,7 +159,8 @@ def _complete(messages: Sequence[Message]) -> list[Message]:
 
 def _with_call(message: Message, pending: list[Mapping[str, Any]]) -> Message:
     """Return a result with the id and the name of the call that it answers, which is then no longer pending."""
-    id, name = message.get("tool_call_id"), message.get("name")
+    id = message.get("tool_call_id")
+    name = message.get("name")
     for call in pending:
         if (call.get("id") == id) if id else (not name or _name_of(call) == name):
             pending.remove(call)
@@ -177,7 +179,8 @@ def _name_of(call: object) -> str:
 
 def _written_calls(messages: Sequence[Message], form: CallForm | None) -> list[Message]:
     """Return the messages with calls and results as the template shows them, or as text where it does not."""
-    found, has_results = list[Message](), form is not None and form.has_results
+    found = list[Message]()
+    has_results = form is not None and form.has_results
     ids: dict[object, str] = {}
     is_written = False  # whether the last message is a result that was written as text
     for message in messages:

@@ -54,11 +54,7 @@ def render(
 
 
 def shape_of(template: str) -> TemplateShape:
-    """Return what a template shows.
-
-    Raises:
-        PromptError: the template has an error.
-    """
+    """Return what a template shows. Raises PromptError: the template has an error."""
     with _errors_of_prompts():
         return probed_shape(template)
 
@@ -95,7 +91,8 @@ def _said(error: Exception) -> str:
 
 def _line_of(error: Exception) -> int | None:
     """Return the line of the template that was running; Jinja puts it into the traceback."""
-    line, trace = None, error.__traceback__
+    line = None
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == NAME:
             line = trace.tb_lineno

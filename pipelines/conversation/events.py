@@ -62,18 +62,18 @@ Event = ContentDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd | C
 
 def merged(events: Iterable[Event]) -> list[Event]:
     """Return the events with neighbouring pieces of the same text joined."""
-    joined: list[Event] = []
+    found: list[Event] = []
     for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta) and last.index == event.index:
-            joined[-1] = ArgumentsDelta(event.index, last.text + event.text)
-        else:
-            joined.append(event)
-    return joined
+        match (found[-1] if found else None), event:
+            case ContentDelta(text), ContentDelta(more):
+                found[-1] = ContentDelta(text + more)
+            case ReasoningDelta(text), ReasoningDelta(more):
+                found[-1] = ReasoningDelta(text + more)
+            case ArgumentsDelta(index, text), ArgumentsDelta(other, more) if index == other:
+                found[-1] = ArgumentsDelta(index, text + more)
+            case _:
+                found.append(event)
+    return found
 
 
 def message_of(events: Iterable[Event]) -> AssistantMessage:
@@ -83,16 +83,18 @@ def message_of(events: Iterable[Event]) -> AssistantMessage:
     begun: dict[int, CallBegin] = {}
     arguments: dict[int, list[str]] = {}
     for event in events:
-        if isinstance(event, ContentDelta):
-            content.append(event.text)
-        elif isinstance(event, ReasoningDelta):
-            reasoning.append(event.text)
-        elif isinstance(event, CallBegin):
-            begun[event.index], arguments[event.index] = event, []
-        elif isinstance(event, ArgumentsDelta):
-            arguments[event.index].append(event.text)
-        elif isinstance(event, CallBroken):
-            del begun[event.index]
+        match event:
+            case ContentDelta(text):
+                content.append(text)
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case CallBegin(index):
+                begun[index] = event
+                arguments[index] = []
+            case ArgumentsDelta(index, text):
+                arguments[index].append(text)
+            case CallBroken(index):
+                del begun[index]
     calls = tuple(ToolCall(call.id, call.name, "".join(arguments[index])) for index, call in begun.items())
     return AssistantMessage("".join(content), "".join(reasoning), calls)
 
@@ -127,7 +129,8 @@ class _HeldSpace:
 
     def take(self) -> str:
         """Return the whitespace, and hold none."""
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return "".join(pieces)
 
 
@@ -156,11 +159,13 @@ class Output:
         self._space = _HeldSpace()  # at the end of the content, which is left out if a block follows
         self._drops_space = False  # whether the next content follows a block
         self._before_block = ("", False)
-        self._reasoning_space, self._has_reasoning = _HeldSpace(), False
+        self._reasoning_space = _HeldSpace()
+        self._has_reasoning = False
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return merged(events)
 
     def content(self, text: str) -> None:
@@ -192,7 +197,8 @@ class Output:
     def open_block(self) -> None:
         """Begin a block."""
         self._before_block = (self._space.take(), self._drops_space)
-        self._reasoning_space, self._has_reasoning = _HeldSpace(), False
+        self._reasoning_space = _HeldSpace()
+        self._has_reasoning = False
 
     def close_block(self) -> None:
         """End a block."""
@@ -200,22 +206,14 @@ class Output:
         self._drops_space = True
 
     def begin_call(self, name: str) -> None:
-        """Begin a call whose name is known.
-
-        Raises:
-            MalformedError: no calls are looked for.
-        """
+        """Begin a call whose name is known. Raises MalformedError: no calls are looked for."""
         if not self._has_calls:
             raise MalformedError("calls are content")
         self._events.append(CallBegin(self._num_calls, self._new_id(), name))
         self._is_in_call = True
 
     def begin_bare_call(self, name: str) -> None:
-        """Begin a call that no marker announced.
-
-        Raises:
-            MalformedError: there is no such function, or no calls are looked for.
-        """
+        """Begin a call that no marker announced. Raises MalformedError: there is no such function, or no calls are looked for."""
         if self.names and name not in self.names:
             raise MalformedError(f"no function is called {name!r}")
         self.begin_call(name)

@@ -200,9 +200,11 @@ def _is_named(value: Mapping[str, Any]) -> bool:
 
 def _around(before: str, after: str) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return the tags directly around a call, and those around these."""
-    found_before, found_after = _TAGS_BEFORE.search(before), _TAGS_AFTER.match(after)
+    found_before = _TAGS_BEFORE.search(before)
+    found_after = _TAGS_AFTER.match(after)
     assert found_before is not None and found_after is not None, "both match no tags as well"
-    opening, closing = _TAG.findall(found_before[1]), _TAG.findall(found_after[1])
+    opening = _TAG.findall(found_before[1])
+    closing = _TAG.findall(found_after[1])
     closers = [index for index, tag in enumerate(opening) if tag[1] == "/"]
     opening = opening[closers[-1] + 1 if closers else 0 :]  # what comes before is of reasoning
     if not opening:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import take_json
+from staticllm.pipelines.conversation.json_calls import take_object
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -47,9 +47,7 @@ def _take_message(source: Source, output: Output) -> Steps[None]:
     channel = re.search(rf"{re.escape(CHANNEL)}\s*(\w+)", header)
     if recipient is not None:
         output.begin_call(recipient[1])
-        if (yield from source.skip_space()) != "{":
-            raise MalformedError("arguments that are no object")
-        yield from take_json(source, output.arguments)
+        yield from take_object(source, output.arguments)
         output.end_call()
         source.mark()
         yield from source.skip_space()
@@ -66,11 +64,7 @@ def _take_message(source: Source, output: Output) -> Steps[None]:
 
 
 def _take_header(source: Source) -> Steps[str]:
-    """Take the text up to ``<|message|>``, and that.
-
-    Raises:
-        MalformedError: it does not come.
-    """
+    """Take the text up to ``<|message|>``, and that."""
     found: list[str] = []
     while not (yield from source.skip(MESSAGE)):
         char = yield from source.peek()
@@ -121,9 +115,7 @@ def _take_message_to(source: Source, output: Output, end: str) -> Steps[None]:
     yield from source.expect(end)
     if name != EVERYBODY:
         output.begin_bare_call(name)
-        if (yield from source.skip_space()) != "{":
-            raise MalformedError("arguments that are no object")
-        yield from take_json(source, output.arguments)
+        yield from take_object(source, output.arguments)
         output.end_call()
     source.since_mark()
     output.close_block()

@@ -29,11 +29,7 @@ class _Container:
         self.is_done = False
 
     def push(self, char: str) -> None:
-        """Check the next character.
-
-        Raises:
-            MalformedError: it cannot come here.
-        """
+        """Check the next character."""
         if self._string is not None:
             self._push_string(char)
         elif self._word and char not in ",]}" + WHITESPACE:
@@ -82,7 +78,8 @@ class _Container:
         elif expected == "after" and char == "," and self._stack:
             self._expected = "key" if self._stack[-1] == "}" else "value"
         elif expected in ("key", "first_key") and char == '"':
-            self._expected, self._string = "key", ""
+            self._expected = "key"
+            self._string = ""
         elif expected in ("value", "first"):
             self._begin_value(char)
         else:
@@ -106,11 +103,7 @@ class _Container:
 
 
 def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
-    """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes.
-
-    Raises:
-        MalformedError: it is none, or the text ends before it does.
-    """
+    """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes."""
     first = yield from source.skip_space()
     if not first or first not in '{["':
         write((yield from _take_word(source)))
@@ -125,12 +118,15 @@ def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
         write(char)
 
 
-def take_value(source: Source) -> Steps[Any]:
-    """Take one JSON value and return it.
+def take_object(source: Source, write: Callable[[str], object]) -> Steps[None]:
+    """Take a JSON object like ``take_json``."""
+    if (yield from source.skip_space()) != "{":
+        raise MalformedError("arguments that are no object")
+    yield from take_json(source, write)
 
-    Raises:
-        MalformedError: it is none, or the text ends before it does.
-    """
+
+def take_value(source: Source) -> Steps[Any]:
+    """Take one JSON value and return it."""
     chars: list[str] = []
     yield from take_json(source, chars.append)
     return json.loads("".join(chars))
@@ -166,17 +162,15 @@ class CallObject:
     """
 
     def __init__(self, source: Source, output: Output, is_bare: bool = False) -> None:
-        self._source, self._output, self._is_bare = source, output, is_bare
+        self._source = source
+        self._output = output
+        self._is_bare = is_bare
         self._name: str | None = None
         self._waiting: list[str] | None = None  # arguments that came before the name
         self._has_begun = False
 
     def take(self) -> Steps[None]:
-        """Take the object, and write the call.
-
-        Raises:
-            MalformedError: it is no call.
-        """
+        """Take the object, and write the call."""
         yield from self._object(is_inner=False)
         if not self._has_begun:
             if self._name is None or (self._waiting is None and self._is_bare):
@@ -257,30 +251,16 @@ def _loaded(text: str) -> object:
 
 
 def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> Steps[None]:
-    """Take one call object, or a list of them; ``is_bare`` as for ``CallObject``.
-
-    Raises:
-        MalformedError: it is neither. The calls before the one that is malformed are written.
-    """
+    """Take one call object, or a list of them; ``is_bare`` as for ``CallObject``."""
     if (yield from source.skip_space()) != "[":
         yield from CallObject(source, output, is_bare).take()
         return
     source.take()
-    while True:
-        yield from source.skip_space()
-        yield from CallObject(source, output, is_bare).take()
-        if (yield from source.skip_space()) == "]":
-            source.take()
-            return
-        yield from source.expect(",")
+    yield from source.items("]", lambda: CallObject(source, output, is_bare).take())
 
 
 def take_bare_objects(source: Source, output: Output) -> Steps[None]:
-    """Take a list of call objects, or objects that are separated by semicolons.
-
-    Raises:
-        MalformedError: one is no call of a known function.
-    """
+    """Take a list of call objects, or objects that are separated by semicolons."""
     if (yield from source.skip_space()) == "[":
         yield from take_call_objects(source, output, is_bare=True)
         return
@@ -292,14 +272,11 @@ def take_bare_objects(source: Source, output: Output) -> Steps[None]:
 
 
 def take_listed_calls(source: Source, output: Output) -> Steps[None]:
-    """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``.
-
-    Raises:
-        MalformedError: it is something else. The calls before the one that is malformed are written.
-    """
+    """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``."""
     yield from source.skip_space()
     yield from source.expect("{")
-    content, has_calls = "", False
+    content = ""
+    has_calls = False
     while True:
         yield from source.skip_space()
         key = yield from take_value(source)
@@ -322,32 +299,25 @@ def take_listed_calls(source: Source, output: Output) -> Steps[None]:
 
 
 def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
-    """Take a list of objects ``{"name": {…}}``, whose keys are the functions and whose values are the arguments.
-
-    Raises:
-        MalformedError: it is none. The calls before the one that is malformed are written.
-    """
+    """Take a list of objects ``{"name": {…}}``, whose keys are the functions and whose values are the arguments."""
     yield from source.skip_space()
-    is_list = yield from source.skip("[")
-    while True:
-        yield from source.skip_space()
-        yield from source.expect("{")
-        yield from source.skip_space()
-        name = yield from take_value(source)
-        if not isinstance(name, str) or not name:
-            raise MalformedError("a call without a name")
-        yield from source.skip_space()
-        yield from source.expect(":")
-        if (yield from source.skip_space()) != "{":
-            raise MalformedError("arguments that are no object")
-        output.begin_bare_call(name)
-        yield from take_json(source, output.arguments)
-        yield from source.skip_space()
-        yield from source.expect("}")
-        output.end_call()
-        source.mark()
-        if not is_list or (yield from source.skip_space()) != ",":
-            break
-        source.take()
-    if is_list:
-        yield from source.expect("]")
+    if (yield from source.skip("[")):
+        yield from source.items("]", lambda: _take_keyed_call(source, output))
+    else:
+        yield from _take_keyed_call(source, output)
+
+
+def _take_keyed_call(source: Source, output: Output) -> Steps[None]:
+    yield from source.expect("{")
+    yield from source.skip_space()
+    name = yield from take_value(source)
+    if not isinstance(name, str) or not name:
+        raise MalformedError("a call without a name")
+    yield from source.skip_space()
+    yield from source.expect(":")
+    output.begin_bare_call(name)
+    yield from take_object(source, output.arguments)
+    yield from source.skip_space()
+    yield from source.expect("}")
+    output.end_call()
+    source.mark()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import take_call_objects, take_json
+from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.template_shape import CallExamples
 from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
@@ -49,7 +49,8 @@ class LearntCalls:
     @property
     def openings(self) -> tuple[str, ...]:
         """The markers that a call may begin with, the first one first; some models leave out all but the last."""
-        wrapper, before = tokens_of(self.wrapper[0]), tokens_of(self.before)
+        wrapper = tokens_of(self.wrapper[0])
+        before = tokens_of(self.before)
         last = [token for token in before[1:] if token.startswith("<")]
         return tuple(dict.fromkeys([*wrapper[:1], *before[:1], *last[-1:]]))
 
@@ -74,7 +75,8 @@ def learnt_calls(examples: CallExamples) -> LearntCalls | None:
     """Return what is around the parts of calls; None if the examples do not tell."""
     one = examples.one
     name = one.find("tool_name")
-    before, rest = one[:name], one[name + len("tool_name") :]
+    before = one[:name]
+    rest = one[name + len("tool_name") :]
     if "tool_name" in rest or not tokens_of(before) or tokens_of(before)[0][0] not in "<[":
         return None
     found = _JSON.search(rest)
@@ -96,7 +98,9 @@ def _learnt_parameters(rest: str, examples: CallExamples) -> tuple[str, LearntPa
     number = re.search("arg1(.*?)7", examples.number, re.DOTALL)
     if one is None or two is None or ">" not in one[2]:
         return None
-    between, begin, end = two[1], one[1], one[3]
+    between = two[1]
+    begin = one[1]
+    end = one[3]
     before_name, after_value = _apart(_common_end(begin, between), _common_begin(between, end), between)
     if not (before_name.strip() and after_value.strip()) or one[2] != two[2]:
         return None
@@ -156,9 +160,6 @@ def take_learnt_calls(
     """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
 
     In place of a call there may be JSON (``take_call_objects``).
-
-    Raises:
-        MalformedError: one is no call. The calls before the one that is malformed are written.
     """
     opening, closing = (tokens_of(text) for text in learnt.wrapper)
     before = tokens_of(learnt.before)
@@ -210,7 +211,8 @@ def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
 
 
 def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
-    inner, end = learnt.parameters, tokens_of(learnt.after)
+    inner = learnt.parameters
+    end = tokens_of(learnt.after)
     after_name = tokens_of(learnt.after_name) or ([] if inner is None else tokens_of(inner.before_name))
     numbered = bool(re.fullmatch(r":\d+", after_name[0]))
     ends = after_name[1 if numbered and len(after_name) > 1 else 0][0]
@@ -222,9 +224,7 @@ def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: M
     output.begin_call(name)
     yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None:
-        if (yield from source.skip_space()) != "{":
-            raise MalformedError("arguments that are no object")
-        yield from take_json(source, output.arguments)
+        yield from take_object(source, output.arguments)
     else:
         yield from _take_parameters(source, output, inner, functions.get(name, {}), (end or [""])[0])
     yield from _take_end(source, end, inner is None)
@@ -252,7 +252,9 @@ def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
 def _take_parameters(
     source: Source, output: Output, inner: LearntParameters, types: Types, call_end: str
 ) -> Steps[None]:
-    seen, before, opening = set[str](), "{", inner.before_name.strip()
+    seen = set[str]()
+    before = "{"
+    opening = inner.before_name.strip()
     between = tokens_of(inner.after_name)
     while True:
         yield from source.skip_space()
@@ -268,7 +270,8 @@ def _take_parameters(
         else:
             yield from _take_tokens(source, tokens_of(inner.after_name_of_other))
         written = f"{before}{json.dumps(key, ensure_ascii=False)}: "
-        end, has_lines = inner.after_value.strip(), inner.after_value.startswith("\n")
+        end = inner.after_value.strip()
+        has_lines = inner.after_value.startswith("\n")
         if (yield from take_parameter_value(source, output, written, schema, end, has_line_breaks=has_lines)):
             before = ", "
     if not (yield from source.starts_with(call_end)):

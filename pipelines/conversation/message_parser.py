@@ -60,7 +60,8 @@ class MessageParser:
         functions = [function_of(tool) for tool in tools]
         self._format = format
         self._types = {str(function["name"]): _types_of(function) for function in functions}
-        self._source, self._output = Source(), Output(self._types, new_id, calls)
+        self._source = Source()
+        self._output = Output(self._types, new_id, calls)
         self._steps = self._constrained_answer() if is_content else self._whole_answer()
         self._is_over = False
         self._advance()
@@ -99,14 +100,17 @@ class MessageParser:
 
     def _constrained_answer(self) -> Steps[None]:
         """Take an answer whose text for the user a grammar wrote, after what comes before it in the format."""
-        source, output = self._source, self._output
+        source = self._source
+        output = self._output
         for end, write in ((self._format.opening, str), (self._format.reasoning_end, output.reasoning)):
             if end and not (yield from source.text_until([end], write, takes_cut_marker=False)):
                 return  # it was cut off before the grammar began
         yield from source.text_until([], output.verbatim)
 
     def _answer(self) -> Steps[None]:
-        source, output, format = self._source, self._output, self._format
+        source = self._source
+        output = self._output
+        format = self._format
         markers = [marker for marker in (format.call[0], format.wrapper[0]) if marker]
         markers += [] if format.learnt is None else format.learnt.openings[1:]
         yield from self._leading_reasoning()
@@ -121,7 +125,8 @@ class MessageParser:
 
     def _leading_reasoning(self) -> Steps[None]:
         """Take the reasoning, which stands only before all else: its markers are text where a model writes about them."""
-        source, begin = self._source, self._format.reasoning[0]
+        source = self._source
+        begin = self._format.reasoning[0]
         if not begin:
             return
         source.mark()
@@ -140,7 +145,8 @@ class MessageParser:
 
     def _wrapped(self, marker: str) -> Steps[None]:
         """Take the calls after the marker that is around all of them, each with its own marker, and the end of it."""
-        source, output = self._source, self._output
+        source = self._source
+        output = self._output
         begin, (_, end) = self._format.call[0], self._format.wrapper
         source.mark(len(marker))
         yield from source.skip_space()
@@ -181,7 +187,9 @@ class MessageParser:
 
     def _bare_calls(self) -> Steps[bool]:
         """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""
-        source, output, syntax = self._source, self._output, self._format.syntax
+        source = self._source
+        output = self._output
+        syntax = self._format.syntax
         openings = {"bare_json": "{[", "python": "[", "generic": "{"}.get(syntax, "")
         is_listed = self._format.has_listed_calls and "{" not in openings
         if not (openings or is_listed) or output.has_content:

@@ -16,28 +16,14 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def take_python_calls(source: Source, output: Output) -> Steps[None]:
-    """Take a list of calls. Their arguments are written one by one, as JSON.
-
-    Raises:
-        MalformedError: it is none. The calls before the one that is malformed are written.
-    """
+    """Take a list of calls. Their arguments are written one by one, as JSON."""
     yield from source.skip_space()
     yield from source.expect("[")
-    while True:
-        yield from source.skip_space()
-        yield from take_python_call(source, output)
-        if (yield from source.skip_space()) == "]":
-            source.take()
-            return
-        yield from source.expect(",")
+    yield from source.items("]", lambda: take_python_call(source, output))
 
 
 def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
-    """Take a block of Python with one call after the other: ```` ```python ````, calls, ```` ``` ````.
-
-    Raises:
-        MalformedError: it is none. The calls before the one that is malformed are written.
-    """
+    """Take a block of Python with one call after the other: ```` ```python ````, calls, ```` ``` ````."""
     yield from source.skip_space()
     is_fenced = yield from source.skip(FENCE)
     if is_fenced:
@@ -55,14 +41,11 @@ def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
 
 
 def take_python_call(source: Source, output: Output) -> Steps[None]:
-    """Take one call: a name, and keyword arguments in parentheses.
-
-    Raises:
-        MalformedError: it is none.
-    """
+    """Take one call: a name, and keyword arguments in parentheses."""
     name = yield from _take_name(source, "(")
     output.begin_bare_call(name)
-    before, seen = "{", set[str]()
+    before = "{"
+    seen = set[str]()
     while (yield from source.skip_space()) != ")":
         key = yield from _take_name(source, "=")
         if key in seen:
@@ -118,11 +101,7 @@ def _take_value(source: Source) -> Steps[str]:
 
 
 def as_json(text: str) -> str:
-    """Return the JSON text of a Python literal; JSON's own literals are understood as well.
-
-    Raises:
-        MalformedError: it is neither, or has no JSON form.
-    """
+    """Return the JSON text of a literal of Python or JSON. Raises MalformedError: it is neither, or has no JSON form."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -137,11 +116,7 @@ def as_json(text: str) -> str:
 
 
 def take_braced_calls(source: Source, output: Output, quote: str) -> Steps[None]:
-    """Take ``call:name{…}``, or several of them. ``quote`` is on both sides of strings. Values are written as JSON.
-
-    Raises:
-        MalformedError: it is none. The calls before the one that is malformed are written.
-    """
+    """Take ``call:name{…}``, or several of them. ``quote`` is on both sides of strings. Values are written as JSON."""
     while True:
         yield from source.skip_space()
         yield from source.expect("call:")

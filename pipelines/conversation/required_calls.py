@@ -32,7 +32,7 @@ _NAMES = {
     "fenced": re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII),
     "recipients": re.compile(r"[!-~]+"),
     "harmony": re.compile(r"[\w.-]+", re.ASCII),
-    "learnt": re.compile(r"[!#-;=?-Z\\^-~]+"),
+    "learnt": re.compile(r"[!#-;=?-Z\\^-z|}~]+"),
 }
 """The names of functions and parameters that can be written in a syntax; all in those that are not listed."""
 
@@ -220,7 +220,8 @@ def _tagged(parameters: Sequence[Parameter], tags: LearntParameters) -> list[Par
 
 def _named(parameters: Sequence[Parameter]) -> list[Part]:
     """Return the parameters as named arguments of Python."""
-    required, optional = list[list[Part]](), list[list[Part]]()
+    required = list[list[Part]]()
+    optional = list[list[Part]]()
     for each in parameters:
         parts = [_name(each.name), *_text("="), _json(each.schema)]
         (required if each.is_required else optional).append(parts)

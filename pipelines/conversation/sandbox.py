@@ -30,7 +30,8 @@ from jinja2.visitor import NodeTransformer
 from staticllm.errors import PromptError
 
 MAX_SECONDS = 3.0
-MAX_CHARS, MAX_ITEMS = 4 << 20, 1 << 18
+MAX_CHARS = 4 << 20
+MAX_ITEMS = 1 << 18
 """The largest number of characters in one text, and of items in one list, without what lists hold in it."""
 MAX_TOTAL_CHARS = 64 << 20
 """The largest number of characters that one rendering may make in total."""
@@ -47,7 +48,8 @@ class Budget:
     """The time and the characters that one rendering may still use."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._seconds = clock, seconds
+        self._clock = clock
+        self._seconds = seconds
         self._deadline = clock() + seconds
         self.chars = MAX_TOTAL_CHARS
 
@@ -116,7 +118,8 @@ def made(value: Any) -> Any:
 
 def concat(pieces: Iterable[str]) -> str:
     """Join pieces of text, and stop as soon as the time is over or the result is too long."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     for piece in pieces:
         tick()
         parts.append(piece)
@@ -210,7 +213,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @wraps(function)
         def bounded(*arguments: Any, **named: Any) -> Any:
             tick()
-            hidden, given = arguments[:num_hidden], [*arguments[num_hidden:]]
+            hidden = arguments[:num_hidden]
+            given = [*arguments[num_hidden:]]
             if name == "join" and given:
                 given[0] = _joinable(given[0], _argument(given, named, 1, "d"))
             elif name == "format" and given:
@@ -233,7 +237,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         tick()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        owner = getattr(__obj, "__self__", None)
+        name = getattr(__obj, "__name__", "")
         if not isinstance(owner, (str, int)):
             return super().call(__context, __obj, *args, **kwargs)
         if name == "join" and args:

@@ -15,14 +15,18 @@ WHITESPACE = " \t\r\n"
 
 
 class MalformedError(Exception):
-    """The text is not what a parser expects here. The character that shows it is not taken."""
+    """The text is not what a parser expects here. The character that shows it is not taken.
+
+    Every ``take_…`` raises it; the calls before the one that is malformed are written.
+    """
 
 
 class Source:
     """The text so far, and a place in it up to which it was taken."""
 
     def __init__(self) -> None:
-        self._text, self._place = "", 0
+        self._text = ""
+        self._place = 0
         self._since_mark: list[str] | None = None  # pieces that were taken since the mark; None without one
         self._mark = 0  # the place up to which these pieces are in ``_since_mark``
         self._is_over = False
@@ -32,7 +36,8 @@ class Source:
         if self._since_mark is not None:
             self._since_mark.append(self._text[self._mark : self._place])
         self._text = self._text[self._place :] + text
-        self._place = self._mark = 0
+        self._place = 0
+        self._mark = 0
 
     def close(self) -> None:
         """Declare that no piece follows."""
@@ -40,11 +45,13 @@ class Source:
 
     def mark(self, num_before: int = 0) -> None:
         """Remember the place ``num_before`` characters before this one, for ``since_mark``."""
-        self._mark, self._since_mark = self._place - num_before, []
+        self._mark = self._place - num_before
+        self._since_mark = []
 
     def since_mark(self) -> str:
         """Return the text that was taken since ``mark``, and forget the mark."""
-        pieces, self._since_mark = self._since_mark or [], None
+        pieces = self._since_mark or []
+        self._since_mark = None
         return "".join([*pieces, self._text[self._mark : self._place]])
 
     def peek(self) -> Steps[str]:
@@ -83,13 +90,19 @@ class Source:
         return True
 
     def expect(self, literal: str) -> Steps[None]:
-        """Take ``literal``.
-
-        Raises:
-            MalformedError: something else comes next.
-        """
+        """Take ``literal``. Raises MalformedError: something else comes next."""
         if not (yield from self.skip(literal)):
             raise MalformedError(f"{literal!r} is missing")
+
+    def items(self, end: str, take: Callable[[], Steps[None]]) -> Steps[None]:
+        """Take items with commas between them, and ``end``. ``take`` takes one. Raises MalformedError: something else comes."""
+        while True:
+            yield from self.skip_space()
+            yield from take()
+            if (yield from self.skip_space()) == end:
+                self._place += 1
+                return
+            yield from self.expect(",")
 
     def word(self, ends: str, most: int = 256) -> Steps[str]:
         """Take and return the characters before one of ``ends``, which is not taken.

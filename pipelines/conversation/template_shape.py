@@ -38,12 +38,14 @@ Message = Mapping[str, Any]
 
 _PROBE, _SAID = "<probe-of-the-template>", "§"
 _NAME, _TOOL, _KEY, _VALUE, _RESULT = "probe_call", "probe_tool", "probe_key", "probe_value", "probe_result"
-_LONG_ID, _SHORT_ID = "call_0123456789abcdef0123456", "Probe012"
+_LONG_ID = "call_0123456789abcdef0123456"
+_SHORT_ID = "Probe012"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """The names under which a message may have its reasoning."""
 MAX_OPENING = 64
 """The most characters before a text of the assistant that a prompt has not before a call."""
-PROBE_SECONDS, ALL_PROBES_SECONDS = 0.5, 3.0
+PROBE_SECONDS = 0.5
+ALL_PROBES_SECONDS = 3.0
 """The longest computing time of one probe and of all: what takes longer counts as not shown."""
 USER = {"role": "user", "content": "Hey"}
 TOOL = {
@@ -156,7 +158,8 @@ class _Shown(NamedTuple):
     is_json: bool
 
 
-_NOTHING, _ALL = _Shown(False, False, False), _Shown(True, True, True)
+_NOTHING = _Shown(False, False, False)
+_ALL = _Shown(True, True, True)
 
 
 def _context(messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> dict[str, Any]:
@@ -229,14 +232,16 @@ class _Prober:
 
     def _call_form(self, place: ToolPlace | None) -> CallForm | None:
         """Return the form in which the most is shown, of equal ones the first: any ids, with null, as a dict."""
-        best, form = _NOTHING, None
+        best = _NOTHING
+        form = None
         kinds: tuple[CallIds, ...] = get_args(CallIds)
         for ids, is_null, is_text in product(kinds, (True, False), (False, True)):
             shown = self._shown(place, is_null, is_text, ids)
             if shown > best:
                 takes_both = not is_text and self._shown(place, is_null, True, ids) >= shown
                 arguments: Arguments = "either" if takes_both else "text" if is_text else "object"
-                best, form = shown, CallForm(is_null, arguments, ids, shown.has_result)
+                best = shown
+                form = CallForm(is_null, arguments, ids, shown.has_result)
             if best == _ALL:
                 break
         if form is None:
@@ -244,7 +249,8 @@ class _Prober:
         return replace(form, text=self._text_place(place, form), has_several=self._has_several(place, form))
 
     def _text_place(self, place: ToolPlace | None, form: CallForm) -> TextPlace:
-        text, asked = {"role": "assistant", "content": _PROBE}, {"role": "assistant", "tool_calls": [_call(form)]}
+        text = {"role": "assistant", "content": _PROBE}
+        asked = {"role": "assistant", "tool_calls": [_call(form)]}
         without = {**asked, "content": None if form.has_null_content else ""}
         shown = self._conversation(place, [{**text, **asked}])
         if _VALUE in shown:
@@ -286,8 +292,10 @@ class _Prober:
         call = _call(CallForm(is_null, "text" if is_text else "object", ids, has_results=True))
         asked: Message = {"role": "assistant", "content": None if is_null else "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
-        both, alone = self._conversation(place, [asked, result]), self._conversation(place, [asked])
-        has_result, text = _RESULT in both, both or alone
+        both = self._conversation(place, [asked, result])
+        alone = self._conversation(place, [asked])
+        has_result = _RESULT in both
+        text = both or alone
         has_call = _VALUE in text and _NAME in (alone or both)  # the name of a result is none of the call
         if has_call and is_null and "None" in text:  # is it the content?
             filled = [{**asked, "content": ""}, *([result] if has_result else [])]
@@ -310,7 +318,8 @@ class _Prober:
         one = self._example(form, place, [first])
         if not ("tool_name" in one and "some_value" in one):
             return None
-        number, two = ({"arg1": 7}, {**value, "arg2": "other_value"})
+        number = {"arg1": 7}
+        two = {**value, "arg2": "other_value"}
         return CallExamples(
             one,
             self._example(form, place, [_example_call(form, "tool_name", number)]),

@@ -36,9 +36,6 @@ def take_parameter_value(
     Values that can only be strings are written as they come; others when they are complete (``typed_json``). An empty value is
     none where the schema has no strings. ``has_line_breaks``: one line break at each end is layout. In a constrained answer, the
     strings in a JSON value may contain ``end``.
-
-    Raises:
-        MalformedError: the end is missing.
     """
     push = _Trimmed().push if has_line_breaks else str
     types = _types_of(schema)
@@ -70,8 +67,10 @@ class _Collected:
     """The text of a value. The ``name`` before it is written as soon as there is a value."""
 
     def __init__(self, output: Output, name: str) -> None:
-        self._output, self._name = output, name
-        self.whole, self.has_begun = "", False
+        self._output = output
+        self._name = name
+        self.whole = ""
+        self.has_begun = False
 
     def add(self, piece: str) -> None:
         """Add a piece."""
@@ -92,13 +91,15 @@ class _Trimmed:
     """Leaves out the line breaks that stand between a value and its tags."""
 
     def __init__(self) -> None:
-        self._is_first, self._held = True, ""
+        self._is_first = True
+        self._held = ""
 
     def push(self, text: str) -> str:
         """Return the text that is certainly part of the value."""
         text = self._held + text
         if self._is_first and text:
-            text, self._is_first = text.removeprefix("\n"), False
+            text = text.removeprefix("\n")
+            self._is_first = False
         kept = text.removesuffix("\n")
         self._held = text[len(kept) :]
         return kept

@@ -11,19 +11,22 @@ from numpy.typing import NDArray
 from staticllm.core import ProgramVariant
 
 NEW_SHARE = 0.1
-"""Weight of a new measurement: one noisy call changes little, and the costs follow a throttled machine within 20 calls. A faster
-call counts at once until the cost is stable."""
+"""Weight of a new measurement: low, to ignore noise, but enough to follow a throttled machine within 20 calls. Until a cost is
+stable, a faster call replaces it."""
 SLOWEST = 3.0
-"""The most that a measurement counts, as a multiple of the known cost: a call may have been delayed by another program."""
+"""Cap on a measurement, as a multiple of the known cost: another program may have delayed the call."""
 FIRST_SHARE = 0.5
-"""Weight of the first measurement against the estimate, because it may be a first inference at a new shape."""
+"""Weight of the first measurement against the estimate: it may be the first inference at a new shape."""
 
 STABLE_CALLS = 5
-"""Calls after which a cost no longer depends on the first measurement, which the warm-up took beside other work."""
+"""Calls after which the first measurement, taken beside other work, no longer matters."""
 LEAST_OF_NEAREST = 0.25
-"""The smallest estimate, as a share of the nearest measurement."""
+"""Lower bound of an estimate, as a share of the nearest measurement."""
 MIN_SECONDS = 1e-6
-
+SMOOTHING = 0.2
+"""Weight of the newest call in the expected duration of the next call of the same shapes."""
+MAX_SHAPES = 256
+"""Size limit of a model's table of durations by shape."""
 
 V = TypeVar("V", bound=ProgramVariant)
 
@@ -31,9 +34,9 @@ V = TypeVar("V", bound=ProgramVariant)
 class CostModel(Generic[V]):
     """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
-    The fit is the sum of the parts of a call, as its ``work`` names them. It is fitted to the measurements by least squares of
-    relative errors; no part is negative. The estimate of a variant is the measured cost of the nearest variant with as many
-    rows, plus the difference between the fitted costs of the two; without such a variant it is the fitted cost.
+    The fitted cost is a sum over the parts of ``work``, fitted by least squares of relative errors; no part is negative. The
+    estimate of a variant is the measured cost of the nearest variant with as many rows, plus the difference of the two fitted
+    costs; without such a variant it is the fitted cost.
     """
 
     def __init__(self, seconds: Mapping[V, float] | None = None) -> None:
@@ -61,17 +64,17 @@ class CostModel(Generic[V]):
 
     @property
     def adopted(self) -> frozenset[V]:
-        """The variants whose costs were measured by an earlier process, and not at leisure by this one."""
+        """The variants whose costs an earlier process measured, and this one has not measured while the engine rested."""
         return frozenset(self._adopted)
 
     def adopt(self, seconds: Mapping[V, float]) -> None:
-        """Take over costs, in seconds, that an earlier process measured at leisure. They are stable."""
+        """Take over stable costs, in seconds, that an earlier process measured."""
         for variant, known in seconds.items():
             self.set(variant, known)
         self._adopted |= set(seconds)
 
     def is_stable(self, variant: V) -> bool:
-        """Whether the cost was measured at leisure, or by at least ``STABLE_CALLS`` calls."""
+        """Whether the cost was measured while the engine rested, or by at least ``STABLE_CALLS`` calls."""
         return self._num_updates.get(variant, 0) >= STABLE_CALLS
 
     def doubt(self, variant: V) -> None:
@@ -88,17 +91,21 @@ class CostModel(Generic[V]):
             mixed = known + NEW_SHARE * (min(seconds, SLOWEST * known) - known)
             self._seconds[variant] = seconds if is_faster else mixed
             if is_faster:
-                self._estimates, self._parts = {}, None
+                self._estimates = {}
+                self._parts = None
             return
         guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
         self._seconds[variant] = guess + FIRST_SHARE * (seconds - guess)
-        self._estimates, self._parts = {}, None
+        self._estimates = {}
+        self._parts = None
 
     def set(self, variant: V, seconds: float) -> None:
         """Replace a variant's cost by a measurement, in seconds."""
-        self._seconds[variant], self._num_updates[variant] = seconds, STABLE_CALLS
+        self._seconds[variant] = seconds
+        self._num_updates[variant] = STABLE_CALLS
         self._adopted.discard(variant)
-        self._estimates, self._parts = {}, None
+        self._estimates = {}
+        self._parts = None
 
     def _estimate(self, variant: V) -> float:
         if not self._seconds:
@@ -132,8 +139,8 @@ def _fit(seconds: Mapping[V, float]) -> NDArray[np.float64]:
 def nonnegative_least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return weights ``[n]`` of ``columns [m, n]``, none negative, whose weighted sum is close to ``values [m]``.
 
-    The column with the most negative contribution (weight times the column's mean size) is left out and the fit is repeated until
-    no weight is negative. Unlike Lawson and Hanson's method this may miss the optimum; it needs at most n fits.
+    Drop the column with the most negative contribution (weight times mean size) and fit again, until no weight is negative.
+    Unlike Lawson and Hanson's method this may miss the optimum; it needs at most n fits.
     """
     kept = list(range(columns.shape[1]))
     while True:
@@ -144,3 +151,23 @@ def nonnegative_least_squares(columns: NDArray[np.float64], values: NDArray[np.f
     found = np.zeros(columns.shape[1])
     found[kept] = np.maximum(weights, 0)
     return found
+
+
+class CallCosts:
+    """The expected duration of the calls of one model, by the shapes of their inputs. Any thread may call the methods."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[object, float] = {}
+        self._last = 0.0
+
+    def expected(self, shapes: object) -> float:
+        """Return the expected seconds of a call; that of the last call for new shapes."""
+        return self._seconds.get(shapes, self._last)
+
+    def add(self, shapes: object, seconds: float) -> None:
+        """Learn from a call that took ``seconds``."""
+        known = self._seconds.get(shapes)
+        if known is None and len(self._seconds) >= MAX_SHAPES:
+            self._seconds.clear()
+        self._last = seconds if known is None else known + SMOOTHING * (seconds - known)
+        self._seconds[shapes] = self._last

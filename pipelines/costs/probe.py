@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 FAR_KV_LEN, MANY_ROWS = 1024, 256
 MAX_SECONDS = 0.15
-"""Seconds; longer calls are not measured, because a request that arrives meanwhile waits for them. A call cannot be cancelled:
-the CPU plugin then fails in later calls of the same program with other sizes (docs/decisions.md)."""
+"""Longest call that is measured, in seconds: arriving requests wait for it. Calls cannot be cancelled, because the CPU plugin
+then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 NUM_CHECKED, DRIFT = 3, 1.25
-"""Costs of an earlier process that are measured again at the first rest, and the factor by which most of them may differ."""
+"""Adopted costs that are measured again at the first rest, and the factor by which most of them may differ."""
 
 
 class Measurable(Protocol):
@@ -33,17 +33,16 @@ class Measurable(Protocol):
 class CostProbe:
     """The variants of a pipeline whose costs are worth measuring, in the order of their use. Runs on the engine's thread.
 
-    ``is_paused`` while programs are compiled in the background. Nothing is committed, so the KV cache does not change. The costs
-    of the remaining variants are estimated from these.
-
-    Costs of an earlier process are kept. ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by
-    more than ``DRIFT``. ``on_done`` is called when nothing is left to measure, if something was measured.
+    Nothing is committed, so the KV cache does not change. The costs of all other variants are estimated from these. Costs of an
+    earlier process are kept: ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by more than
+    ``DRIFT``.
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel[Variant]) -> None:
-        self._programs, self._costs = programs, costs
-        self.is_paused = False
-        self.on_done: Callable[[], None] = lambda: None
+        self._programs = programs
+        self._costs = costs
+        self._is_paused = False
+        self._on_done: Callable[[], None] = lambda: None
         self._num_measured = 0
         self._todo: list[Variant] = []
         self._unchecked: list[Variant] | None = None
@@ -53,7 +52,24 @@ class CostProbe:
     @property
     def is_done(self) -> bool:
         """Whether no variant is left to measure now."""
-        return self.is_paused or not self._todo
+        return self._is_paused or not self._todo
+
+    def pause(self) -> None:
+        """Measure nothing until ``resume``: programs are compiled beside the engine."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Measure again."""
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is measured now."""
+        return self._is_paused
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this when nothing is left to measure, if something was measured."""
+        self._on_done = call
 
     @property
     def num_left(self) -> int:
@@ -84,16 +100,12 @@ class CostProbe:
         if self._num_measured and not self._todo:
             self._num_measured = 0
             try:
-                self.on_done()
+                self._on_done()
             except Exception:  # costs are only estimates: the engine's thread must go on
                 logger.warning("the measured costs could not be kept", exc_info=True)
 
     def seconds_of(self, variant: Variant) -> float:
-        """Time a variant as ``measure_next`` does, without adding its cost.
-
-        Raises:
-            Exception: the device failed.
-        """
+        """Time a variant as ``measure_next`` does, without adding its cost. Raises ``Exception`` (the device failed)."""
         seconds = self._timed(variant, lambda: False)
         assert seconds is not None
         return seconds

@@ -42,9 +42,10 @@ from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import DecoderJob, job_of
 from staticllm.pipelines.loading.kind import ProgramKind
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.build import compile_all, make_runner
-from staticllm.pipelines.programs.compile_plan import CompilePlan, DecoderPlan
+from staticllm.pipelines.programs.compile import CompilePlan, compile_all
+from staticllm.pipelines.programs.compile_plan import DecoderPlan
 from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.warm_up import make_runner
 from staticllm.properties import resolve
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)

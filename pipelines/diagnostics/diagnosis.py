@@ -33,9 +33,13 @@ from staticllm.pipelines.diagnostics.reports import (
 from staticllm.pipelines.diagnostics.settings import planned_settings
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
-from staticllm.pipelines.programs.compile import CompileOptions, first_variants
-from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.compile import (
+    CompiledPrograms,
+    CompileOptions,
+    CompilePlan,
+    compile_all,
+    first_variants,
+)
 from staticllm.pipelines.programs.dry_run import run_apart
 from staticllm.pipelines.programs.layout import PROGRAM_BYTES, program_mode
 

@@ -25,8 +25,7 @@ from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, Wanted, default_pooling, plan_encoder
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
-from staticllm.pipelines.programs.build import CompiledPrograms
-from staticllm.pipelines.programs.compile_plan import StartWith
+from staticllm.pipelines.programs.compile import CompiledPrograms, StartWith
 from staticllm.pipelines.programs.layout import program_mode
 
 EncoderPrograms: TypeAlias = CompiledPrograms[EncoderVariant, EncoderShape]

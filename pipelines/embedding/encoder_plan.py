@@ -18,8 +18,7 @@ from staticllm.errors import ConfigError
 from staticllm.model_dir import read_model
 from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS
 from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.compile import CompileOptions, CompilePlan
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layout import program_mode
 from staticllm.ports import INPUT_IDS

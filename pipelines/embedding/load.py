@@ -16,8 +16,8 @@ from staticllm.pipelines.embedding.encoder_job import encoder_job
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.launch.arguments import read_tokenizer
+from staticllm.pipelines.loading.kind import Origin
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.loading.loaded import Origin
 
 
 @dataclass(frozen=True)

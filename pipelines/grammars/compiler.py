@@ -82,7 +82,8 @@ class GrammarCompiler:
         """
         try:
             with self._lock:
-                proper, lead = grammar.proper, lead_of(grammar)
+                proper = grammar.proper
+                lead = lead_of(grammar)
                 found = self._matcher(proper, vocab_size)
                 if lead is None:
                     self._check_room(proper, max_new_tokens)
@@ -200,7 +201,9 @@ class _WrappedTokenizer:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, tokens: list[bytes]) -> None:
-        self.tokens, self._encode, self._num_tokens = tokens, vocabulary.encode, len(tokens)
+        self.tokens = tokens
+        self._encode = vocabulary.encode
+        self._num_tokens = len(tokens)
         self.special_token_ids = [id for id in vocabulary.special if id < len(tokens)]
         is_known = vocabulary.end is not None and vocabulary.end < len(tokens)
         self.eos_token_id = vocabulary.end if is_known else None  # then llguidance adds one, beyond the logits

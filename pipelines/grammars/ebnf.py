@@ -41,7 +41,8 @@ def parse_ebnf(text: str, prefix: str = "") -> dict[str, Node]:
     for name, body in rules.items():
         for node in walk(body):
             if isinstance(node, Reference) and node.name not in rules:
-                user, missing = name.removeprefix(prefix), node.name.removeprefix(prefix)
+                user = name.removeprefix(prefix)
+                missing = node.name.removeprefix(prefix)
                 raise GenerationConfigError(
                     f"the grammar's rule {user!r} needs {missing!r}, which it does not define: add it"
                 )
@@ -52,7 +53,10 @@ class _Parser:
     """A recursive-descent parser over one text."""
 
     def __init__(self, text: str, prefix: str) -> None:
-        self._text, self._prefix, self._place, self._depth = text, prefix, 0, 0
+        self._text = text
+        self._prefix = prefix
+        self._place = 0
+        self._depth = 0
 
     def rules(self) -> dict[str, Node]:
         """Return the rules by prefixed name."""

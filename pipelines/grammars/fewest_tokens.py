@@ -27,14 +27,10 @@ from staticllm.pipelines.grammars.nodes import (
     Shortest,
     Text,
     Token,
-    children,
 )
+from staticllm.pipelines.grammars.schema_facts import InexpressibleError, SchemaFacts
 from staticllm.pipelines.grammars.translation import choices_of, tree_of
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
-
-_NESTED = {"IN": None, "MAX_REPEAT": 2, "MIN_REPEAT": 2, "SUBPATTERN": -1}
-"""Nodes of Python's parsed expressions that contain others, and where."""
-
 
 MAX_BYTES = 1 << 16
 """Only so many bytes of a fixed text count; longer ones do not fit into an answer."""
@@ -115,21 +111,14 @@ class TokenBounds:
                 costs[end] = costs[start] + 1
 
     def _of_regex(self, pattern: str) -> int:
-        """Return the fewest characters of a match, divided by the longest token of its characters."""
+        """Return the fewest characters of a match, divided by the length of the longest token."""
         try:
             with warnings.catch_warnings():  # of what Python may read in another way one day
                 warnings.simplefilter("ignore")
                 parsed = regex_parser.parse(pattern)
         except (re.error, RecursionError, OverflowError):
             return 0  # Rust's syntax has more than Python's
-        fewest, alphabet = int(parsed.getwidth()[0]), _alphabet(parsed)
-        longest = self._longest if alphabet is None else self._longest_of(alphabet)
-        return math.ceil(fewest / longest)
-
-    def _longest_of(self, alphabet: frozenset[str]) -> int:
-        """Return the most characters of a token that has only these characters, which are ASCII."""
-        allowed = "".join(alphabet).encode()
-        return max((len(text) for text in self._texts if not text.translate(None, allowed)), default=1)
+        return math.ceil(int(parsed.getwidth()[0]) / self._longest)
 
 
 class _Bounds:
@@ -149,29 +138,32 @@ class _Bounds:
 
     def of(self, node: Node) -> float:
         """Return the bound of a node."""
-        if isinstance(node, Text):
-            return self._bounds.covering(node.text.encode())
-        if isinstance(node, Shortest):
-            return min(self._bounds.covering(end.encode()) for end in node.ends)
-        if isinstance(node, Schema):
-            return SchemaBounds(self._bounds, node.schema).of(node.schema)
-        if isinstance(node, Reference):
-            return self._of_rule[node.name]
-        if isinstance(node, Token):
-            return 1
-        return self._of_parts(node, list(map(self.of, children(node))))
-
-    def _of_parts(self, node: Node, parts: list[float]) -> float:
-        if isinstance(node, Choice):
-            return min(parts)
-        return repeated(parts[0], node.least) if isinstance(node, Repeat) else joined(parts)
+        match node:
+            case Text(text):
+                bound = self._bounds.covering(text.encode())
+            case Shortest(ends):
+                bound = min(self._bounds.covering(end.encode()) for end in ends)
+            case Schema(schema):
+                bound = SchemaBounds(self._bounds, schema).of(schema)
+            case Reference(name):
+                bound = self._of_rule[name]
+            case Token():
+                bound = 1
+            case Choice(parts):
+                bound = min(map(self.of, parts))
+            case Repeat(part, least):
+                bound = repeated(self.of(part), least)
+            case _:
+                bound = joined(map(self.of, node.children))
+        return bound
 
 
 class SchemaBounds:
     """The bounds of the parts of one JSON schema ``root``."""
 
     def __init__(self, bounds: TokenBounds, root: Any) -> None:
-        self._bounds, self._root = bounds, root
+        self._bounds = bounds
+        self._facts = SchemaFacts(root)
         self._open: set[str] = set()  # references that are being followed
         self._num_left = MAX_VISITS
 
@@ -197,21 +189,20 @@ class SchemaBounds:
         return max(found)
 
     def _of_object(self, schema: Mapping[str, Any]) -> float:
-        required, properties = schema.get("required", []), schema.get("properties", {})
+        required = schema.get("required", [])
+        properties = schema.get("properties", {})
         if not isinstance(required, list) or not isinstance(properties, Mapping):
             return 1
         parts = [joined((self._of_string(str(name)), self.of(properties.get(name, True)))) for name in required]
         return joined(parts) if parts else 1
 
     def _of_reference(self, name: str) -> float:
-        if not name.startswith("#") or name in self._open:
-            return math.inf if name in self._open else 1
-        target = self._root
-        for part in filter(None, name[1:].split("/")):
-            key = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, Mapping) or key not in target:
-                return 1
-            target = target[key]
+        if name in self._open:
+            return math.inf
+        try:
+            target = self._facts.target(name)
+        except InexpressibleError:
+            return 1
         self._open.add(name)
         bound = self.of(target)
         self._open.discard(name)
@@ -231,31 +222,6 @@ def joined(parts: Iterable[float]) -> float:
 def repeated(part: float, times: int) -> float:
     """Return the bound of a part ``times`` times."""
     return times * part - (times - 1) if part > 0 and times > 0 else 0
-
-
-def _alphabet(parsed: Any) -> frozenset[str] | None:
-    """Return the characters that a parsed regular expression can match; None if they are not few."""
-    chars: set[str] = set()
-    for kind, value in parsed:
-        found = _chars_of(str(kind), value)
-        if found is None:
-            return None
-        chars |= found
-    return frozenset(chars)
-
-
-def _chars_of(kind: str, value: Any) -> frozenset[str] | None:
-    if kind in ("LITERAL", "RANGE"):
-        first, last = (value, value) if kind == "LITERAL" else value
-        return frozenset(map(chr, range(first, last + 1))) if last < 128 else None
-    if kind == "CATEGORY":
-        return frozenset("0123456789") if str(value) == "CATEGORY_DIGIT" else None
-    if kind == "BRANCH":
-        found = [_alphabet(branch) for branch in value[1]]
-        return None if None in found else frozenset().union(*(chars for chars in found if chars is not None))
-    if kind in _NESTED:
-        return _alphabet(value if _NESTED[kind] is None else value[_NESTED[kind]])
-    return frozenset() if kind == "AT" else None
 
 
 def _has_prefix(ordered: list[bytes], prefix: bytes) -> bool:

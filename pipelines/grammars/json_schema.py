@@ -47,11 +47,7 @@ def json_value(text: str, what: str) -> Any:
 
 
 def read_schema(text: str) -> Any:
-    """Return the JSON value of a schema's text.
-
-    Raises:
-        GenerationConfigError: it is no JSON, or no object and no boolean.
-    """
+    """Return the JSON value of a schema's text. Raises GenerationConfigError: it is no JSON, or no object and no boolean."""
     schema = json_value(text, "the JSON schema")
     if not isinstance(schema, (dict, bool)):
         raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")

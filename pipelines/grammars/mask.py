@@ -47,7 +47,8 @@ class GrammarMask:
         vocab_size: int,
         times: MaskTimes | None = None,
     ) -> None:
-        self._matcher, self._times = matcher, times or MaskTimes()
+        self._matcher = matcher
+        self._times = times or MaskTimes()
         ends = {token for token in stop_token_ids if token < vocab_size and token in special}
         if not ends:
             raise GenerationConfigError(
@@ -63,7 +64,8 @@ class GrammarMask:
         """Return a processor at the same place of the same grammar, for another answer that begins alike."""
         copy = object.__new__(GrammarMask)
         copy.__dict__.update(self.__dict__)
-        copy._matcher, copy._chosen = self._matcher.clone(), list(self._chosen)
+        copy._matcher = self._matcher.clone()
+        copy._chosen = list(self._chosen)
         copy._forced = None if self._forced is None else list(self._forced)
         return copy
 
@@ -106,7 +108,8 @@ class GrammarMask:
             self._forced = self._forced[1:]
         elif token not in self._ends:
             self._chosen.append(token)
-            self._forced = self._mask = None
+            self._forced = None
+            self._mask = None
 
     def forced_tokens(self, limit: int) -> list[int]:
         """Return at most ``limit`` tokens that must follow, whatever the logits are; the end of the answer counts too.
@@ -121,7 +124,9 @@ class GrammarMask:
 
     def _find_forced(self) -> None:
         """Find the tokens that must follow, and let the matcher go on to the end of them."""
-        chosen, self._chosen, self._forced = self._chosen, [], []
+        chosen = self._chosen
+        self._chosen = []
+        self._forced = []
         try:
             if chosen:
                 self._matcher.accept(chosen)
@@ -159,7 +164,8 @@ class ForcedTokens(Generic[Draft]):
     can_pause = False
 
     def __init__(self, mask: GrammarMask, make: Callable[[tuple[int, ...]], Draft]) -> None:
-        self._mask, self._make = mask, make
+        self._mask = mask
+        self._make = make
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         """Return a draft of at most ``limit`` tokens that must follow ``tokens``, the prompt and the answer so far.

@@ -56,24 +56,22 @@ class Matcher:
     """An ``AnswerMatcher`` of one grammar. ``end`` is the end token of llguidance's tokenizer."""
 
     def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None) -> None:
-        self._inner, self._vocab_size, self._end = inner, vocab_size, end
+        self._inner = inner
+        self._vocab_size = vocab_size
+        self._end = end
 
     def clone(self) -> Matcher:
-        """Return a matcher at the same place, which goes on by itself."""
         return Matcher(self._inner.deep_copy(), self._vocab_size, self._end)
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer so far is a whole one."""
         return bool(self._inner.is_accepting())
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the answer so far is a whole one and nothing can follow."""
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
         if self.is_at_end:
             return np.zeros(self._vocab_size, bool)
         bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
@@ -86,11 +84,9 @@ class Matcher:
         return allowed
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
         return [] if self._inner.is_stopped() else list(self._inner.compute_ff_tokens())
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens, none of which may be one that ends the answer."""
         if not self._inner.consume_tokens(list(tokens)):
             self._check()
 
@@ -110,11 +106,11 @@ class LeadMatcher:
     def __init__(self, stages: Sequence[Matcher], closing: Matcher | None, max_tokens: int) -> None:
         self._now, *rest = stages
         self._rest: tuple[Matcher, ...] = tuple(rest)
-        self._closing, self._num_left = closing, max_tokens
+        self._closing = closing
+        self._num_left = max_tokens
         self._go_on()
 
     def clone(self) -> LeadMatcher:
-        """Return a matcher at the same place, which goes on by itself."""
         copy = object.__new__(LeadMatcher)
         copy.__dict__.update(self.__dict__)
         copy._now = self._now.clone()  # the others are at their beginning, and are cloned when their turn comes
@@ -126,12 +122,14 @@ class LeadMatcher:
             return
         if self._now.is_at_end:
             self._now, *rest = self._rest
-            self._now, self._rest = self._now.clone(), tuple(rest)
+            self._now = self._now.clone()
+            self._rest = tuple(rest)
             self._go_on()
         elif self._is_reasoning and self._num_left <= 0:
             assert self._closing is not None
             if self._can_close(self._closing):
-                self._now, self._closing = self._closing.clone(), None
+                self._now = self._closing.clone()
+                self._closing = None
 
     @property
     def _is_reasoning(self) -> bool:
@@ -144,24 +142,19 @@ class LeadMatcher:
 
     @property
     def can_end(self) -> bool:
-        """Whether the answer so far is a whole one."""
         return not self._rest and self._now.can_end
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the answer so far is a whole one and nothing can follow."""
         return not self._rest and self._now.is_at_end
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
         return self._now.allowed()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
         return self._now.forced()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens, none of which may be one that ends the answer."""
         for token in tokens:
             self._now.accept([token])
             self._num_left -= self._is_reasoning
@@ -188,5 +181,6 @@ def _regex_reason(message: str) -> str:
     place = next((index for index, line in enumerate(lines) if line.strip() and not line.strip(" ^")), 0)
     if not reason or not place:
         return reason[:MAX_MESSAGE]
-    begin, end = lines[place].find("^"), lines[place].rfind("^") + 1
+    begin = lines[place].find("^")
+    end = lines[place].rfind("^") + 1
     return f"{reason[:MAX_MESSAGE]}: {lines[place - 1][begin:end][:MAX_PIECE]!r}"

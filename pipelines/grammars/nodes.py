@@ -10,106 +10,236 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
+
+
+class Node:
+    """A part of a grammar. ``is_regular``: a regular expression can say it, if it can say its parts."""
+
+    is_regular: ClassVar[bool] = True
+
+    @property
+    def children(self) -> tuple[Node, ...]:
+        """The parts of the node."""
+        return ()
+
+    def terminal(self, writer: LarkWriter) -> str:
+        """Return the node, which is regular as a whole, in the syntax of terminals."""
+        raise NotImplementedError
+
+    def rule(self, writer: LarkWriter) -> str:
+        """Return what stands for the node, which is not regular as a whole, in a rule."""
+        raise NotImplementedError
+
+    def with_special_tokens(self, special: Mapping[str, int]) -> Node:
+        """Return a tree in which special tokens (ids by text) stand for their text: a model writes them as these tokens.
+
+        Plain text has none. Free text ends with a special token only if its end begins with one; it cannot contain special tokens
+        itself.
+        """
+        return self
+
+
+Rules: TypeAlias = Mapping[str, Node]
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Node):
     """Exactly this text. ``is_plain``: also where it has the text of a special token, it is written with other tokens."""
 
     text: str
     is_plain: bool = False
 
+    def terminal(self, writer: LarkWriter) -> str:
+        return json.dumps(self.text, ensure_ascii=False).replace("\x7f", "\\u007f")  # strings of Lark are those of JSON
+
+    def with_special_tokens(self, special: Mapping[str, int]) -> Node:
+        if self.is_plain or not self.text:
+            return self
+        pieces = split_at(self.text, special)
+        return in_order([Text(piece) if isinstance(piece, str) else Token(piece) for piece in pieces])
+
 
 @dataclass(frozen=True)
-class Pattern:
+class Pattern(Node):
     """A match of a regular expression, in the syntax of Rust's ``regex`` crate."""
 
     regex: str
 
+    def terminal(self, writer: LarkWriter) -> str:
+        return f"/{self.regex}/" if self.regex else '""'
+
 
 @dataclass(frozen=True)
-class Shortest:
+class Shortest(Node):
     """Text up to and including the first occurrence of one of ``ends``, with ``least`` to ``most`` characters before it."""
 
     ends: tuple[str, ...]
     least: int = 0
     most: int | None = None
+    is_regular = False
+
+    def rule(self, writer: LarkWriter) -> str:
+        regex = f"{self._before}({'|'.join(map(escaped, self.ends))})"
+        return writer.named("s", self, lambda: regex, "s{}[lazy]: /{}/")
+
+    def with_special_tokens(self, special: Mapping[str, int]) -> Node:
+        ends: list[Node] = []
+        for end in self.ends:
+            pieces = split_at(end, special)
+            if pieces and isinstance(pieces[0], int):
+                ends.append(Sequence((Pattern(self._before), Text(end).with_special_tokens(special))))
+            else:
+                ends.append(Shortest((end,), self.least, self.most))
+        return self if all(isinstance(each, Shortest) for each in ends) else one_of(ends)
+
+    @property
+    def _before(self) -> str:
+        """The regular expression of the characters before an end."""
+        if not self.least and self.most is None:
+            return "(?s:.)*"
+        return f"(?s:.){{{self.least},{'' if self.most is None else self.most}}}"
 
 
 @dataclass(frozen=True)
-class AllOf:
+class AllOf(Node):
     """Text that matches each of these regular expressions as a whole, and does not contain ``excluded``."""
 
     regexes: tuple[str, ...]
     excluded: str
 
+    def terminal(self, writer: LarkWriter) -> str:
+        without = f"~/(?s:.*){escaped(self.excluded)}(?s:.*)/"
+        return f"({' & '.join([*(f'/{regex}/' for regex in self.regexes), without])})"
+
 
 @dataclass(frozen=True)
-class Schema:
+class Schema(Node):
     """JSON that is valid under a schema, which is a JSON value."""
 
     schema: Any
+    is_regular = False
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.schema))
 
+    def rule(self, writer: LarkWriter) -> str:
+        return writer.named("j", self, lambda: f"%json {json.dumps(self.schema)}", "j{}: {}")
+
 
 @dataclass(frozen=True)
-class Reference:
+class Token(Node):
+    """One token, which stands for no text of its own."""
+
+    id: int
+    is_regular = False
+
+    def rule(self, writer: LarkWriter) -> str:
+        return f"<[{self.id}]>"
+
+
+@dataclass(frozen=True)
+class Reference(Node):
     """The rule of this name."""
 
     name: str
 
+    def terminal(self, writer: LarkWriter) -> str:
+        return writer.named("T", self, lambda: writer.rules[self.name].terminal(writer), "T{}: {}")
+
+    def rule(self, writer: LarkWriter) -> str:
+        return writer.named("r", self, lambda: writer.rule_text(writer.rules[self.name]), "r{}: {}")
+
 
 @dataclass(frozen=True)
-class Sequence:
+class Sequence(Node):
     """The parts, one after the other."""
 
     parts: tuple[Node, ...]
 
+    @property
+    def children(self) -> tuple[Node, ...]:
+        return self.parts
+
+    def terminal(self, writer: LarkWriter) -> str:
+        return " ".join([part.terminal(writer) for part in self.parts]) or '""'
+
+    def rule(self, writer: LarkWriter) -> str:
+        """Return the parts with regular neighbours as one part."""
+        merged: list[Node] = []
+        run: list[Node] = []
+        for part in self.parts:
+            if writer.is_regular(part):
+                run.append(part)
+                continue
+            merged += [in_order(run), part] if run else [part]
+            run = []
+        merged += [in_order(run)] if run else []
+        return " ".join(map(writer.rule_text, merged))
+
+    def with_special_tokens(self, special: Mapping[str, int]) -> Node:
+        return Sequence(tuple(part.with_special_tokens(special) for part in self.parts))
+
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Node):
     """One of the parts."""
 
     parts: tuple[Node, ...]
 
+    @property
+    def children(self) -> tuple[Node, ...]:
+        return self.parts
+
+    def terminal(self, writer: LarkWriter) -> str:
+        return f"({' | '.join([part.terminal(writer) for part in self.parts])})" if self.parts else '""'
+
+    def rule(self, writer: LarkWriter) -> str:
+        """Return the parts with all regular ones as one part."""
+        regular = [part for part in self.parts if writer.is_regular(part)]
+        others = [part for part in self.parts if not writer.is_regular(part)]
+        return f"({' | '.join(map(writer.rule_text, [*([one_of(regular)] if regular else []), *others]))})"
+
+    def with_special_tokens(self, special: Mapping[str, int]) -> Node:
+        return Choice(tuple(part.with_special_tokens(special) for part in self.parts))
+
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Node):
     """The part ``least`` to ``most`` times; without end if ``most`` is None."""
 
     part: Node
     least: int
     most: int | None
 
+    @property
+    def children(self) -> tuple[Node, ...]:
+        return (self.part,)
 
-@dataclass(frozen=True)
-class Token:
-    """One token, which stands for no text of its own."""
+    def terminal(self, writer: LarkWriter) -> str:
+        return f"({self.part.terminal(writer)}){self._times}"
 
-    id: int
+    def rule(self, writer: LarkWriter) -> str:
+        return f"({writer.rule_text(self.part)}){self._times}"
 
+    def with_special_tokens(self, special: Mapping[str, int]) -> Node:
+        return Repeat(self.part.with_special_tokens(special), self.least, self.most)
 
-Node: TypeAlias = Text | Pattern | AllOf | Shortest | Schema | Reference | Sequence | Choice | Repeat | Token
-Rules: TypeAlias = Mapping[str, Node]
-_IRREGULAR = (Schema, Shortest, Token)
-
-
-def children(node: Node) -> tuple[Node, ...]:
-    """Return the parts of a node."""
-    if isinstance(node, Repeat):
-        return (node.part,)
-    return node.parts if isinstance(node, (Sequence, Choice)) else ()
+    @property
+    def _times(self) -> str:
+        if self.most is None and self.least < 2:
+            return "*+"[self.least]
+        if (self.least, self.most) == (0, 1):
+            return "?"
+        return f"{{{self.least},{'' if self.most is None else self.most}}}"
 
 
 def walk(node: Node) -> Iterator[Node]:
     """Yield a node and all nodes below it."""
     yield node
-    for child in children(node):
+    for child in node.children:
         yield from walk(child)
 
 
@@ -123,33 +253,6 @@ def in_order(parts: list[Node]) -> Node:
     return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
 
-def with_special_tokens(node: Node, special: Mapping[str, int]) -> Node:
-    """Return a tree in which special tokens, by their text, stand for their text: a model writes them as these tokens.
-
-    Plain text has none. Free text ends with a special token only if its end begins with one; it cannot contain special tokens
-    itself.
-    """
-    if isinstance(node, Text) and not node.is_plain:
-        pieces = [Text(piece) if isinstance(piece, str) else Token(piece) for piece in split_at(node.text, special)]
-        return in_order(list(pieces)) if pieces else node
-    if isinstance(node, Shortest):
-        ends: list[Node] = []
-        for end in node.ends:
-            pieces_of_end = split_at(end, special)
-            begins_special = bool(pieces_of_end) and isinstance(pieces_of_end[0], int)
-            ends.append(
-                Sequence((Pattern(f"(?s:.){_count(node)}"), with_special_tokens(Text(end), special)))
-                if begins_special
-                else Shortest((end,), node.least, node.most)
-            )
-        return node if all(isinstance(each, Shortest) for each in ends) else one_of(ends)
-    if isinstance(node, Repeat):
-        return Repeat(with_special_tokens(node.part, special), node.least, node.most)
-    if isinstance(node, (Sequence, Choice)):
-        return type(node)(tuple(with_special_tokens(part, special) for part in node.parts))
-    return node
-
-
 def split_at(text: str, special: Mapping[str, int]) -> list[str | int]:
     """Return the pieces of a text: texts without special tokens, and the ids of special tokens."""
     if not special or not text:
@@ -159,113 +262,29 @@ def split_at(text: str, special: Mapping[str, int]) -> list[str | int]:
     return [special.get(piece, piece) for piece in pieces if piece]
 
 
+def escaped(text: str) -> str:
+    """Return a regular expression that matches exactly this text."""
+    return "".join(char if char.isalnum() or char == "_" else f"\\u{{{ord(char):x}}}" for char in text)
+
+
 def regular_rules(rules: Rules) -> frozenset[str]:
     """Return the names of the rules that are regular expressions: neither they nor what they reach is recursive."""
-    left, users = (
-        dict[str, int](),
-        {name: list[str]() for name in rules},
-    )  # by rule: references to rules, and who refers to it
+    num_left: dict[str, int] = {}  # references of a rule to rules that are not known to be regular
+    users: dict[str, list[str]] = {name: [] for name in rules}
     for name, body in rules.items():
         direct = {node.name for node in walk(body) if isinstance(node, Reference)} & rules.keys()
-        left[name] = len(direct) + any(isinstance(node, _IRREGULAR) for node in walk(body))  # then it never becomes 0
+        num_left[name] = len(direct) + any(not node.is_regular for node in walk(body))  # then it never becomes 0
         for other in direct:
             users[other].append(name)
-    found, todo = set[str](), [name for name, count in left.items() if not count]
+    found = set[str]()
+    todo = [name for name, count in num_left.items() if not count]
     while todo:
         found.add(name := todo.pop())
         for user in users[name]:
-            left[user] -= 1
-            if not left[user]:
+            num_left[user] -= 1
+            if not num_left[user]:
                 todo.append(user)
     return frozenset(found)
-
-
-class LarkWriter:
-    """Writes a syntax tree as Lark for llguidance."""
-
-    def __init__(self, rules: Rules) -> None:
-        self._rules = {name: without_tail_calls(name, body) for name, body in rules.items()}
-        self._regular = regular_rules(self._rules)
-        self._lines: list[str] = []
-        self._names: dict[tuple[str, object], str] = {}
-
-    def write(self, root: Node) -> str:
-        """Return the text of a grammar that begins with ``root``."""
-        start = self._rule_text(root)
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
-
-    def _is_regular(self, node: Node) -> bool:
-        if isinstance(node, Reference):
-            return node.name in self._regular
-        return not isinstance(node, _IRREGULAR) and all(map(self._is_regular, children(node)))
-
-    def _rule_text(self, node: Node) -> str:
-        """Return what stands for a node in a rule."""
-        if self._is_regular(node):
-            return self._regular_text(node)
-        if isinstance(node, Token):
-            return f"<[{node.id}]>"
-        if isinstance(node, Schema):
-            return self._named("j", node, lambda: f"%json {json.dumps(node.schema)}", "j{}: {}")
-        if isinstance(node, Shortest):
-            return self._named("s", node, lambda: _shortest_regex(node), "s{}[lazy]: /{}/")
-        if isinstance(node, Reference):
-            return self._named("r", node.name, lambda: self._rule_text(self._rules[node.name]), "r{}: {}")
-        return self._combined_text(node)
-
-    def _combined_text(self, node: Node) -> str:
-        if isinstance(node, Repeat):
-            return f"({self._rule_text(node.part)}){_times(node)}"
-        assert isinstance(node, (Sequence, Choice))
-        texts = [self._rule_text(part) for part in self._merged(node)]
-        return " ".join(texts) if isinstance(node, Sequence) else f"({' | '.join(texts)})"
-
-    def _regular_text(self, node: Node) -> str:
-        """Return the name of the terminal of a node; the empty text has none."""
-        if isinstance(node, Reference) or (isinstance(node, Text) and not node.text):
-            return self._terminal_text(node)
-        return self._named("T", node, lambda: self._terminal_text(node), "T{}: {}")
-
-    def _merged(self, node: Sequence | Choice) -> list[Node]:
-        """Return the parts of a node, with regular neighbours (of a choice: all regular parts) as one part."""
-        merged: list[Node] = []
-        if isinstance(node, Choice):
-            regular = [part for part in node.parts if self._is_regular(part)]
-            return [*([one_of(regular)] if regular else []), *(p for p in node.parts if not self._is_regular(p))]
-        run: list[Node] = []
-        for part in node.parts:
-            if self._is_regular(part):
-                run.append(part)
-                continue
-            merged += [in_order(run), part] if run else [part]
-            run = []
-        return [*merged, in_order(run)] if run else merged
-
-    def _terminal_text(self, node: Node) -> str:
-        """Return a regular node in the syntax of terminals."""
-        if isinstance(node, Text):
-            return _quoted(node.text)
-        if isinstance(node, (Pattern, AllOf)):
-            return _regex_text(node)
-        if isinstance(node, Reference):
-            body = self._rules[node.name]
-            return self._named("T", node, lambda: self._terminal_text(body), "T{}: {}")
-        if isinstance(node, Repeat):
-            return f"({self._terminal_text(node.part)}){_times(node)}"
-        assert isinstance(node, (Sequence, Choice))
-        texts = [self._terminal_text(part) for part in node.parts]
-        if not texts:
-            return '""'
-        return " ".join(texts) if isinstance(node, Sequence) else f"({' | '.join(texts)})"
-
-    def _named(self, letter: str, key: object, make: Any, line: str) -> str:
-        """Return the name of a rule or terminal, after writing it if it is new."""
-        if (letter, key) not in self._names:
-            number = len(self._names)
-            self._names[letter, key] = f"{letter}{number}"
-            text = make()
-            self._lines.append(line.format(number, text))
-        return self._names[letter, key]
 
 
 def without_tail_calls(name: str, body: Node) -> Node:
@@ -277,42 +296,45 @@ def without_tail_calls(name: str, body: Node) -> Node:
         rest = [each for each in options if each not in calls]
         steps = [in_order(list(each.parts[:-1] if place else each.parts[1:])) for each in calls]
         if calls and rest and not any(me in walk(each) for each in (*steps, *rest)):
-            loop, last = Repeat(one_of(steps), 0, None), one_of(list(rest))
+            loop = Repeat(one_of(steps), 0, None)
+            last = one_of(list(rest))
             return Sequence((loop, last) if place else (last, loop))
     return body
 
 
-def _regex_text(node: Pattern | AllOf) -> str:
-    if isinstance(node, Pattern):
-        return f"/{node.regex}/" if node.regex else '""'
-    without = f"~/(?s:.*){escaped(node.excluded)}(?s:.*)/"
-    return f"({' & '.join([*(f'/{regex}/' for regex in node.regexes), without])})"
+class LarkWriter:
+    """Writes a syntax tree as Lark for llguidance. ``rules`` are those that it refers to."""
 
+    def __init__(self, rules: Rules) -> None:
+        self.rules = {name: without_tail_calls(name, body) for name, body in rules.items()}
+        self._regular = regular_rules(self.rules)
+        self._lines: list[str] = []
+        self._names: dict[tuple[str, Node], str] = {}
 
-def _shortest_regex(node: Shortest) -> str:
-    ends = "|".join(map(escaped, node.ends))
-    return f"(?s:.){_count(node)}({ends})"
+    def write(self, root: Node) -> str:
+        """Return the text of a grammar that begins with ``root``."""
+        start = self.rule_text(root)
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
 
+    def is_regular(self, node: Node) -> bool:
+        """Return whether a regular expression can say a node."""
+        if isinstance(node, Reference):
+            return node.name in self._regular
+        return node.is_regular and all(map(self.is_regular, node.children))
 
-def _count(node: Shortest) -> str:
-    """Return how often the characters before an end may be repeated, as a regular expression has it."""
-    most = "" if node.most is None else str(node.most)
-    return "*" if not node.least and node.most is None else f"{{{node.least},{most}}}"
+    def rule_text(self, node: Node) -> str:
+        """Return what stands for a node in a rule: of a regular one, the name of its terminal; the empty text has none."""
+        if not self.is_regular(node):
+            return node.rule(self)
+        if isinstance(node, Reference) or (isinstance(node, Text) and not node.text):
+            return node.terminal(self)
+        return self.named("T", node, lambda: node.terminal(self), "T{}: {}")
 
-
-def _times(node: Repeat) -> str:
-    if node.most is None and node.least < 2:
-        return "*+"[node.least]
-    if (node.least, node.most) == (0, 1):
-        return "?"
-    return f"{{{node.least},{'' if node.most is None else node.most}}}"
-
-
-def _quoted(text: str) -> str:
-    """Return a string of Lark, which has the syntax of JSON."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def escaped(text: str) -> str:
-    """Return a regular expression that matches exactly this text."""
-    return "".join(char if char.isalnum() or char == "_" else f"\\u{{{ord(char):x}}}" for char in text)
+    def named(self, letter: str, node: Node, make: Callable[[], str], line: str) -> str:
+        """Return the name of a rule or terminal, after writing it if it is new."""
+        if (letter, node) not in self._names:
+            number = len(self._names)
+            self._names[letter, node] = f"{letter}{number}"
+            text = make()
+            self._lines.append(line.format(number, text))
+        return self._names[letter, node]

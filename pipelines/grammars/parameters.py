@@ -112,7 +112,8 @@ def _parts(schema: Object, owner: Owner) -> list[Object]:
         ) from None
     for part in parts:
         object_schema(part, owner)
-        properties, required = part.get("properties", {}), part.get("required", [])
+        properties = part.get("properties", {})
+        required = part.get("required", [])
         is_list = isinstance(required, (list, tuple)) and all(isinstance(name, str) for name in required)
         if not isinstance(properties, Mapping) or not is_list:
             raise GenerationConfigError(
@@ -136,16 +137,13 @@ _SAYS_NOTHING: dict[str, Callable[[Any], bool]] = {
 
 
 def _check_keywords(parts: list[Object], num_required: int, num_names: int, owner: Owner) -> None:
-    """Check that the parts say nothing but ``properties`` and ``required``.
-
-    Raises:
-        GenerationConfigError: one does.
-    """
+    """Check that the parts say nothing but ``properties`` and ``required``. Raises GenerationConfigError: one does."""
     for part in parts:
         for name, value in part.items():
             if name in _SAYS_NOTHING and not _SAYS_NOTHING[name](value):
                 raise _refusal(name, value, owner)
-        least, most = part.get("minProperties", 0), part.get("maxProperties", num_names)
+        least = part.get("minProperties", 0)
+        most = part.get("maxProperties", num_names)
         for name, value, is_implied in (
             ("minProperties", least, isinstance(least, (int, float)) and least <= num_required),
             ("maxProperties", most, isinstance(most, (int, float)) and most >= num_names),
@@ -235,12 +233,14 @@ def limited_text(schema: Mapping[str, Any], excluded: str) -> AllOf:
     Raises:
         GenerationConfigError: as for ``plain_text``.
     """
-    least, most = _length(schema, "minLength", 0), _length(schema, "maxLength", None)
+    least = _length(schema, "minLength", 0)
+    most = _length(schema, "maxLength", None)
     assert least is not None
     if most is not None and most < least:
         raise GenerationConfigError(f"minLength={least} is larger than maxLength={most}: no string satisfies both")
     regexes = ["(?s:.*)" if not least and most is None else f"(?s:.){{{least},{'' if most is None else most}}}"]
-    pattern, format = schema.get("pattern"), schema.get("format")
+    pattern = schema.get("pattern")
+    format = schema.get("format")
     if pattern is not None:
         if not isinstance(pattern, str):
             raise GenerationConfigError(f"pattern={pattern!r}: must be a str")

@@ -8,7 +8,7 @@ from typing import Any
 
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.matcher import first_line
-from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema, children
+from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema
 from staticllm.pipelines.grammars.regex import python_reason, with_place
 from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS
 from staticllm.pipelines.grammars.schema_rewriting import OVERLAPPING
@@ -112,14 +112,15 @@ def _schemas(tree: SyntaxTree | None) -> Iterator[Any]:
     left: list[Node] = [] if tree is None else [tree.root, *tree.rules.values()]
     while left:
         node = left.pop()
-        left += children(node)
+        left += node.children
         if isinstance(node, Schema):
             yield node.schema
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the places of a schema's parts, as JSON pointers, and the parts."""
-    left, num_left = [("#", schema, False)], MAX_PARTS
+    left = [("#", schema, False)]
+    num_left = MAX_PARTS
     while left and num_left:
         place, part, is_map = left.pop(0)
         num_left -= 1
@@ -139,7 +140,8 @@ def _circle(schema: Any) -> str:
     parts = dict(_parts(schema))
     anchors = {f"#{part['$anchor']}": place for place, part in parts.items() if isinstance(part.get("$anchor"), str)}
     for start in parts:
-        seen, place = set[str](), start
+        seen = set[str]()
+        place = start
         while (target := _target(parts.get(place, {}))) is not None:
             seen.add(place)
             place = anchors.get(target, target or "#")
@@ -169,12 +171,15 @@ def _endless_rules(rules: Rules) -> list[str]:
 
 
 def _can_end(node: Node, ending: set[str]) -> bool:
-    if isinstance(node, Reference):
-        return node.name in ending
-    if isinstance(node, Repeat) and not node.least:
-        return True
-    ways = [_can_end(child, ending) for child in children(node)]
-    return any(ways) if isinstance(node, Choice) else all(ways)
+    ways = [_can_end(child, ending) for child in node.children]
+    match node:
+        case Reference(name):
+            return name in ending
+        case Repeat(least=0):
+            return True
+        case Choice():
+            return any(ways)
+    return all(ways)
 
 
 def _escaped(name: str) -> str:

@@ -85,7 +85,10 @@ class _Branch:
 
 def _branches(pattern: str) -> list[_Branch]:
     """Return the alternatives at the top level."""
-    branches, depth, start, index = list[_Branch](), 0, 0, 0
+    branches = list[_Branch]()
+    depth = 0
+    start = 0
+    index = 0
     while index < len(pattern):
         char = pattern[index]
         if char == "\\":
@@ -113,7 +116,8 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 def _branch(text: str, place: int) -> _Branch:
     body = text.removeprefix("^").removeprefix("\\A")
-    is_at_begin, place = body != text, place + len(text) - len(body)
+    is_at_begin = body != text
+    place = place + len(text) - len(body)
     for end in ("$", "\\Z", "\\z"):
         stem = body.removesuffix(end)
         slashes = len(stem) - len(stem.rstrip("\\"))
@@ -123,7 +127,9 @@ def _branch(text: str, place: int) -> _Branch:
 
 
 def _translated(branch: _Branch, pattern: str) -> str:
-    parts, index, end = [], branch.place, branch.place + len(branch.text)
+    parts = []
+    index = branch.place
+    end = branch.place + len(branch.text)
     while index < end:
         text, index = _piece(pattern[:end], index, pattern)
         parts.append(text)
@@ -186,9 +192,11 @@ def _class(body: str, start: int, pattern: str) -> str:
     end = len(body) - 1
     if body[end] != "]" or end - start < 2:
         raise _refused(pattern, start, f"the class {body[start:][:MAX_SHOWN]!r}", "it is not closed, so add a bracket")
-    parts, index = [], start + 1
+    parts = []
+    index = start + 1
     if body[index] == "^":
-        parts, index = ["^"], index + 1
+        parts = ["^"]
+        index = index + 1
     while index < end:
         if body[index] == "\\":
             text, index = _escape(body[:end], index, pattern, is_in_class=True)

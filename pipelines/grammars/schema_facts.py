@@ -196,7 +196,9 @@ class _Reader:
     """Reads the parts of one schema."""
 
     def __init__(self, root: AnySchema) -> None:
-        self._root, self._facts, self._num_left = root, SchemaFacts(root), MAX_STEPS
+        self._root = root
+        self._facts = SchemaFacts(root)
+        self._num_left = MAX_STEPS
         self._whole: _Part | None = None
 
     def parts(self) -> dict[str, _Part]:
@@ -219,7 +221,8 @@ class _Reader:
             return _Part(self._whole.levels, self._whole.references | {name})
 
     def _part(self, schema: AnySchema, skipped: Set[str]) -> _Part:
-        levels, references = 0, set[str]()
+        levels = 0
+        references = set[str]()
         waiting: list[tuple[Any, int]] = [(schema, 1)]
         while waiting:
             value, level = waiting.pop()

@@ -87,7 +87,8 @@ class _Rewriter:
             return rest
         if len(listed) > 1 or "patternProperties" in rest:
             raise InexpressibleError  # a name would have to satisfy both
-        known, others = rest.get("properties", {}), rest.get("additionalProperties", True)
+        known = rest.get("properties", {})
+        others = rest.get("additionalProperties", True)
         allowed = {name: known.get(name, others) for name in listed[0] if isinstance(name, str)}
         return {**rest, "properties": allowed, "additionalProperties": False}
 
@@ -201,7 +202,8 @@ def _tell_apart(facts: SchemaFacts, one: _Option, other: _Option) -> None:
     names = sorted(one.required | other.required)
     if any(_differ(facts, one.property(name), other.property(name)) for name in names):
         return
-    only_one, only_other = one.required - other.required, other.required - one.required
+    only_one = one.required - other.required
+    only_other = other.required - one.required
     if not only_one or not only_other:
         raise InexpressibleError
     one.forbidden |= only_other

@@ -43,7 +43,8 @@ class StructuralTag:
         if isinstance(given, dict) and given.get("type") == "structural_tag":
             given = given.get("format")
         self.rules: dict[str, Node] = {}
-        self._depth = self._num_grammars = 0
+        self._depth = 0
+        self._num_grammars = 0
         self._writers: dict[str, Callable[[Format, Ends], Node]] = {
             "const_string": lambda form, ends: Text(_text(form, "value")),
             "plain_string": lambda form, ends: Text(_text(form, "value"), is_plain=True),
@@ -129,8 +130,10 @@ class StructuralTag:
 
     def _triggered(self, form: Format, ends: Ends) -> Node:
         """Return text with tags: as soon as a trigger was written, one of its tags must follow."""
-        triggers, tags = form["triggers"], _tags(form)
-        stops, at_least_one = bool(form.get("stop_after_first")), bool(form.get("at_least_one"))
+        triggers = form["triggers"]
+        tags = _tags(form)
+        stops = bool(form.get("stop_after_first"))
+        at_least_one = bool(form.get("at_least_one"))
         if (
             not isinstance(triggers, list)
             or not triggers

@@ -19,7 +19,6 @@ from staticllm.pipelines.grammars.nodes import (
     Schema,
     Text,
     one_of,
-    with_special_tokens,
 )
 from staticllm.pipelines.grammars.regex import rust_regex
 from staticllm.pipelines.grammars.structural_tags import StructuralTag
@@ -51,7 +50,7 @@ def tree_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> Synta
         return SyntaxTree(Reference(ROOT), parse_ebnf(grammar.text))
     if grammar.kind == "structural_tag":
         tag = StructuralTag(grammar.text)
-        return SyntaxTree(with_special_tokens(tag.root, special or {}), tag.rules)
+        return SyntaxTree(tag.root.with_special_tokens(special or {}), tag.rules)
     return None
 
 
@@ -66,11 +65,7 @@ def lark_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> str:
 
 
 def choices_of(grammar: Grammar) -> list[str]:
-    """Return the strings of a grammar of the kind ``choice``.
-
-    Raises:
-        GenerationConfigError: they are not a list of strings.
-    """
+    """Return the strings of a grammar of the kind ``choice``. Raises GenerationConfigError: they are not a list of strings."""
     try:
         choices = json.loads(grammar.text)
     except ValueError:

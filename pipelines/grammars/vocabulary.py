@@ -117,7 +117,9 @@ class TokenEncoder:
     """Encodes text without special tokens, such that the tokens' bytes are exactly those of the text."""
 
     def __init__(self, tokenizer: TextTokenizer, tokens: Sequence[bytes], special: frozenset[int]) -> None:
-        self._tokenizer, self._tokens, self._special = tokenizer, tokens, special
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self._special = special
         self._ids = {text: id for id, text in enumerate(tokens) if text and id not in special}
         self._longest = max(map(len, self._ids), default=1)
         self._kept: dict[str, list[int]] = {}
@@ -154,7 +156,8 @@ class TokenEncoder:
 
     def _longest_first(self, text: bytes) -> list[int]:
         """Return the ids of the longest token at each place; bytes without a token are left out."""
-        ids, start = list[int](), 0
+        ids = list[int]()
+        start = 0
         while start < len(text):
             lengths = range(min(self._longest, len(text) - start), 0, -1)
             found = next((length for length in lengths if text[start : start + length] in self._ids), 0)

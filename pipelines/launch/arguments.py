@@ -53,8 +53,7 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
     """Read the arguments after the path or the model, by name or by position, in GenAI's orders: ``device, config``,
     ``tokenizer, device, config`` and ``weights, tokenizer, device, generation_config``.
 
-    Raises:
-        ConfigError: there are too many arguments, one is given twice, or the tokenizer has another type.
+    Raises ``ConfigError`` (there are too many arguments, one is given twice, or the tokenizer has another type).
     """
     rest = list(args)
     weights = rest.pop(0) if rest and isinstance(rest[0], ov.Tensor) else None
@@ -75,11 +74,7 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
 
 
 def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
-    """Move ``weights`` and ``generation_config`` of a model in memory from the properties to the arguments.
-
-    Raises:
-        ConfigError: one of them has another type, or a model in memory has no tokenizer.
-    """
+    """Move ``weights`` and ``generation_config`` of a model in memory to the arguments. Raises ``ConfigError``."""
     weights = given.weights if given.weights is not None else properties.pop("weights", None)
     if weights is None:
         return given
@@ -98,9 +93,8 @@ def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
 def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tuple[Path, list[Candidate]]:
     """Return the checked model directory, or a name that stands for the model in memory, and the candidates for it.
 
-    Raises:
-        ModelError: the directory is missing or incomplete, or the model in memory is.
-        ConfigError: blobs of a model in memory are exported without ``BLOB_PATH``.
+    Raises ``ModelError`` (the directory is missing or incomplete, or the model in memory is) and ``ConfigError`` (blobs of a
+    model in memory are exported without ``BLOB_PATH``).
     """
     asked = candidates[0].config
     if given.weights is None:
@@ -118,9 +112,8 @@ def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tu
 def resolve_candidates(devices: str, config: Config, properties: dict[str, Any]) -> list[Candidate]:
     """Return one candidate per device of ``"NPU,GPU,CPU"``. A device gets only the properties that it knows, and its own.
 
-    Raises:
-        ConfigError: none of the devices knows a property, or a value is impossible.
-        DeviceError: the only device is not on this machine.
+    Raises ``ConfigError`` (none of the devices knows a property, or a value is impossible) and ``DeviceError`` (the only device
+    is not on this machine).
     """
     names = named_devices(devices, get_core().available_devices) if isinstance(devices, str) else [devices]
     supported: dict[str, frozenset[str]] = {}
@@ -170,11 +163,7 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 
 
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
-    """Read the tokenizer in a model directory.
-
-    Raises:
-        ModelError: the tokenizer cannot be read.
-    """
+    """Read the tokenizer in a model directory. Raises ``ModelError`` (the tokenizer cannot be read)."""
     try:
         with enough_memory(ModelError, f"the tokenizer in {str(directory)!r}"):
             return genai.Tokenizer(directory)
@@ -216,9 +205,8 @@ class ReadConfig:
 def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> ReadConfig:
     """Read the model's own generation options; the tokenizer's end of sequence is added if they have none.
 
-    Raises:
-        ModelError: ``generation_config.json`` cannot be read.
-        GenerationConfigError: a field of it has a wrong type; the message names it.
+    Raises ``ModelError`` (``generation_config.json`` cannot be read) and ``GenerationConfigError`` (a field of it has a wrong
+    type; the message names it).
     """
     path = directory / "generation_config.json"
     is_there = path.is_file()

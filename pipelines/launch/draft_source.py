@@ -23,7 +23,7 @@ from staticllm.pipelines.launch.engine import Launched, load_first
 TOKENIZER_XML = "openvino_tokenizer.xml"
 NAME = "draft_model"
 MEASURE_SECONDS = 0.5
-"""Seconds for measuring what drafted tokens cost, while the model is loaded."""
+"""Time for measuring the cost of drafted tokens during loading, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,13 @@ def draft_model(models_path: str | os.PathLike[str], device: str = "", **propert
 def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, DraftSource | None]:
     """Remove ``draft_model`` from the arguments and properties of a constructor.
 
-    Return the other arguments, and the draft model; None without one.
-
-    Raises:
-        ConfigError: it is an object of another type.
+    Return the other arguments, and the draft model; None without one. Raises ``ConfigError`` (it is an object of another type).
     """
     source = properties.pop(NAME, None)
     if isinstance(given.config, Mapping) and NAME in given.config:
         others = {name: value for name, value in given.config.items() if name != NAME}
-        source, given = source or given.config[NAME], replace(given, config=others)
+        source = source or given.config[NAME]
+        given = replace(given, config=others)
     if source is None or isinstance(source, DraftSource):
         return given, source
     known = next((noted for value, noted in tuple(_KNOWN) if value is source), None)
@@ -78,7 +76,7 @@ def _noting_draft_model(models_path: str | os.PathLike[str], device: str = "", *
 
 _native_draft_model = getattr(genai.draft_model, "__wrapped__", genai.draft_model)
 _KNOWN: deque[tuple[object, DraftSource]] = deque(maxlen=8)
-"""What ``openvino_genai.draft_model`` has returned lately, and its arguments."""
+"""Recent results of ``openvino_genai.draft_model`` with their arguments."""
 update_wrapper(_noting_draft_model, _native_draft_model)
 genai.draft_model = _noting_draft_model
 
@@ -88,11 +86,11 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft model for a model that was launched.
 
-    Raises:
-        ConfigError: one of the two models has recurrent states, or their tokenizers differ.
-        ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``launch``.
+    Raises ``ConfigError`` (one of the two models has recurrent states, or their tokenizers differ) and ``ModelError``,
+    ``UnsupportedModelError``, ``DeviceError``, ``BlobError`` (as for ``launch``).
     """
-    main, name = launched.config, str(source.models_path)
+    main = launched.config
+    name = str(source.models_path)
     if launched.loaded.programs.shape.recurrent_states:
         raise ConfigError("draft_model: this model has recurrent states, so that rejected tokens cannot be cut off")
     properties = dict(source.properties)
@@ -123,14 +121,11 @@ def load_draft(
 
 
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
-    """Check that the tokenizer of a draft model, if it has one, gives the same tokens the same numbers.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a draft model's tokenizer, if any, gives the same tokens the same numbers. Raises ``ConfigError``."""
     if not (directory / TOKENIZER_XML).is_file():
         return
-    mine, other = tokenizer.get_vocab(), read_tokenizer(directory).get_vocab()
+    mine = tokenizer.get_vocab()
+    other = read_tokenizer(directory).get_vocab()
     if mine != other:
         raise ConfigError(
             f"the draft model {str(directory)!r} has another tokenizer ({len(other)} tokens, the model has {len(mine)}): "
@@ -143,8 +138,7 @@ def use_draft(
 ) -> None:
     """Load a draft model, if there is one, and let the engine of a launched model use it. If that fails, the engine is closed.
 
-    Raises:
-        ConfigError, ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``load_draft``.
+    Raises ``ConfigError``, ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError`` (as for ``load_draft``).
     """
     if source is None:
         return

@@ -20,18 +20,18 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.engine.request import EngineText
 from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.loading.background import BackgroundLoader
+from staticllm.pipelines.loading.background import BackgroundLoader, BackgroundWork, DeferredPrograms
 from staticllm.pipelines.loading.decoder_kind import LoadedDecoder
 from staticllm.pipelines.loading.load import load
-from staticllm.pipelines.loading.loaded import DeferredPrograms
 from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.pipelines.programs.compile import DecoderPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
 
 DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
 ReadText: TypeAlias = Callable[[], EngineText | None]
-"""Returns what an engine needs of the tokenizer, when its programs are loaded; None without a tokenizer."""
+"""Returns what an engine needs of the tokenizer once its programs are loaded; None without a tokenizer."""
 PRECISION = "INFERENCE_PRECISION_HINT"
 
 
@@ -67,6 +67,15 @@ class Launched:
         """Whether weights are read from their file as long as the model runs."""
         return self.loaded.has_mapped_weights
 
+    def load_further(self, work: BackgroundWork, on_progress: OnProgress) -> None:
+        """Prepare background work, which begins when ``background`` is started."""
+        self.background = BackgroundLoader(work, on_progress)
+
+    def note_switch(self, found: LoadedDevice) -> None:
+        """Record that the engine runs another loaded model from now on."""
+        self.loaded = found.loaded
+        self.device = found.device
+
     def close(self, drain: bool = False) -> None:
         """End the background work and the engine, keep the costs that were measured, and drop the programs.
 
@@ -97,12 +106,7 @@ def launch(
 ) -> Launched:
     """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
 
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
-        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
-        DeviceError: no device can run the model; the message is that of the last device.
+    Raises as ``load`` does; a ``DeviceError`` (no device can run the model) has the message of the last device.
     """
     begin = time.perf_counter()
     first = candidates[0]
@@ -116,7 +120,8 @@ def launch(
     try:
         launched = Launched(_make_engine(found.loaded, policy, read_text, token_bound), found.loaded, found.device)
         if deferred is not None:
-            launched.background = BackgroundLoader(DeferredCompiler(launched, deferred), on_progress)
+            work = DeferredCompiler(launched.engine, found.loaded.programs, deferred)
+            launched.load_further(work, on_progress)
         _serve(launched, on_progress, begin)
     except BaseException:  # for example of a callback: no thread will run that releases the deferred programs
         if deferred is not None:
@@ -138,13 +143,14 @@ def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOpt
 
 def _keep_costs_when_measured(loaded: LoadedDecoder) -> None:
     """Let the runner's probe write the costs when it has measured some."""
-    kept, costs = loaded.kept_costs, loaded.runner.costs  # not the loaded model: a cycle
+    kept = loaded.kept_costs  # not the loaded model: a cycle
+    costs = loaded.runner.costs
 
     def keep() -> None:
         if kept is not None:
             kept.write(costs.stable)
 
-    loaded.runner.probe.on_done = keep
+    loaded.runner.probe.when_done(keep)
 
 
 def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
@@ -167,12 +173,7 @@ def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
 def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
     """Load a model for the first device that can run it. A device that is missing or refuses is reported to ``on_progress``.
 
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
-        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
-        DeviceError: no device can run the model; the message is that of the last device.
+    Raises as ``launch`` does.
     """
     for index, candidate in enumerate(candidates, 1):
         try:
@@ -190,11 +191,12 @@ def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: On
 class DeferredCompiler:
     """Background work that compiles the deferred programs of a serving model and installs them in its engine."""
 
-    def __init__(self, launched: Launched, deferred: DeferredDecoder) -> None:
-        self._engine, self._deferred = launched.engine, deferred
-        self._programs = launched.loaded.programs
-        self._compiled = dict(self._programs.compiled)
-        self._engine.runner.probe.is_paused = True  # costs are not measured beside a compilation
+    def __init__(self, engine: Engine, programs: DecoderPrograms, deferred: DeferredDecoder) -> None:
+        self._engine = engine
+        self._deferred = deferred
+        self._programs = programs
+        self._compiled = dict(programs.compiled)
+        engine.runner.probe.pause()  # costs are not measured beside a compilation
 
     def parts(self) -> list[Callable[[], None]]:
         """Return one part per program, then one that writes all programs to the requested blob set."""
@@ -222,10 +224,7 @@ class DeferredCompiler:
         runner.refresh_variants()
 
     def _resume(self) -> None:
-        def resume() -> None:
-            self._engine.runner.probe.is_paused = False
-
-        self._engine.run_between_steps(resume)
+        self._engine.run_between_steps(self._engine.runner.probe.resume)
 
     def store(self) -> None:
         """Write all programs, if a blob set was requested."""
@@ -254,8 +253,7 @@ def _from_cpu_first(
     """Serve from the CPU until the device can serve; then the engine switches between two requests."""
     cpu = load(directory, "CPU", _config_of_cpu(candidates), on_progress)
     launched = Launched(_make_engine(cpu, policy, read_text, token_bound), cpu, "CPU")
-    switch = DeviceSwitch(launched, directory, candidates, on_progress, token_bound)
-    launched.background = BackgroundLoader(switch, on_progress)
+    launched.load_further(DeviceSwitch(launched, directory, candidates, on_progress, token_bound), on_progress)
     return launched
 
 
@@ -270,8 +268,11 @@ class DeviceSwitch:
         on_progress: OnProgress,
         token_bound: TokenBound,
     ) -> None:
-        self._launched, self._directory, self._candidates = launched, directory, candidates
-        self._on_progress, self._token_bound = on_progress, token_bound
+        self._launched = launched
+        self._directory = directory
+        self._candidates = candidates
+        self._on_progress = on_progress
+        self._token_bound = token_bound
         self._deferred: DeferredDecoder | None = None
 
     def parts(self) -> list[Callable[[], None]]:
@@ -286,10 +287,7 @@ class DeviceSwitch:
             found = replace(found, loaded=_completed(found.loaded, self._deferred))
         _keep_costs_when_measured(found.loaded)
         options = _engine_options(found.loaded, self._token_bound)
-        self._launched.engine.switch(found.loaded.runner, options, partial(self._note_switch, found))
-
-    def _note_switch(self, found: LoadedDevice) -> None:
-        self._launched.loaded, self._launched.device = found.loaded, found.device
+        self._launched.engine.switch(found.loaded.runner, options, partial(self._launched.note_switch, found))
 
     def release(self) -> None:
         """Unlock the cache entry of the device's programs, if one was held."""

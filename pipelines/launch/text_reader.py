@@ -70,12 +70,7 @@ class TextReader:
             self._on_progress(event)
 
     def files(self) -> TextFiles:
-        """Return what was read; wait for it, or read it now.
-
-        Raises:
-            ModelError: the tokenizer or ``generation_config.json`` cannot be read.
-            GenerationConfigError: a field of ``generation_config.json`` has a wrong type.
-        """
+        """Return what was read; wait for it, or read it now. Raises ``ModelError`` and ``GenerationConfigError``."""
         if self._thread is not None:
             self._thread.join()
         elif self._files is None:
@@ -86,11 +81,7 @@ class TextReader:
         return self._files
 
     def engine_text(self) -> EngineText:
-        """Return what an engine needs of the tokenizer; the vocabulary is read with the first request that has a grammar.
-
-        Raises:
-            ModelError, GenerationConfigError: as for ``files``.
-        """
+        """Return what an engine needs of the tokenizer; the first grammar reads the vocabulary. Raises as ``files``."""
         files = self.files()
         return EngineText(files.tools.decode, GrammarCompiler(partial(read_vocabulary, files.tokenizer)))
 
@@ -116,4 +107,6 @@ class TextReader:
     ) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._files = self._given = self._error = None
+        self._files = None
+        self._given = None
+        self._error = None

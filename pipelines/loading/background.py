@@ -1,19 +1,24 @@
-"""Loads further programs, or those of another device, on one thread while the pipeline already serves."""
+"""Loads the other programs of a model, or those of another device, on one thread while the pipeline already serves."""
 
 from __future__ import annotations
 
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Generic, Protocol
+
+import openvino as ov
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
+from staticllm.system.file_lock import Lease
 from staticllm.system.threads import start_thread
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that closing waits for the running part, because a compiler cannot be interrupted."""
+"""How long closing waits for the running part, in seconds: a compiler cannot be interrupted."""
 
 
 class BackgroundWork(Protocol):
@@ -40,11 +45,7 @@ class BackgroundLoader:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            StaticLLMError: the thread cannot be started.
-        """
+        """Start the thread. Raises ``StaticLLMError`` (the thread cannot be started)."""
         self._thread = start_thread(self._run, "staticllm-background")
 
     @property
@@ -53,11 +54,7 @@ class BackgroundLoader:
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is loaded; return False if that takes longer than ``timeout`` seconds.
-
-        Raises:
-            Exception: a part raised it and stopped the work; a ``StaticLLMError`` unless a callback raised it.
-        """
+        """Wait until everything is loaded; return False after ``timeout`` seconds. Raises what stopped the work."""
         if self._thread is not None:
             self._thread.join(timeout)
         if not self.is_done:
@@ -73,7 +70,8 @@ class BackgroundLoader:
             self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
-        work, self._work = self._work, None  # the work holds graphs and weights, which are freed when this ends
+        work = self._work  # the work holds graphs and weights, which are freed when this ends
+        self._work = None
         assert work is not None, "started twice"
         try:
             for part in work.parts():
@@ -94,3 +92,82 @@ class BackgroundLoader:
                 return
         finally:
             work.release()
+
+
+class ProgramStore(Protocol[V, S]):
+    """A place for compiled programs, for example a blob set that does not exist yet."""
+
+    def write(self, programs: CompiledPrograms[V, S]) -> None:
+        """Export and write ``programs``, which are all programs of a model."""
+
+
+class DeferredPrograms(Generic[V, S]):
+    """Variants that are compiled while the model serves.
+
+    ``weights`` are those of the plan. One thread calls ``choose``, then ``compile`` for each of ``variants``, then ``store`` with
+    all programs of the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is
+    locked until then.
+    """
+
+    def __init__(
+        self,
+        plan: CompilePlan[V, S],
+        variants: Iterable[V],
+        on_progress: OnProgress,
+        store: ProgramStore[V, S] | None = None,
+    ) -> None:
+        self.variants = tuple(variants)
+        self.weights = plan.weights
+        self._plan = plan
+        self._on_progress = on_progress
+        self._store = store
+        self._lease: Lease | None = None
+        self._compiled: dict[V, ov.CompiledModel] = {}
+
+    def choose(self) -> None:
+        """Choose ``variants``, if that was left for later. The compiling thread calls this first."""
+
+    @property
+    def programs(self) -> list[tuple[V, ...]]:
+        """The variants of each program that will be compiled."""
+        if self._plan.options.mode == "separate":
+            return [(variant,) for variant in self.variants]
+        return [self.variants] if self.variants else []
+
+    def compile(self, variant: V) -> ov.CompiledModel:
+        """Return the program of one of ``variants``, compiled together with those that share it. Raises ``DeviceError``."""
+        if variant not in self._compiled:
+            together = (variant,) if self._plan.options.mode == "separate" else self.variants
+            plan = self._plan.restricted(together)
+            self._compiled.update(compile_each(plan, self._on_progress))
+        return self._compiled[variant]
+
+    def store(self, programs: CompiledPrograms[V, S]) -> None:
+        """Write all programs of the model to the requested blob set, if there is one."""
+        if self._store is not None:
+            self._store.write(programs)
+
+    def hold(self, lease: Lease) -> None:
+        """Keep the cache entry locked until ``release``, which the compiling thread calls."""
+        lease.hand_over()
+        self._lease = lease
+
+    def release(self) -> None:
+        """Unlock the cache entry. A second call does nothing."""
+        if self._lease is not None:
+            self._lease.release()
+
+
+class SecondProgram(DeferredPrograms[V, S]):
+    """The variants that get a program of their own while one program for all variants serves. A probe may choose them."""
+
+    def __init__(self, plan: CompilePlan[V, S], on_progress: OnProgress) -> None:
+        super().__init__(plan, (), on_progress)
+
+    def choose(self) -> None:
+        """Choose the options of the second program, and the variants that get it."""
+        assert self._plan.later is not None, "all programs are there"
+        options = self._plan.later()
+        self._plan = replace(self._plan, options=options, later=None)
+        apart = (variant for variant in self._plan.variants if options.program_group(variant).part)
+        self.variants = tuple(variant for variant in apart if options.program_group(variant).part != "prefill")

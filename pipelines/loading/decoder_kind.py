@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,20 +19,15 @@ from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
 from staticllm.pipelines.artifacts.manifest import LAYOUT_FIELDS, Manifest
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind, probes_of
-from staticllm.pipelines.loading.loaded import Loaded
-from staticllm.pipelines.programs.build import Allocation, CompiledPrograms, make_runner
-from staticllm.pipelines.programs.compile_plan import (
-    CompilePlan,
-    StartWith,
-    phase_properties,
-    prepare,
-    with_kv_slots,
-)
+from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, probes_of
+from staticllm.pipelines.programs.bind import HostMemory, allocating
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
+from staticllm.pipelines.programs.compile_plan import phase_properties, prepare, with_kv_slots
 from staticllm.pipelines.programs.dry_run import random_feeds
 from staticllm.pipelines.programs.layout import program_layout, with_host_slots
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import first_to_serve
+from staticllm.pipelines.programs.warm_up import make_runner
 
 
 @dataclass(frozen=True)
@@ -58,19 +55,20 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         self,
         job: DecoderJob,
         programs: CompiledPrograms[Variant, ModelShape],
-        memory: Allocation | None,
+        memory: Future[HostMemory] | None,
         planned: Sequence[Variant] = (),
     ) -> ModelRunner:
         """Bind the programs to one KV arena, and warm them up.
 
-        Raises:
-            ConfigError: there is not enough memory for the arena or the masks.
+        Raises ``ConfigError`` (there is not enough memory for the arena or the masks).
         """
         return make_runner(programs, job.on_progress, planned, memory, job.config.adapters)
 
     def fingerprint(self, job: DecoderJob) -> StepFingerprint:
         """Return the digests of the model, the machine, and the resolved layout."""
-        core, device, config = get_core(), job.device, job.config
+        core = get_core()
+        device = job.device
+        config = job.config
         properties = phase_properties(device, config)
         kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
         layout = program_layout(device, job.directory, config, kv_type)
@@ -98,9 +96,9 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
         return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
 
-    def memory(self, shape: ModelShape, variants: Sequence[Variant]) -> Allocation:
+    def memory(self, shape: ModelShape, variants: Sequence[Variant]) -> AbstractContextManager[Future[HostMemory]]:
         """Return a block that allocates the arena and the buffers."""
-        return Allocation(shape, variants)
+        return allocating(shape, variants)
 
     def first_to_serve(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Return the fewest variants that can run any prompt."""
@@ -122,16 +120,14 @@ def job_of(
     """Check directory and device, resolve ``KV_CACHE_GB`` to a number of KV slots, and fit the host pool to ``MEMORY_LIMIT_MB``.
 
     ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
-    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used.
-
-    Raises:
-        ModelError: the directory is missing or incomplete.
-        DeviceError: ``check`` refuses the device.
-        ConfigError: the model does not fit into ``MEMORY_LIMIT_MB``.
+    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises ``ModelError`` (the directory is missing
+    or incomplete), ``DeviceError`` (``check`` refuses the device) and ``ConfigError`` (the model does not fit into
+    ``MEMORY_LIMIT_MB``).
     """
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
-    core, name = get_core(), check(get_core(), device)
+    core = get_core()
+    name = check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
     resolved = with_host_slots(name, directory, with_kv_slots(config, directory, kv_type), kv_type)
     given = frozenset(config.non_default if explicit is None else explicit)

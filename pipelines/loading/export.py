@@ -1,4 +1,8 @@
-"""Compiles a model so that its programs can be exported, exports them as blobs, and checks the blobs against the programs."""
+"""Exports compiled programs as blobs, checks the blobs against the programs, and writes them as a blob set.
+
+OpenVINO does not check blobs. On its CPU plugin (2026.4) a blob without weights read changed constants from the weights file
+again, so that short convolutions had other shapes. A whole blob of a mixture of experts gave other tokens than its program.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,40 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, cast
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
 
 from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.artifacts.blob_set import MANIFEST, ImportTarget, is_ours, json_properties, write_set
-from staticllm.pipelines.artifacts.check import matches
+from staticllm.pipelines.artifacts.blob_set import (
+    MANIFEST,
+    ImportTarget,
+    import_blob,
+    is_ours,
+    json_properties,
+    read_manifest,
+    write_set,
+)
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
-from staticllm.pipelines.artifacts.manifest import Manifest, VariantFile
-from staticllm.pipelines.artifacts.stored import to_json
+from staticllm.pipelines.artifacts.manifest import Manifest, VariantFile, to_json
+from staticllm.pipelines.artifacts.measurements import CostsPlace
 from staticllm.pipelines.loading.kind import Job, LoadJob, R
-from staticllm.pipelines.programs.build import CompiledPrograms, compile_all
-from staticllm.pipelines.programs.compile_plan import CompilePlan
-from staticllm.pipelines.programs.lowered import S, V
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_all
+from staticllm.pipelines.programs.dry_run import run_apart
 from staticllm.system.files import refusal_of
 
+DEFAULT_BLOB = "openvino_model.blob"
+"""Name of a blob beside a model, as in NPUW."""
 WEIGHTS = "WEIGHTS_PATH"
-"""A property of devices that can leave weights out of blobs."""
+"""Property of devices that can leave weights out of blobs."""
+TOLERANCE = 1e-3
+"""Largest difference between a blob and its program, as a share of the output's range. Usually both are bitwise equal."""
 _REASON = "they do not compute what their programs compute"
 
 
@@ -41,26 +60,87 @@ class Exported(Generic[V, S]):
     is_weightless: bool
 
 
-def export_set(job: Job[V, S, R], target: Path) -> Manifest:
-    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
+@dataclass(frozen=True)
+class SetPlace(Generic[V, S, R]):
+    """The folder to which a job's programs are written as a blob set.
 
-    Raises:
-        ConfigError: ``target`` exists or cannot be written, or an option is impossible for this model.
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        BlobError: the device's blobs of this model failed verification.
+    ``known``: the job's fingerprint; it is computed when it is needed if it is None.
     """
+
+    job: Job[V, S, R]
+    folder: Path
+    known: Fingerprint | None = None
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The job's fingerprint."""
+        return self.known or self.job.kind.fingerprint(self.job)
+
+    @property
+    def is_weightless(self) -> bool:
+        """Whether the blobs are to be written without weights."""
+        return is_weightless_wanted(self.job)
+
+    @property
+    def costs_place(self) -> CostsPlace:
+        """The place of the measured costs of the set's programs."""
+        return CostsPlace(self.folder, self.fingerprint, self.job.key)
+
+    def write(self, programs: CompiledPrograms[V, S]) -> None:
+        """Export and write all programs of the model. Raises ``BlobError``, ``ConfigError`` (as ``put``)."""
+        self.put(export_programs(self.job, programs, self.is_weightless), {})
+
+    def put(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
+        """Write a set; ``costs`` in seconds. Raises ``BlobError`` (a blob differs from its program) and ``ConfigError``."""
+        if exported.blobs is None:
+            raise BlobError(
+                f"nothing was exported: the blobs of this model on {self.job.device} failed verification, {_REASON}; "
+                "leave EXPORT_BLOB out"
+            )
+        self._write(self._manifest(exported, costs), exported.blobs)
+
+    def put_quarantined(self, exported: Exported[V, S]) -> None:
+        """Write a set without blobs, so that the next start does not export again. Raises ``ConfigError`` (cannot write)."""
+        verification = {"is_ok": False, "reason": _REASON, "when": "export"}
+        self._write(replace(self._manifest(exported, {}), verification=verification), {})
+
+    def _write(self, manifest: Manifest, blobs: Mapping[str, bytes]) -> None:
+        callbacks = self.job.config.cache_encryption_callbacks
+        try:
+            write_set(self.folder, manifest, blobs, callbacks[0] if callbacks else None, self.job.key)
+        except OSError as error:
+            raise ConfigError(
+                f"the blobs cannot be written to {str(self.folder)!r}: {error.strerror or error}"
+            ) from error
+
+    def _manifest(self, exported: Exported[V, S], costs: Mapping[V, float]) -> Manifest:
+        """Return the manifest as it will be written, without the digests of the blobs."""
+        options = exported.programs.options
+        return Manifest(
+            fingerprint=self.fingerprint,
+            config=self.job.kind.choices(self.job),
+            programs=options.layout,
+            kv_type=options.kv_type or "",
+            shape=to_json(exported.programs.shape),
+            properties={part: json_properties(values) for part, values in options.properties.items()},
+            variants=tuple(VariantFile(variant, name) for variant, name in exported.files.items()),
+            blobs={},
+            is_weightless=exported.is_weightless,
+            is_encrypted=False,
+            costs=dict(costs),
+            few_rows=options.few_rows,
+        )
+
+
+def export_set(job: Job[V, S, R], target: Path) -> Manifest:
+    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest. Raises as ``load``."""
     check_new(target)
-    return write_exported(job, target, compile_for_export(job), job.kind.fingerprint(job), {})
+    SetPlace(job, target).put(compile_for_export(job), {})
+    return read_manifest(target, job.key)
 
 
 def check_new(target: Path) -> None:
-    """Check that a set can be written to ``target``: nothing is there, or only what a writer that died has left.
-
-    Raises:
-        ConfigError: ``target`` exists, or the folder around it does not.
-    """
+    """Check that ``target`` is new, or holds only a dead writer's leftovers. Raises ``ConfigError``."""
     if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
@@ -69,11 +149,7 @@ def check_new(target: Path) -> None:
 
 
 def check_writable(target: Path) -> None:
-    """Check that a set can be written to ``target``, before the model is compiled, which may take minutes.
-
-    Raises:
-        ConfigError: the folder around it is read-only, or takes no files.
-    """
+    """Check that a set can be written to ``target``, before minutes of compiling. Raises ``ConfigError``."""
     parent = target.resolve().parent
     reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:
@@ -83,15 +159,29 @@ def check_writable(target: Path) -> None:
         )
 
 
-def compile_for_export(job: Job[V, S, R]) -> Exported[V, S]:
-    """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs.
+def export_target(job: LoadJob[Any]) -> Path:
+    """Return the folder that ``EXPORT_BLOB`` writes to; its parent is created. Raises ``ConfigError`` (no set, not writable)."""
+    target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
+    if _exists(target) and not is_ours(target):
+        raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
+    try:
+        target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+    check_writable(target)
+    return target
 
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        UnsupportedModelError: a pass cannot lower the model.
-        DeviceError: the device is missing, or refused a program.
-        ConfigError: an option is impossible for this model.
-    """
+
+def _exists(path: Path) -> bool:
+    """Return whether ``path`` exists. Raises ``ConfigError`` (the path is impossible)."""
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"BLOB_PATH={str(path)[:80]!r} cannot be written: {error}") from None
+
+
+def compile_for_export(job: Job[V, S, R]) -> Exported[V, S]:
+    """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs. Raises as ``load``."""
     if is_weightless_wanted(job):
         exported = _export(job, is_weightless=True)
         if exported.blobs is not None:
@@ -113,18 +203,16 @@ def is_weightless_wanted(job: LoadJob[Any]) -> bool:
 
 
 def plan_for_export(job: Job[V, S, R], is_weightless: bool) -> CompilePlan[V, S]:
-    """Lower a model so that its programs can be exported, with or without their weights.
-
-    Raises:
-        As ``ProgramKind.plan``.
-    """
+    """Lower a model for export, with or without its weights. Raises as ``ProgramKind.plan``."""
     plan = job.kind.plan(job, for_blobs=True)
     return plan.without_weights() if is_weightless else plan
 
 
 def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weightless: bool) -> Exported[V, S]:
     """Export the program of each variant as a blob, and compare each blob with its program on random inputs."""
-    files, blobs, names = dict[V, str](), dict[str, bytes](), dict[int, str]()
+    files = dict[V, str]()
+    blobs = dict[str, bytes]()
+    names = dict[int, str]()
     weights = job.weights if is_weightless else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
         start = time.perf_counter()
@@ -140,72 +228,28 @@ def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weig
     return Exported(programs, files, blobs, is_weightless)
 
 
+def matches(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]], blob: bytes, target: ImportTarget) -> bool:
+    """Return whether ``blob``, imported for ``target``, computes what ``compiled`` computes from ``feeds``, by port name."""
+    try:
+        imported = import_blob(get_core(), blob, target)
+        expected = run_apart(compiled, feeds)
+        found = run_apart(imported, feeds)
+    except (BlobError, RuntimeError, ValueError):
+        return False
+    return expected.keys() == found.keys() and all(_is_close(expected[name], found[name]) for name in expected)
+
+
+def _is_close(expected: NDArray[Any], found: NDArray[Any]) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    expected, found = (np.asarray(array, np.float64) for array in (expected, found))
+    spread = float(np.ptp(expected)) if expected.size else 0.0
+    return bool(np.all(np.abs(expected - found) <= TOLERANCE * spread)) or np.array_equal(
+        expected, found, equal_nan=True
+    )
+
+
 def _label(variant: ProgramVariant) -> str:
     """Return the sizes of a variant as a part of a file's name."""
     sizes = asdict(cast(Any, variant)).values()
     return f"{variant.phase}-{'x'.join(map(str, list(sizes)[:2]))}"
-
-
-def write_exported(
-    job: Job[V, S, R], target: Path, exported: Exported[V, S], fingerprint: Fingerprint, costs: Mapping[V, float]
-) -> Manifest:
-    """Write programs as a set at ``target``. ``costs``: measured seconds per call of a variant.
-
-    Raises:
-        BlobError: a blob does not compute what its program computes.
-        ConfigError: the disk is full, or the folder cannot be written.
-    """
-    return write_blobs(job, target, manifest_of(job, exported, fingerprint, costs), exported.blobs)
-
-
-def write_blobs(job: LoadJob[Any], target: Path, manifest: Manifest, blobs: Mapping[str, bytes] | None) -> Manifest:
-    """Write a set to ``target``, and return its manifest as written.
-
-    Raises:
-        BlobError: ``blobs`` is None: one of them does not compute what its program computes.
-        ConfigError: the disk is full, or the folder cannot be written.
-    """
-    if blobs is None:
-        raise BlobError(
-            f"nothing was exported: the blobs of this model on {job.device} failed verification, {_REASON}; leave EXPORT_BLOB out"
-        )
-    return _write(job, target, manifest, blobs)
-
-
-def write_quarantined(job: LoadJob[Any], target: Path, manifest: Manifest) -> None:
-    """Write a set without blobs that records the failed verification, so that the next start does not export again.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    verification = {"is_ok": False, "reason": _REASON, "when": "export"}
-    _write(job, target, replace(manifest, verification=verification), {})
-
-
-def _write(job: LoadJob[Any], target: Path, manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
-    callbacks = job.config.cache_encryption_callbacks
-    try:
-        return write_set(target, manifest, blobs, callbacks[0] if callbacks else None, job.key)
-    except OSError as error:
-        raise ConfigError(f"the blobs cannot be written to {str(target)!r}: {error.strerror or error}") from error
-
-
-def manifest_of(
-    job: Job[V, S, R], exported: Exported[V, S], fingerprint: Fingerprint, costs: Mapping[V, float]
-) -> Manifest:
-    """Return the manifest as it will be written, without the digests of the blobs."""
-    options = exported.programs.options
-    return Manifest(
-        fingerprint=fingerprint,
-        config=job.kind.choices(job),
-        programs=options.layout,
-        kv_type=options.kv_type or "",
-        shape=to_json(exported.programs.shape),
-        properties={part: json_properties(values) for part, values in options.properties.items()},
-        variants=tuple(VariantFile(variant, name) for variant, name in exported.files.items()),
-        blobs={},
-        is_weightless=exported.is_weightless,
-        is_encrypted=False,
-        costs=dict(costs),
-        few_rows=options.few_rows,
-    )

@@ -1,4 +1,4 @@
-"""A kind of model is what loading, compiling, storing and measuring programs must know of it; all else is written once.
+"""What loading, compiling, storing and measuring programs must know of a kind of model; all else is written once.
 
 A new kind says how a model is lowered and which sizes its programs have (``plan``), what a call of random values is
 (``random_call``), and what runs its programs (``runner``).
@@ -10,9 +10,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
@@ -23,12 +23,12 @@ from staticllm.model_dir import weights_of
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, OtherFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.artifacts.measurements import probes_in
+from staticllm.pipelines.artifacts.measurements import KeptCosts, probes_in
+from staticllm.pipelines.loading.background import DeferredPrograms
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
-from staticllm.pipelines.programs.build import CompiledPrograms
-from staticllm.pipelines.programs.compile_plan import CompilePlan, StartWith, phase_properties
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, StartWith, V
+from staticllm.pipelines.programs.compile_plan import phase_properties
 from staticllm.pipelines.programs.layout import program_mode
-from staticllm.pipelines.programs.lowered import S, V
 
 
 class MeasuredRunner(Protocol[V]):
@@ -46,16 +46,16 @@ class MeasuredRunner(Protocol[V]):
 
 
 R = TypeVar("R", bound=MeasuredRunner[Any])
-"""What runs the programs of a kind of model."""
+"""The runner of a kind of model."""
 K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
 
 
 class ProgramKind(ABC, Generic[V, S, R]):
-    """What loading must know of one kind of model; a value of it also has the choices of one load.
+    """One kind of model, with the choices of one load.
 
-    ``name`` stands in manifests and messages, ``variant`` is the class of the sizes of its programs, and ``shape`` that of
-    the contract with them; both are dataclasses whose annotations say what a stored one may hold.
-    ``compiles_in_background``: whether it can serve before all of its programs are there.
+    ``name`` stands in manifests and messages. ``variant`` is the class of the sizes of its programs, ``shape`` that of their
+    contract; both are dataclasses whose annotations bound what a stored one may hold. ``compiles_in_background``: whether it can
+    serve before all of its programs are there.
     """
 
     name: ClassVar[str]
@@ -67,9 +67,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
         """Read and lower the model, and choose the variants of its programs. ``for_blobs``: whether they will be exported.
 
-        Raises:
-            ModelError, UnsupportedModelError: a file is missing or damaged, or a pass cannot lower the model.
-            ConfigError: an option is impossible for this model.
+        Raises ``ModelError``, ``UnsupportedModelError`` (a file is missing or damaged, or a pass cannot lower the model) and
+        ``ConfigError`` (an option is impossible for this model).
         """
 
     @abstractmethod
@@ -86,8 +85,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
-        Raises:
-            ModelError: a file of the model cannot be read.
+        Raises ``ModelError`` (a file of the model cannot be read).
         """
         properties = sorted(json_properties(self.properties(job)["encode"]).items())
         return OtherFingerprint(
@@ -125,8 +123,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def check(self, programs: CompiledPrograms[V, S]) -> None:
         """Check the ports of imported programs, before any memory is allocated for them.
 
-        Raises:
-            ValueError, KeyError: a program cannot run its variant.
+        Raises ``ValueError``, ``KeyError`` (a program cannot run its variant).
         """
 
 
@@ -153,6 +150,35 @@ class LoadJob(Generic[K_co]):
 
 
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
+
+Origin = Literal["compiled", "blob", "cache"]
+"""Where a loaded model's programs come from."""
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[V, S, R]):
+    """A model that can run.
+
+    ``config``: the config in force, where a blob set has decided what the user left open. ``has_mapped_weights``: whether weights
+    are read from their file while the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
+    """
+
+    runner: R
+    programs: CompiledPrograms[V, S]
+    config: StaticLLMConfig
+    origin: Origin
+    deferred: DeferredPrograms[V, S] | None = None
+    has_mapped_weights: bool = True
+    kept_costs: KeptCosts[V] | None = None
+
+    def keep_costs(self) -> None:
+        """Write the stable costs, if there is a place for them and they are new."""
+        if self.kept_costs is not None:
+            self.kept_costs.write(self.runner.stable_costs)
+
+    def without_programs(self) -> Loaded[V, S, R]:
+        """Return what is known of a model that was closed, without its programs and graphs."""
+        return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
 
 
 def probes_of(job: LoadJob[Any]) -> ProbeTimes:

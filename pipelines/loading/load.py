@@ -1,23 +1,35 @@
-"""Loads a model directory: compiles the programs, or imports them from a blob set or a cache."""
+"""Decides where the programs of a model come from: a blob set, a cache of such sets, or the compiler.
+
+``load_job`` is the only place that decides. It calls ``ProgramKind.plan`` (read, lower, choose variants), ``compile_all`` or
+``import_set``, ``ProgramKind.runner`` (bind, warm up), and a ``SetPlace`` that writes what was compiled.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
-from staticllm.errors import DeviceError, StaticLLMError, last_line
-from staticllm.pipelines.loading.cached import load_through_cache
+from staticllm.devices import kind
+from staticllm.errors import BlobError, DeviceError, StaticLLMError, last_line
+from staticllm.pipelines.artifacts.blob_set import check_kind, read_steadily, remove_set
+from staticllm.pipelines.artifacts.crashes import check_crashes
+from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.measurements import CostsPlace
+from staticllm.pipelines.loading.background import DeferredPrograms, SecondProgram
+from staticllm.pipelines.loading.cached import CacheEntry, CacheUnusableError
 from staticllm.pipelines.loading.decoder_kind import LoadedDecoder, job_of
-from staticllm.pipelines.loading.exported import load_and_export
-from staticllm.pipelines.loading.imported import load_blob_set
-from staticllm.pipelines.loading.kind import Job, R
-from staticllm.pipelines.loading.loaded import Loaded
-from staticllm.pipelines.loading.staged import load_compiled
-from staticllm.pipelines.programs.lowered import S, V
+from staticllm.pipelines.loading.export import SetPlace, compile_for_export, export_target, plan_for_export
+from staticllm.pipelines.loading.import_set import import_set
+from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, R
+from staticllm.pipelines.programs.compile import CompilePlan, S, V, compile_all
+from staticllm.pipelines.programs.layout import program_mode
 
 
 def load(
@@ -44,17 +56,142 @@ def load(
 
 
 def load_job(job: Job[V, S, R]) -> Loaded[V, S, R]:
-    """Load a model of any kind: import its programs from ``BLOB_PATH`` or ``CACHE_DIR``, or compile them; write a wanted set.
+    """Load a model of any kind and warm it up.
+
+    With ``EXPORT_BLOB``, compile it and write a set to ``BLOB_PATH``, which replaces an existing set. Else with ``BLOB_PATH``,
+    import that set. Else with ``CACHE_DIR``, import the cached set, or compile the model and cache it. Else compile it.
 
     Raises:
         As ``load``.
     """
     config = job.config
     if config.export_blob:
-        return load_and_export(job)
+        return _compile_into(SetPlace(job, export_target(job)))
     if config.blob_path:
-        return load_blob_set(job, Path(config.blob_path))
-    return load_through_cache(job, config.cache_dir) if config.cache_dir else load_compiled(job)
+        return _from_set(job, Path(config.blob_path))
+    if config.cache_dir:
+        return _through_cache(job, config.cache_dir)
+    return _compile(job)
+
+
+def _from_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
+    """Import the set in ``folder``, which decides whatever the user did not choose. Raises ``BlobError``."""
+
+    def import_it(manifest: Manifest) -> Loaded[V, S, R]:
+        check_kind(folder, manifest, job.kind.name)
+        check_crashes(folder)
+        return import_set(job.kind.decided_by(manifest, job), folder, manifest, "blob")
+
+    return read_steadily(folder, import_it, job.key)
+
+
+def _through_cache(job: Job[V, S, R], cache_dir: str) -> Loaded[V, S, R]:
+    """Import the job's set from a cache, or compile and cache it. A cache that cannot be written is only read."""
+    entry = CacheEntry.of(job, cache_dir)
+    try:
+        lease = entry.lease()
+    except CacheUnusableError as error:
+        return _from_read_only_cache(entry, str(error)) or _compile(job)
+    try:
+        loaded = _from_cache(entry) or _compile_into(entry)
+    except BaseException:
+        lease.release()
+        raise
+    if loaded.deferred is None:
+        lease.release()
+        entry.cache.prune(keep=entry.key)
+    else:
+        loaded.deferred.hold(lease)
+    return loaded
+
+
+def _from_cache(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
+    """Import the cached set; None if there is none, or, with a warning, if it is damaged: then it is removed.
+
+    If blobs of this model failed verification before, or crashed twice, compile it for this start and write nothing.
+    """
+    if not entry.folder.is_dir():
+        return None
+    try:
+        manifest = entry.read()
+        problem = entry.quarantine(manifest)
+        if problem is None:
+            return import_set(entry.job, entry.folder, manifest, "cache", entry.fingerprint)
+    except BlobError as error:
+        warnings.warn(f"compiled again: {error}", RuntimeWarning, stacklevel=2)
+        remove_set(entry.folder)
+        return None
+    warnings.warn(f"CACHE_DIR is not used: {problem}", RuntimeWarning, stacklevel=2)
+    return _compile(entry.job, entry.costs_place)
+
+
+def _from_read_only_cache(entry: CacheEntry[V, S, R], reason: str) -> Loaded[V, S, R] | None:
+    """Import the set in a cache that cannot be written for this ``reason``; None, with a warning, if that is impossible."""
+
+    def import_it(manifest: Manifest) -> Loaded[V, S, R]:
+        if (problem := entry.quarantine(manifest)) is not None:
+            raise BlobError(problem)
+        return import_set(entry.job, entry.folder, manifest, "cache", entry.fingerprint)
+
+    problem = reason
+    try:
+        if entry.folder.is_dir():
+            return read_steadily(entry.folder, import_it, entry.job.key)
+    except BlobError as error:
+        problem = f"{reason}, and {error}"
+    except OSError:
+        problem = f"{reason}, nor read"
+    text = f"CACHE_DIR={str(entry.cache.folder)!r} cannot be used: {problem}"
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    return None
+
+
+def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
+    """Compile, and write the programs as a set: at once, or when the deferred ones have been compiled."""
+    job = place.job
+    if is_staged(job):
+        return _compile_staged(job, plan_for_export(job, place.is_weightless), place)
+    exported = compile_for_export(job)
+    programs = exported.programs
+    with job.kind.memory(programs.shape, list(programs.compiled)) as memory:
+        runner = job.kind.runner(job, programs, memory)
+    place.put(exported, runner.measured_costs)
+    kept = place.costs_place.costs_of(job.kind.variant, programs.options)
+    return Loaded(runner, programs, job.config, "compiled", kept_costs=kept)
+
+
+def _compile(job: Job[V, S, R], place: CostsPlace | None = None) -> Loaded[V, S, R]:
+    """Compile; no blobs are written. ``place``: where the costs of the programs are kept, if anywhere."""
+    plan = job.kind.plan(job, start="all programs" if job.config.background_compile is False else "one program")
+    if is_staged(job):
+        return _compile_staged(job, plan)
+    kept = place.costs_of(job.kind.variant, plan.options) if place is not None else None
+    with plan.weights.released(), job.kind.memory(plan.lowered.shape, plan.variants) as memory:
+        programs = compile_all(plan, job.on_progress)
+        programs = replace(programs, kept_costs=kept.read() if kept is not None else {})
+        runner = job.kind.runner(job, programs, memory)
+    deferred = SecondProgram(plan, job.on_progress) if plan.later is not None else None
+    return Loaded(runner, programs, job.config, "compiled", deferred, kept_costs=kept)
+
+
+def _compile_staged(
+    job: Job[V, S, R], plan: CompilePlan[V, S], place: SetPlace[V, S, R] | None = None
+) -> Loaded[V, S, R]:
+    """Compile the fewest programs that can serve, and defer the others. All of them are written to ``place`` at the end."""
+    first = job.kind.first_to_serve(plan.variants)
+    with plan.weights.released(), job.kind.memory(plan.lowered.shape, plan.variants) as memory:
+        programs = compile_all(plan.restricted(first), job.on_progress)
+        runner = job.kind.runner(job, programs, memory, plan.variants)
+    others = (variant for variant in plan.variants if variant not in first)
+    return Loaded(runner, programs, job.config, "compiled", DeferredPrograms(plan, others, job.on_progress, place))
+
+
+def is_staged(job: LoadJob[Any]) -> bool:
+    """Return whether the fewest programs that can serve are compiled first, and the others in the background."""
+    if not job.kind.compiles_in_background or program_mode(job.device, job.config) != "separate":
+        return False
+    wanted = job.config.background_compile
+    return kind(job.device) != "CPU" if wanted is None else wanted
 
 
 @contextmanager

@@ -22,14 +22,11 @@ class WeightsWatch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen, self._sample = self._stat(), self._sampled()
+        self._seen = self._stat()
+        self._sample = self._sampled()
 
     def check(self) -> None:
-        """Check that the file is still the one that was loaded.
-
-        Raises:
-            ModelError: the contents of the weights file have changed since it was loaded.
-        """
+        """Check that the file is still the one that was loaded. Raises ``ModelError``."""
         seen = self._stat()
         if seen == self._seen or seen is None or self._seen is None or seen[0] != self._seen[0]:
             return

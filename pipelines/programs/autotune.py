@@ -1,4 +1,8 @@
-"""Finds device properties that make a model faster on this machine, by timing probes."""
+"""Times parts of a model on this machine: its matrices with several device properties, and its first layers in two programs.
+
+Matrices alone do not tell what a program for calls of few rows gains: with fixed rows, the CPU plugin prepares fewer nodes per
+call, and fuses more of them.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +19,37 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import compressed_weights
-from staticllm.core import Part, Phase, ProgramLayout
+from staticllm.compiler_passes.lower import LoweredModel
+from staticllm.core import Part, Phase, ProgramLayout, Variant
 from staticllm.devices import kind, type_name
+from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
-"""Activations that share a scale when the CPU multiplies them in 8 bits with 8-bit or 4-bit weights. The plugin uses 32."""
+"""Activations per scale in the CPU's 8-bit multiplication by 8-bit or 4-bit weights. The plugin's default is 32."""
 WORTH_IT = 1.1
-"""How many times faster a larger group must be: its logits are a little further from the model's (docs/decisions.md)."""
+"""Least speedup for which a larger group is used: it moves logits a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
-"""How many times faster an unusual setting must be for a single row: a probe of one row varies by 5 % or more."""
+"""Least speedup of an unusual setting for single rows, whose probes vary by 5 % or more."""
 NOT_SLOWER = 1.05
-"""How much slower a setting may look that is as fast."""
+"""Measured slowdown up to which a setting counts as equally fast."""
 PACKED_ROWS, SHORT_ROWS = 8, 16
-"""Rows of a packed step and of a short prompt in a probe; a prompt of twice as many is tried as well."""
+"""Probed rows of a packed step and of a short prompt; a prompt of twice as many is probed as well."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
-"""Rows of a prompt in a probe; each candidate runs at least ``LEAST_RUNS`` times and at least ``SECONDS`` seconds."""
+"""Probed rows of a long prompt; minimum runs and minimum seconds per candidate."""
 LEAST_WEIGHTS = 1_000_000
-"""Weights in the probed matrices. Below, nothing is timed and activations are not quantized: the gain lies within measurement
-noise, so the chosen setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
+"""Weights in the probed matrices below which nothing is timed and activations are not quantized: gains would be noise, so the
+setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
 CACHE_BYTES = 64 << 20
-"""Bytes that are read before a single row is timed, so that the weights come from memory, not from a cache."""
+"""Bytes read before each timing of a single row, to evict the weights from the caches."""
+
+LAYERS_SHARE, LEAST_LAYERS_SHARE = 1 / 6, 1 / 50
+"""Largest and smallest share of a model's nodes in the timed layers."""
+LAYER_RUNS = 25
 
 Properties = Mapping[str, Any]
+ProbeRequest = tuple[ov.InferRequest, dict[str, NDArray[Any]]]
+"""A request, and the memory it reads."""
 
 
 class ProbeTimes(Protocol):
@@ -126,18 +138,18 @@ class FewRows:
 
 
 def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> FewRows:
-    """Return the fastest properties for calls of few rows.
+    """Return the fastest properties for calls of few rows. ``asked``: the user's own of each phase, which are not changed.
 
-    For single rows the candidates are no quantization of activations, the same in f32, and ``usual``. The first is nearest to the
-    model, so ``usual``, which all other calls have, must be faster, and the same in f32 clearly faster. Where the device
-    computes in bf16, quantized activations in f32 are tried as well, since they reach the integer units with less work around
-    them: they are used for packed steps and short prompts too, if they are clearly faster there and single rows do not suffer.
-    ``asked``: the user's own properties of each phase, which are not changed.
+    For single rows the candidates are activations without quantization, the same in f32, and ``usual``. The first is nearest to
+    the model, so ``usual``, which all other calls have, must be faster, and f32 clearly faster. Where the device computes in
+    bf16, quantized activations in f32 are tried as well, because they reach the integer units with less work around them. They
+    also serve packed steps and short prompts if they are clearly faster there and single rows do not suffer.
     """
     own = asked["generate"]
     if GROUP_SIZE in own:
         return FewRows(usual)
-    plain, exact = {**usual, GROUP_SIZE: 0}, {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
+    plain = {**usual, GROUP_SIZE: 0}
+    exact = {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
     quantized = {**usual, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
     is_f32_open = PRECISION not in own and not probe.is_f32
     can_share = is_f32_open and probe.takes_large_groups and asked["prefill"] == own
@@ -179,7 +191,9 @@ class Probe:
     """Some matrices of a model in one program, which is compiled once per set of properties."""
 
     def __init__(self, core: ov.Core, device: str, matrices: list[ov.Node], kept: ProbeTimes | None = None) -> None:
-        self._core, self._device, self._kept = core, device, kept
+        self._core = core
+        self._device = device
+        self._kept = kept
         self._described = [_description(node) for node in matrices]
         self._sizes = [_input_size(node) for node in matrices]
         self._model = _side_by_side(matrices, self._sizes)
@@ -215,11 +229,12 @@ class Probe:
         return found
 
     def _timed(self, num_rows: int, candidates: list[Properties], is_cold: bool) -> list[float]:
-        """Time each candidate that computes other numbers than those before it; the rest run the same kernels and share a time.
+        """Time each candidate that computes other numbers than those before it; equal ones run the same kernels and share a time.
 
-        Where the processor has no instructions for them, quantized activations are such a rest. If all are alike, each time is 1.
+        Quantized activations are equal to others where the processor lacks instructions. If all are equal, each time is 1.
         """
-        random, scratch = np.random.default_rng(0), np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
+        random = np.random.default_rng(0)
+        scratch = np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]
         products = [[np.array(found) for found in request.infer(feeds).values()] for request in requests]
@@ -257,15 +272,115 @@ def _description(node: ov.Node) -> tuple[Any, ...]:
 
 
 def _input_size(node: ov.Node) -> int:
-    shape, is_transposed = node.input_value(1).get_shape(), node.get_attributes()["transpose_b"]
+    shape = node.input_value(1).get_shape()
+    is_transposed = node.get_attributes()["transpose_b"]
     return int(shape[1] if is_transposed else shape[0])
 
 
 def _side_by_side(matrices: list[ov.Node], sizes: list[int]) -> ov.Model:
-    inputs, results = [], []
+    inputs = []
+    results = []
     for node, size in zip(matrices, sizes, strict=True):
         rows = ops.parameter([1, -1, size], node.input_value(0).get_element_type())
         product = ops.matmul(rows, node.input_value(1), False, bool(node.get_attributes()["transpose_b"]))
         inputs.append(rows)
         results.append(ops.result(product))
     return ov.Model(results, inputs)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+
+
+@dataclass(frozen=True)
+class ProbedProgram:
+    """A program of a probe: the variants that share it, and its properties."""
+
+    variants: tuple[Variant, ...]
+    properties: Properties
+
+
+def layers_speedup(
+    core: ov.Core,
+    device: str,
+    lowered: LoweredModel,
+    variant: Variant,
+    programs: tuple[ProbedProgram, ProbedProgram],
+    kept: ProbeTimes | None = None,
+) -> float:
+    """Return how many times faster calls of ``variant`` are in the second of two programs, as estimated.
+
+    The first layers of the model run in both forms, in turns and with cold caches. 1.0 if the model has no layers that can be
+    told apart. What is in ``kept`` is not timed again. Raises ``RuntimeError`` (the device refused a program).
+    """
+    models = [first_layers(lowered.share(program.variants), LAYERS_SHARE) for program in programs]
+    parts = [model for model in models if model is not None]
+    if len(parts) < len(programs):
+        return 1.0
+    kinds = Counter(node.get_type_name() for node in parts[0].get_ordered_ops())
+    shapes = [
+        (tuple(node.shape), str(node.get_element_type())) for node in parts[0].get_ordered_ops() if _is_matrix(node)
+    ]
+    settings = [sorted((name, str(value)) for name, value in program.properties.items()) for program in programs]
+    question = repr(
+        (device, str(variant), sorted(kinds.items()), shapes, settings, [len(each.variants) for each in programs])
+    )
+    seconds = kept.times(question, len(programs)) if kept is not None else None
+    if seconds is None:
+        compiled = [
+            core.compile_model(part, device, dict(program.properties))
+            for part, program in zip(parts, programs, strict=True)
+        ]
+        seconds = _seconds_in_turns([_warm_request(each, variant) for each in compiled])
+        if kept is not None:
+            kept.add(question, seconds)
+    return seconds[0] / seconds[1]
+
+
+def _seconds_in_turns(requests: Sequence[ProbeRequest]) -> list[float]:
+    times: list[list[float]] = [[] for _ in requests]
+    scratch = np.ones(CACHE_BYTES // 8, np.int64)
+    for _ in range(LAYER_RUNS):
+        for (request, _), taken in zip(requests, times, strict=True):
+            np.bitwise_or.reduce(scratch)
+            start = time.perf_counter()
+            request.infer()
+            taken.append(time.perf_counter() - start)
+    return [float(np.median(taken)) for taken in times]
+
+
+def first_layers(model: ov.Model, most: float) -> ov.Model | None:
+    """Return the part of a model that computes its first outputs, usually keys and values of the first layers.
+
+    It has at most the share ``most`` of the model's nodes; None if no outputs need that few, or those need too few.
+    """
+    nodes = model.get_ordered_ops()
+    places = {node.get_name(): place for place, node in enumerate(nodes)}
+    needed = list[int]()  # of each node: the nodes that it needs, as bits
+    for node in nodes:
+        sources = (places[value.get_node().get_name()] for value in node.input_values())
+        bits = 0 if node.get_type_name() == "Constant" else 1 << len(needed)
+        for source in sources:
+            bits |= needed[source]
+        needed.append(bits)
+    total = max(bits.bit_count() for bits in needed)
+    chosen = list[ov.Node]()
+    bits = 0
+    for result in sorted(model.get_results(), key=lambda each: needed[places[each.get_name()]].bit_count()):
+        more = bits | needed[places[result.get_name()]]
+        if more.bit_count() > most * total:
+            break
+        chosen.append(result)
+        bits = more
+    if bits.bit_count() < LEAST_LAYERS_SHARE * total:
+        return None
+    inputs = [each for each in model.get_parameters() if bits >> places[each.get_name()] & 1]
+    return ov.Model(chosen, inputs)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+
+
+def _is_matrix(node: ov.Node) -> bool:
+    return node.get_type_name() == "Constant" and len(node.shape) > 1
+
+
+def _warm_request(compiled: ov.CompiledModel, variant: Variant) -> ProbeRequest:
+    """Return a request that has run once at ``variant``, so that its weights are packed, and the memory that it reads."""
+    feeds = random_feeds(compiled, variant)
+    request = bound_request(compiled, feeds)
+    request.infer()
+    return request, feeds

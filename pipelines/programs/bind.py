@@ -7,7 +7,10 @@ ran with the plugin's own buffer gets another one later.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
@@ -15,13 +18,54 @@ from numpy.typing import NDArray
 
 from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
+from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import StepBuffers
+from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.ports import ADAPTER_SCALES, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory that programs are bound to."""
+
+    cache: KVCache
+    pool: BufferPool
+
+
+@contextmanager
+def allocating(shape: ModelShape, variants: Sequence[Variant]) -> Iterator[Future[HostMemory]]:
+    """Allocate the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
+    with ThreadPoolExecutor(1, "staticllm-memory") as thread:
+        yield thread.submit(allocate, shape, tuple(variants))
+
+
+def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
+    """Allocate the memory for ``variants``. Raises ``ConfigError`` (there is not enough)."""
+    try:
+        return HostMemory(KVCache(shape, [variant.kv_len for variant in variants]), BufferPool(variants, shape))
+    except MemoryError as error:
+        raise ConfigError(
+            f"not enough memory for the KV slots or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"
+        ) from None
+
+
 class BoundRequest:
-    """An inference request whose ports are host memory: ``run`` reads the bound inputs and overwrites the bound outputs."""
+    """A program that is bound to host memory. This is the one place where a program runs.
+
+    A program of any kind of model is known to its runner by this contract alone, so that a chain of compiled blocks over shared
+    weights can take its place:
+
+    - Ports: every input and output of ``compiled`` is bound once, by its name in ``staticllm/ports.py``, before the first run.
+      ``tensors`` may hold more names than the program has ports. A chain binds each port to the block that has it, and what one
+      block hands to the next to memory of its own, which is no port.
+    - Buffers: the caller owns the memory behind ``tensors``, writes inputs and reads outputs only between two runs, and never
+      replaces an array.
+    - ``run`` reads the bound inputs, overwrites all bound outputs, and calls ``meanwhile`` once, while the device runs. If it
+      raises, the device has ended, and the outputs are undefined.
+
+    What compiles, exports, imports and counts programs (``compile_programs``, ``export_programs``, ``import_set``) deals with one
+    ``ov.CompiledModel`` per program: a chain needs a value of several there, with one blob each.
+    """
 
     def __init__(self, compiled: ov.CompiledModel, tensors: Mapping[str, ov.Tensor]) -> None:
         self.compiled = compiled
@@ -60,7 +104,8 @@ class BoundPrograms(Mapping[Variant, Program]):
         compiled: Mapping[Variant, ov.CompiledModel],
         bind_one: Callable[[Variant, ov.CompiledModel], Program],
     ) -> None:
-        self._compiled, self._bind = dict(compiled), bind_one
+        self._compiled = dict(compiled)
+        self._bind = bind_one
         self._bound: dict[Variant, Program] = {}
 
     def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:

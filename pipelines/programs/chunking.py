@@ -11,9 +11,9 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Chunk = tuple[Variant, int]
-"""A call of a prompt: its variant, and the number of tokens in it."""
+"""A call of a prompt: its variant and number of tokens."""
 SHORT_REST = 32
-"""In tokens. If more are left, only full chunks of at least ``LEAST_SHARE`` of them are tried, which shortens the search."""
+"""Above this many remaining tokens, only full chunks of at least ``LEAST_SHARE`` of them are tried, to shorten the search."""
 LEAST_SHARE = 1 / 16
 
 
@@ -32,7 +32,8 @@ class ChunkOptions:
     @cached_property
     def cheapest_from(self) -> tuple[int, ...]:
         """For each variant, the index of the cheapest variant with at least as many rows."""
-        best, places = len(self.seconds) - 1, list[int]()
+        best = len(self.seconds) - 1
+        places = list[int]()
         for place in reversed(range(len(self.seconds))):
             best = place if self.seconds[place] <= self.seconds[best] else best
             places.append(best)
@@ -81,7 +82,8 @@ def plan_chunks(
         if seen not in options:
             options[seen] = _options(index, cost, past, seen[1])
         for seconds, variant, count in options[seen].next_chunks(num_tokens - done, index.needs_real_rows):
-            after, total = done + count, ways[done][0] + seconds
+            after = done + count
+            total = ways[done][0] + seconds
             if after not in ways:
                 todo.insert(bisect_left(todo, after), after)
             elif total >= ways[after][0]:

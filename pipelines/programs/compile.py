@@ -1,18 +1,55 @@
-"""Compiles one static program per variant (``separate``), one for all variants (``shared``), or one per group of variants."""
+"""Compiles the programs of a plan: one per variant (``separate``), one for all (``shared``), or one per group of variants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import openvino as ov
 
-from staticllm.core import KVType, Part, ProgramLayout, ProgramMode, ProgramVariant
-from staticllm.devices import default_mode
+from staticllm.core import (
+    KVType,
+    ModelShape,
+    OnProgress,
+    Part,
+    ProgramLayout,
+    ProgramMode,
+    ProgramVariant,
+    ProgressEvent,
+    Variant,
+)
+from staticllm.devices import default_mode, get_core
 from staticllm.errors import DeviceError, last_line
-from staticllm.pipelines.programs.lowered import Lowered, S, V
+from staticllm.system.mapped_weights import MappedWeights
+
+V = TypeVar("V", bound=ProgramVariant)
+"""The sizes of a program."""
+S = TypeVar("S")
+"""The shape of a lowered model: its inputs, outputs and states."""
+S_co = TypeVar("S_co", covariant=True)
+V_contra = TypeVar("V_contra", bound=ProgramVariant, contravariant=True)
+StartWith = Literal["all programs", "one program"]
+"""Programs compiled before a model serves, if its variants use two."""
+
+
+class Lowered(Protocol[V_contra, S_co]):
+    """A model after its passes, with any sizes."""
+
+    @property
+    def shape(self) -> S_co:
+        """The contract between the passes and the host."""
+        ...
+
+    def specialise(self, variant: V_contra, is_static: bool = True) -> ov.Model:
+        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
+        ...
+
+    def share(self, variants: tuple[V_contra, ...]) -> ov.Model:
+        """Return the model of one program for all ``variants``, with bounded dynamic sizes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,15 +89,81 @@ class CompileOptions:
         return "few_rows" if variant.rows <= self.few_rows and "few_rows" in self.properties else variant.phase
 
 
+@dataclass(frozen=True)
+class CompilePlan(Generic[V, S]):
+    """A model lowered for a device, and every choice that is made before compiling.
+
+    ``later`` chooses the options with which some variants get a program of their own while the model serves; None if all programs
+    are compiled with ``options``.
+    """
+
+    lowered: Lowered[V, S]
+    options: CompileOptions
+    variants: tuple[V, ...]
+    weights: MappedWeights
+    later: Callable[[], CompileOptions] | None = None
+
+    def restricted(self, variants: Iterable[V]) -> CompilePlan[V, S]:
+        """Return the plan for some of its variants only."""
+        return replace(self, variants=tuple(variants))
+
+    def without_weights(self) -> CompilePlan[V, S]:
+        """Return the plan for programs whose blobs hold no weights."""
+        properties: dict[Part, Mapping[str, Any]] = {
+            part: {**values, "CACHE_MODE": "OPTIMIZE_SIZE"} for part, values in self.options.properties.items()
+        }
+        return replace(self, options=replace(self.options, properties=properties))
+
+
+@dataclass(frozen=True)
+class CompiledPrograms(Generic[V, S]):
+    """Compiled programs of any origin, and what the host must know to run them.
+
+    ``costs``: seconds per call, if a warm-up measured them before. ``kept_costs``: those that an earlier process measured at
+    leisure.
+    """
+
+    shape: S
+    options: CompileOptions
+    compiled: Mapping[V, ov.CompiledModel]
+    costs: Mapping[V, float] = field(default_factory=dict)
+    kept_costs: Mapping[V, float] = field(default_factory=dict)
+
+
+DecoderPrograms: TypeAlias = CompiledPrograms[Variant, ModelShape]
+"""The programs of a decoder."""
+
+
+def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event: None) -> CompiledPrograms[V, S]:
+    """Compile every variant of a plan. Raises ``DeviceError`` (the device refused a program)."""
+    compiled = dict(compile_each(plan, on_progress))
+    return CompiledPrograms(plan.lowered.shape, plan.options, compiled)
+
+
+def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, ov.CompiledModel]]:
+    """Compile the variants in order, a shared program for its first one, with events around each. Raises ``DeviceError``."""
+    programs = compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
+    compiled_for = first_variants(plan.variants, plan.options)
+    for variant in plan.variants:
+        if variant not in compiled_for:
+            yield variant, next(programs)
+            continue
+        index = compiled_for.index(variant) + 1
+        total = len(compiled_for)
+        on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
+        start = time.perf_counter()
+        compiled = next(programs)
+        on_progress(ProgressEvent("compile", index, total, time.perf_counter() - start, variant))
+        yield variant, compiled
+
+
 def compile_programs(
     core: ov.Core, lowered: Lowered[V, S], variants: Sequence[V], options: CompileOptions
 ) -> Iterator[ov.CompiledModel]:
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
-    Shared programs are compiled in parallel, because each compilation uses one core.
-
-    Raises:
-        DeviceError: the device refused a program.
+    Shared programs are compiled in parallel, because each compilation uses one core. Raises ``DeviceError`` (the device refused a
+    program).
     """
     if options.mode == "separate":
         for variant in variants:

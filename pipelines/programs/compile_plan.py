@@ -1,15 +1,15 @@
-"""Makes the compile plan: the lowered model, the properties of its programs, and their variants."""
+"""Makes the compile plan of a decoder: the lowered model, the properties of its programs, and their variants."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any
 
 import openvino as ov
 
@@ -21,17 +21,7 @@ from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import (
-    AdapterType,
-    KVType,
-    ModelShape,
-    OnProgress,
-    Part,
-    Phase,
-    ProgramLayout,
-    ProgressEvent,
-    Variant,
-)
+from staticllm.core import AdapterType, KVType, ModelShape, OnProgress, Phase, ProgramLayout, ProgressEvent, Variant
 from staticllm.devices import (
     check_device,
     default_kv_type,
@@ -41,12 +31,10 @@ from staticllm.devices import (
     with_exact_f32,
 )
 from staticllm.model_dir import check_model_dir, read_model, weights_size
-from staticllm.pipelines.programs.autotune import ProbeTimes, calibrated
-from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
+from staticllm.pipelines.programs.compile import CompileOptions, CompilePlan, StartWith
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layer_probe import ProbedProgram, layers_speedup
 from staticllm.pipelines.programs.layout import is_worth_a_copy, program_layout, program_mode, slot_bytes
-from staticllm.pipelines.programs.lowered import Lowered, S, V
 from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.mapped_weights import MappedWeights
@@ -54,34 +42,6 @@ from staticllm.system.mapped_weights import MappedWeights
 logger = logging.getLogger(__name__)
 
 MAX_KV_SLOTS = 1 << 24
-StartWith = Literal["all programs", "one program"]
-"""What is compiled before a model serves, if its variants have two programs."""
-
-
-@dataclass(frozen=True)
-class CompilePlan(Generic[V, S]):
-    """A model lowered for a device, and every choice that is made before compiling.
-
-    ``later`` chooses the options with which some variants get a
-    program of their own while the model serves; None if all programs are compiled with ``options``.
-    """
-
-    lowered: Lowered[V, S]
-    options: CompileOptions
-    variants: tuple[V, ...]
-    weights: MappedWeights
-    later: Callable[[], CompileOptions] | None = None
-
-    def restricted(self, variants: Iterable[V]) -> CompilePlan[V, S]:
-        """Return the plan for some of its variants only."""
-        return replace(self, variants=tuple(variants))
-
-    def without_weights(self) -> CompilePlan[V, S]:
-        """Return the plan for programs whose blobs hold no weights."""
-        properties: dict[Part, Mapping[str, Any]] = {
-            part: {**values, "CACHE_MODE": "OPTIMIZE_SIZE"} for part, values in self.options.properties.items()
-        }
-        return replace(self, options=replace(self.options, properties=properties))
 
 
 @dataclass(frozen=True)
@@ -111,13 +71,9 @@ def prepare(
 
     ``for_blobs``: whether the programs will be exported. ``start``: which programs are compiled before the model serves, where
     some of its variants can wait for a second program. ``probes``: the times of probes that need not run again. ``check`` raises
-    a ``DeviceError`` for a device that cannot be used.
-
-    Raises:
-        ModelError, UnsupportedModelError: a file is missing or damaged, or a pass cannot lower the model.
-        DeviceError: ``check`` refuses the device.
-        ConfigError: an option is impossible for this model.
-        AdapterError: an adapter does not fit the model.
+    a ``DeviceError`` for a device that cannot be used. Raises ``ModelError``, ``UnsupportedModelError`` (a file is missing or
+    damaged, or a pass cannot lower the model), ``DeviceError`` (``check`` refuses the device), ``ConfigError`` (an option is
+    impossible for this model) and ``AdapterError`` (an adapter does not fit the model).
     """
     begin = time.perf_counter()
     core = get_core()
@@ -127,7 +83,8 @@ def prepare(
     properties = phase_properties(device, config)
     kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
     path = check_model_dir(models_path, False, config.weights_path, config.weights_decryption_callback is not None)
-    config, mode = with_kv_slots(config, path, kv_type), program_mode(device, config)
+    config = with_kv_slots(config, path, kv_type)
+    mode = program_mode(device, config)
     model = _read_decoder(core, path, config, for_blobs)
     weights = MappedWeights(model)
     read = time.perf_counter()
@@ -135,7 +92,8 @@ def prepare(
     adapter_type: AdapterType = "bf16" if default_kv_type(core, device, *properties.values()) == "bf16" else "f32"
     lowering = LoweringOptions(config.num_kv_slots(mode), kv_type, adapter_type=adapter_type)
     lowered = _lowered(model, lowering, DECODER if merges_projections(device) else DECODER_UNMERGED, config.adapters)
-    layout, variants = program_layout(device, path, config, kv_type), choose_variants(config, mode, lowered.shape)
+    layout = program_layout(device, path, config, kv_type)
+    variants = choose_variants(config, mode, lowered.shape)
 
     def options_of(layout: ProgramLayout) -> CompileOptions:
         calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
@@ -171,12 +129,7 @@ def _lowered(
     passes: PassPipeline[StepGraph, LoweringOptions],
     adapters: AdapterSet | None,
 ) -> LoweredModel:
-    """Lower a model. Adapters are folded into its weights, or their matrices become inputs.
-
-    Raises:
-        UnsupportedModelError: a pass cannot lower the graph.
-        AdapterError: an adapter does not fit the model.
-    """
+    """Lower a model with adapters folded into its weights or as inputs. Raises ``UnsupportedModelError``, ``AdapterError``."""
     if adapters is None:
         return lower(model, options, passes)
     if adapters.is_fused:
@@ -232,11 +185,7 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
 
 
 def device_properties(device: str) -> frozenset[str]:
-    """Return the names of the properties that ``device`` accepts.
-
-    Raises:
-        DeviceError: the device is not on this machine.
-    """
+    """Return the names of the properties that ``device`` accepts. Raises ``DeviceError`` (the device is not on this machine)."""
     core = get_core()
     return supported_properties(core, check_device(core, device))
 

@@ -14,30 +14,20 @@ from staticllm.kvcache.step import HIDDEN
 from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
 
 VALUE_SCALE = 0.5
-"""Standard deviation of random KV slots and states, about that of real keys and values."""
+"""Standard deviation of random KV slots and states, close to real ones."""
 ADAPTER_SCALE = 0.02
-"""Standard deviation of the random matrices of adapters: larger ones would make the values of deep layers explode."""
+"""Standard deviation of random adapter matrices; with larger ones, values explode in deep layers."""
 
 
 def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a program of any kind of model once in memory of its own, and return copies of its outputs, keyed by port name.
-
-    ``feeds`` are keyed by port name; the arrays have the shapes as in docs/contract.md.
-
-    Raises:
-        RuntimeError: the device failed, or the shape of a feed differs from that of its port.
-    """
+    """Run a program of any kind once in memory of its own; feeds and copied outputs are by port name. Raises ``RuntimeError``."""
     request = bound_request(compiled, feeds)
     request.infer()
     return {_name_of(port): np.array(request.get_tensor(port).data) for port in compiled.outputs}
 
 
 def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> ov.InferRequest:
-    """Return a request that reads ``feeds``, keyed by port name; the caller keeps them as long as it runs.
-
-    Raises:
-        RuntimeError: the shape of a feed differs from that of its port.
-    """
+    """Return a request that reads ``feeds``, by port name, which the caller keeps. Raises ``RuntimeError`` (a wrong shape)."""
     request = compiled.create_infer_request()
     for port in compiled.inputs:
         (name,) = port.get_names() & feeds.keys()  # plugins add names of their own
@@ -53,13 +43,11 @@ def _name_of(port: ov.ConstOutput) -> str:
 
 
 def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:
-    """Make inputs of a program at one variant, by port name: random tokens and KV slots under a causal mask.
-
-    The arrays have the shapes as in docs/contract.md; static sizes of the program's ports are kept. The values are the same in
-    every process.
-    """
-    random, feeds = np.random.default_rng(0), dict[str, NDArray[Any]]()
-    rows, kv_len = variant.rows, variant.kv_len
+    """Return inputs of a program at one variant, by port name, the same in every process: tokens and KV slots, causal mask."""
+    random = np.random.default_rng(0)
+    feeds = dict[str, NDArray[Any]]()
+    rows = variant.rows
+    kv_len = variant.kv_len
     for port in compiled.inputs:
         name, contract = port_of(port.get_names())
         own = [dim.get_length() if dim.is_static else None for dim in port.partial_shape]

@@ -12,16 +12,16 @@ from staticllm.errors import ConfigError
 from staticllm.model_dir import kv_shapes, model_widths, weights_size
 
 SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
-"""Bytes. Weights below the second may be in memory twice."""
+"""In bytes. Weights below the second limit may be in memory twice."""
 BASE_BYTES, PROGRAM_BYTES, PACKED_SHARE = 330 * 10**6, 40 * 10**6, 1.1
-"""Bytes of interpreter, libraries, tokenizer and buffers; bytes of the graph of each program; bytes of packed weights as a share
-of their file. ``staticllm plan --measured`` prints them (docs/measurements.md)."""
+"""Bytes of interpreter, libraries, tokenizer and buffers; bytes of each program's graph; packed weights as a share of their
+file. ``staticllm plan --measured`` prints them (docs/measurements.md)."""
 HIDDEN_VALUES, INNER_VALUES = 16, 6
-"""Values of f32 that a program keeps per row of its largest call, as multiples of the model's two widths."""
+"""f32 values that a program keeps per row of its largest call, as multiples of the model's two widths."""
 LARGEST_CALL, DEFAULT_WIDTHS = 1024, (2048, 8192)
-"""Rows of the largest call by default, and the widths that are assumed if the model does not tell its own."""
+"""Default rows of the largest call, and widths assumed for a model that does not state its own."""
 BYTES_PER_SHARE = 6e9
-"""Bytes of packed weights that a second program must pay for by saving all of a token's time: 60 MB must save 1 % of it."""
+"""Price of a second program: its copy of the weights must save 1 % of a token's time per 60 MB."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,13 @@ def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
 
 
 def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType = "f32") -> ProgramLayout:
-    """Return which variants share a program, as far as that can be told before anything is timed.
+    """Return which variants share a program, before anything is timed.
 
     A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
     before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore
     small models have one program per phase, medium ones a second program for calls of few rows if ``is_worth_a_copy``, and large
-    ones one program. On a CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit.
-
-    Raises:
-        ConfigError: even one program would exceed ``MEMORY_LIMIT_MB``.
+    ones one program. On a CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit. Raises
+    ``ConfigError`` (even one program would exceed ``MEMORY_LIMIT_MB``).
     """
     if config.programs == "separate" or (config.programs == "auto" and default_mode(device) == "separate"):
         return "separate"
@@ -96,12 +94,12 @@ def memory_needs(path: Path, config: StaticLLMConfig, kv_type: KVType) -> Memory
 def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType) -> StaticLLMConfig:
     """Return the config with a host pool that fits beside everything else below ``MEMORY_LIMIT_MB``, if it is not set.
 
-    Raises:
-        ConfigError: even one program would exceed ``MEMORY_LIMIT_MB``.
+    Raises ``ConfigError`` (even one program would exceed ``MEMORY_LIMIT_MB``).
     """
     if config.memory_limit_mb is None or config.host_kv_slots is not None or kind(device) != "CPU":
         return config
-    layout, num_bytes = program_layout(device, path, config, kv_type), slot_bytes(path, kv_type)
+    layout = program_layout(device, path, config, kv_type)
+    num_bytes = slot_bytes(path, kv_type)
     if layout == "separate" or not num_bytes:
         return config
     left = config.memory_limit_mb * 10**6 - memory_needs(path, config, kv_type).of(layout)

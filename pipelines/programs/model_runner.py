@@ -26,7 +26,7 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]
-"""A function that takes a segment and its logits ``[num_logits, vocab]``, and returns how many of its tokens are kept."""
+"""Takes a segment and its logits ``[num_logits, vocab]``; returns how many of its tokens are kept."""
 
 
 class Runnable(Protocol):
@@ -116,12 +116,12 @@ class ModelRunner:
     def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
-        Raises:
-            NumericalError: the logits are not finite.
+        Raises ``NumericalError`` (the logits are not finite).
         """
         ids = np.asarray(tokens, np.int64)
         chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
-        start, logits = 0, None
+        start = 0
+        logits = None
         for variant, count in chunks:
             (logits,) = self._checked(variant, [Segment(sequence, ids[start : start + count])])
             start += count
@@ -131,18 +131,15 @@ class ModelRunner:
     def decode(self, sequence: KVSequence, token: int) -> Logits:
         """Run one token in the smallest variant that sees all slots, and return the logits ``[vocab]`` after it.
 
-        Raises:
-            NumericalError: the logits are not finite.
+        Raises ``NumericalError`` (the logits are not finite).
         """
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
     def step(self, segments: Sequence[Segment]) -> list[Logits]:
         """Run the next tokens of several sequences in one call of the smallest variant that holds them.
 
-        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call.
-
-        Raises:
-            NumericalError: logits that are not finite.
+        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call. Raises
+        ``NumericalError`` (logits that are not finite).
         """
         variant = self.variant_for(segments)
         assert variant is not None, f"no variant holds {len(segments)} segments"
@@ -154,7 +151,10 @@ class ModelRunner:
         Return None if there is no such variant. A model with recurrent states needs exactly as many rows as tokens, because
         idle rows would change its states. Segments with logits after several tokens need a variant that returns as many.
         """
-        num_rows, num_logits, is_fresh, num_past = 0, 0, True, self.cache.slots.high_slot
+        num_rows = 0
+        num_logits = 0
+        is_fresh = True
+        num_past = self.cache.slots.high_slot
         for segment in segments:
             num_rows += len(segment.tokens)
             num_logits += segment.num_logits
@@ -176,7 +176,8 @@ class ModelRunner:
         the model may accept only a part of a draft. Without it, all tokens are kept.
         """
         begin = self.clock()
-        program, step = self.programs[variant], Step(variant, tuple(segments))
+        program = self.programs[variant]
+        step = Step(variant, tuple(segments))
         self.cache.fill(step, program.buffers)
         assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
         start = self.clock()
@@ -212,7 +213,8 @@ class ModelRunner:
         segment = Segment(self.cache.open(), np.array([token], np.int64))
         variant = self.variant_for([segment])
         assert variant is not None, "no variant holds one token"
-        program, step = self.programs[variant], Step(variant, (segment,))
+        program = self.programs[variant]
+        step = Step(variant, (segment,))
         self.cache.fill(step, program.buffers)
         program.buffers.position_ids[..., 0] = position
         if program.buffers.key_positions is not None and program.buffers.query_positions is not None:
@@ -224,8 +226,7 @@ class ModelRunner:
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.
 
-        Raises:
-            NumericalError: logits that are not finite.
+        Raises ``NumericalError`` (logits that are not finite).
         """
         result = self.run(variant, segments)
         if any(segment.argmax is None for segment in result.segments):

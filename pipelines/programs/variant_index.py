@@ -19,7 +19,8 @@ class VariantIndex:
     """
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
-        self.variants, self.needs_real_rows = tuple(variants), needs_real_rows
+        self.variants = tuple(variants)
+        self.needs_real_rows = needs_real_rows
         buckets: dict[tuple[int, int], tuple[int, ...]] = {}
         self._of_size: dict[tuple[int, int], list[Variant]] = {}
         ordinary = sorted(variant for variant in self.variants if not variant.extra_logits)

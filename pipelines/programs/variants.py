@@ -9,20 +9,20 @@ from staticllm.core import ModelShape, ProgramMode, Variant
 from staticllm.errors import ConfigError
 
 LEAST_ROWS, SIZES_PER_OCTAVE = 16, 8
-"""Sizes of prompts in shared programs: multiples of ``LEAST_ROWS``, with ``SIZES_PER_OCTAVE`` sizes between two powers of two.
+"""Prompt sizes in shared programs: multiples of ``LEAST_ROWS``, ``SIZES_PER_OCTAVE`` between powers of two.
 
-At most an eighth of the rows is padding, and half of that on average. ``plan_chunks`` skips sizes that do not pay."""
+At most an eighth of the rows is padding, half of that on average. ``plan_chunks`` skips sizes that do not pay."""
 SEPARATE_PREFILL = (64,)
 EXACT_BUCKETS: dict[ProgramMode, tuple[int, ...]] = {
     "shared": (2, 4, 8, 16, 32, 64, 128, 256, 512),
     "separate": (8, 64),
 }
-"""Sizes for models in which no row may be idle: every prompt needs few calls, and the last ones have single rows."""
+"""Sizes for models that allow no idle rows: any prompt takes few calls, the last ones of single rows."""
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DRAFT_ROWS = (2, 4, 8)
-"""Rows of one sequence with logits after each, where no program for as many sequences can check drafts (only ``shared``)."""
+"""Rows of one sequence with logits after each, for checking drafts where decode steps have fewer rows (``shared`` only)."""
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
-"""Mixed calls exist for these numbers of sequences, and for ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
+"""Numbers of sequences of mixed calls, beside ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
 
@@ -42,12 +42,11 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     - Mixed calls, in which several sequences prefill or decode, have 16 … 256 rows (only ``shared``).
 
     A model with recurrent states runs one sequence per call without idle rows. Its sizes of prefill are such that full calls make
-    up any prompt. A model without KV states has one KV length.
-
-    Raises:
-        ConfigError: ``GENERATE_KV_LENS`` or ``PREFILL_KV_LENS`` ends too low for the lengths.
+    up any prompt. A model without KV states has one KV length. Raises ``ConfigError`` (``GENERATE_KV_LENS`` or
+    ``PREFILL_KV_LENS`` ends too low for the lengths).
     """
-    total, num_seqs = config.num_kv_slots(mode), config.num_seqs(mode) if shape is None or shape.is_packable else 1
+    total = config.num_kv_slots(mode)
+    num_seqs = config.num_seqs(mode) if shape is None or shape.is_packable else 1
     needs_real_rows = shape is not None and shape.needs_real_rows
     if shape is not None and not shape.kv_states:
         return _of_one_kv_len(config, mode, shape.max_rows)
@@ -78,7 +77,8 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
 
 def _kv_lens(config: StaticLLMConfig, mode: ProgramMode, total: int) -> tuple[int, ...]:
     """Return the KV lengths of the variants for decoding, up to all ``total`` slots of the arena."""
-    given, longest = config.generate_kv_lens, config.max_seq_len
+    given = config.generate_kv_lens
+    longest = config.max_seq_len
     if given and given[-1] != longest:
         raise ConfigError(
             f"GENERATE_KV_LENS ends at {given[-1]}: its last size must be MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}"
@@ -155,7 +155,8 @@ def _packed_rows(num_seqs: int, mode: ProgramMode) -> tuple[int, ...]:
 
 def _steps(total: int) -> tuple[int, ...]:
     """Return KV lengths that need no program of their own: steps of 256 slots, from 4096 on of an eighth, then ``total``."""
-    buckets, step = [], SMALLEST_KV_LEN
+    buckets = []
+    step = SMALLEST_KV_LEN
     while step < total:
         buckets.append(step)
         step += max(SMALLEST_KV_LEN, step // 8 // SMALLEST_KV_LEN * SMALLEST_KV_LEN)

@@ -1,21 +1,53 @@
-"""Runs a pipeline's programs before the first request, to pack their weights and to measure the first costs."""
+"""Makes a warm runner: binds compiled programs, and runs them before the first request to pack weights and measure costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
+from staticllm.kvcache.step import StepBuffers
 from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.pipelines.programs.bind import BoundPrograms, HostMemory, allocate, bind
+from staticllm.pipelines.programs.compile import DecoderPrograms
+from staticllm.pipelines.programs.model_runner import ModelRunner
 
 FIRST_ROWS = (16, 1)
-"""Rows of the calls of a shared program that run in any case, in this order: a short prompt packs most of the weights."""
+"""Rows of the calls that a shared program always runs, in order: a short prompt packs most of the weights."""
 TOTAL_SECONDS = 0.1
-"""Seconds; a shared program runs at further sizes until its runs have taken so long together."""
+"""Time budget for running a shared program at further sizes, in seconds."""
 NEAR_ROWS, FAR_ROWS, FAR_KV_LEN = (1, 4, 16, 64, 256), (1, 4, 64), 1024
 """Sizes from which all costs are estimated until the engine rests."""
 QUICK_SECONDS = 0.05
-"""Seconds; a variant whose first run is shorter is timed again, because most of a first run is one-time work."""
+"""Variants whose first run is shorter are timed again: most of a first run is one-time work."""
+
+
+def make_runner(
+    programs: DecoderPrograms,
+    on_progress: OnProgress = lambda event: None,
+    planned: Sequence[Variant] = (),
+    memory: Future[HostMemory] | None = None,
+    adapters: AdapterSet | None = None,
+) -> ModelRunner:
+    """Bind programs to the arena and to buffers, and warm them up.
+
+    ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well. ``memory``: is being
+    allocated already. ``adapters``: what the inputs of ``shape.adapted`` hold. Raises ``ConfigError`` (there is not enough memory
+    for the arena or the masks).
+    """
+    shape = programs.shape
+    variants = tuple(planned) or tuple(programs.compiled)
+    host = allocate(shape, variants) if memory is None else memory.result()
+    cache = host.cache
+    pool = host.pool
+    if adapters is not None:
+        for name, matrix in adapters.matrices(shape.adapted, shape.adapter_type).items():
+            pool.adapters[name][:] = matrix
+    bound = BoundPrograms(
+        programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
+    )
+    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress, programs.kept_costs), planned)
 
 
 def warm_up(
@@ -24,12 +56,11 @@ def warm_up(
     on_progress: OnProgress,
     kept_costs: Mapping[Variant, float] | None = None,
 ) -> CostModel[Variant]:
-    """Run variants once, so that no request waits for a first inference; time the quick ones a second time.
+    """Run each program at least once, so that no request waits for a first inference, and return the first costs.
 
-    Each program runs at least once. A shared program runs with ``FIRST_ROWS``, and at a few other sizes, with small and large KV
-    lengths, as long as this takes less than ``TOTAL_SECONDS``: its first run at a new size costs 10 % more than the next one
-    (docs/measurements.md). The costs of all other sizes are estimated from these. If ``known_costs`` (seconds) are given, each
-    program runs once, to pack its weights. ``kept_costs`` (seconds) were measured at leisure by an earlier process.
+    A shared program runs with ``FIRST_ROWS``, and at other sizes, with small and large KV lengths, until ``TOTAL_SECONDS`` have
+    passed: its first run at a new size costs 10 % more than the next one (docs/measurements.md). With ``known_costs`` (seconds),
+    each program runs once, to pack its weights. ``kept_costs`` (seconds) are stable costs of an earlier process.
     """
     if known_costs or kept_costs:
         costs = _first_runs(bound, known_costs, on_progress)
@@ -40,7 +71,8 @@ def warm_up(
     packed: set[int] = set()
     total = 0.0
     for index, variant in enumerate(chosen, 1):
-        first, key = 0.0, id(bound.compiled(variant))
+        first = 0.0
+        key = id(bound.compiled(variant))
         is_needed = key not in packed or bound.is_static(variant) or _turn(variant) < len(FIRST_ROWS)
         if is_needed or total + costs(variant) < TOTAL_SECONDS:
             program = bound[variant]

@@ -178,9 +178,9 @@ class TokenBound:
 
 
 OWN_BOUND = TokenBound(4.0, 0.1)
-"""The bound in a model that one program uses."""
+"""The bound for a model that a single program uses."""
 SHARED_BOUND = TokenBound(2.5, 0.04)
-"""The bound in the daemon. It is shorter, because the prompt or the call that delays a token is another program's."""
+"""The bound in the daemon: shorter, because the delaying prompt or call is another program's."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Plan:
         preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
         job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
         wait_until: The moment until which the device waits for away requests; such a plan has nothing else. The policy is asked
-            again then, or when a request or a job arrives. ``Linger`` decides about it for the shipped policies.
+            again then, or when a request or a job arrives. The planner decides about it for the shipped policies.
     """
 
     decode: tuple[int, ...] = ()

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
+from statistics import median
 
-from staticllm.pipelines.scheduling.chat_activity import ChatActivity
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 
 MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
-"""The longest job on a device that serves requests, as far as it can be chosen: a prompt that comes during it waits for its end.
-Where tokens take long, it is the time that one of so many jobs has between two tokens. Fewer and longer jobs fill the time worse,
-and calls of 64 tokens take hardly longer per token than calls of 1024."""
+"""Longest job beside requests, where its length can be chosen: a prompt that arrives meanwhile waits for it. On slow models,
+allow up to a quarter of the token interval: short jobs fill the gaps better, and cost hardly more per token."""
 JOB_FILL = 0.95
-"""The share of the time between two tokens that jobs of the longest duration fill, because calls do not take equally long."""
+"""Share of the token interval filled by jobs of the longest duration; calls do not take equally long."""
 MIN_JOB_SHARE = 0.15
-"""The least share of device time that jobs get while requests that go first want all of it."""
+"""Least share of device time for jobs while requests that go first want all of it."""
 LATE = 3.0
-"""A job that has waited this many times as long as for its share runs even if a token is late: the policy does not decode."""
+"""A job runs even if it delays a token once it has waited this many times as long as its share demands."""
 BOUND_USED = 0.9
-"""The share of the bound of two tokens that jobs and the next decode step may fill, because costs are estimates."""
+"""Share of the token bound that jobs and the next decode step may fill; costs are estimates."""
 BEHIND_SHARE = 0.1
-"""The least share of device time that jobs get while others of a higher priority, or with a deadline, always wait."""
+"""Least share of device time for jobs while others of higher priority, or with a deadline, always wait."""
 AHEAD_SECONDS = 0.1
-"""Jobs of a higher priority go before prompts until they have taken this much more time than the requests."""
+"""Lead in device time that jobs of higher priority may take over waiting prompts."""
+TTFT_SHARE = 0.25
+"""Longest job beside conversations, as a share of the time to first token. Below 0.3, even a prompt that arrives as a job begins
+has its first token within 1.3 times its time alone."""
+LEAST_JOB_SECONDS = 0.002
+"""Shortest job ever asked for; the host takes some tenths of a millisecond per call."""
+ACTIVE_SECONDS = 30.0
+"""Time after its last call for which a conversation counts as active: the user reads and writes."""
+NUM_KEPT = 4
+"""Recent prompts, and recent pauses, that count."""
+HOLD_SECONDS = 0.01
+"""If prompts usually arrive this soon after the last request ended, the device waits for the next one before it begins a job."""
 
 
 class Arrears:
-    """The device time that is owed to work which other work goes before: a share of the time that this takes."""
+    """Device time owed to work that waits: a share of the time taken by the work that goes before it."""
 
     def __init__(self, share: float = BEHIND_SHARE) -> None:
         self._ratio = share / (1 - share)
@@ -75,20 +86,75 @@ class UrgentFirst:
             self._arrears.pay(job.seconds)
 
 
-class JobTurns:
-    """Lets jobs and requests take turns.
+class ChatActivity:
+    """How conversations use a device, learnt from its views. Moments are seconds on the clock of the views.
 
-    A job runs at once if the device has no requests. Beside requests that decode, it runs while every one of them still gets its
-    next token within ``token_bound``. A request that waits for its first token, or is swapped, goes before jobs of its priority
-    and below. A job of a higher priority goes before it, as long as such jobs have not taken ``AHEAD_SECONDS`` more than the
-    requests. Jobs that must wait get ``MIN_JOB_SHARE`` of the device time, so that none starves, whatever the policy plans.
+    ``observe`` measures the time from the first view in which a prompt waits to its first token: the time to first token without
+    the job that ran when the prompt arrived, and without the cached part of the prompt. ``delay`` subtracts later jobs.
     """
 
     def __init__(self) -> None:
-        self._start, self._seconds = float("-inf"), 0.0  # of the last job, on the clock of the view
+        self._since: dict[int, float] = {}  # id of a request without a token -> when it was seen first
+        self._times = deque[float](maxlen=NUM_KEPT)  # to first token
+        self._pauses = deque[float](maxlen=NUM_KEPT)  # from the end of all requests to the next arrival
+        self._last_busy = float("-inf")
+        self._end: float | None = None  # the first view without requests after the last one with some
+
+    def observe(self, view: View) -> None:
+        """Take note of the requests of a view; a second call with the same view changes nothing."""
+        requests = view.requests
+        if not requests:
+            self._since.clear()
+            if self._end is None and self._last_busy > float("-inf") and not view.away:
+                self._end = view.now
+            return
+        if self._end is not None:
+            self._pauses.append(max(0.0, min(request.arrival for request in requests) - self._end))
+        self._last_busy = view.now
+        self._end = None
+        since: dict[int, float] = {}
+        for request in requests:
+            if not request.num_generated:
+                since[request.id] = self._since.get(request.id, view.now)
+            elif request.id in self._since and request.last_token_time is not None:
+                self._times.append(max(0.0, request.last_token_time - self._since[request.id]))
+        self._since = since
+
+    def delay(self, seconds: float) -> None:
+        """Leave the duration of a job out of the time to first token of the prompts that wait for it."""
+        self._since = {id: moment + seconds for id, moment in self._since.items()}
+
+    def longest_job(self, now: float) -> float:
+        """Return the longest time that a job should take for the sake of prompts that may come, s; infinite without any."""
+        is_active = now - max(self._last_busy, self._end or 0.0) <= ACTIVE_SECONDS
+        if not self._times or not is_active:
+            return float("inf")
+        return max(LEAST_JOB_SECONDS, TTFT_SHARE * median(self._times))
+
+    def prompt_expected_until(self, now: float) -> float | None:
+        """Return the moment until which a job should wait for a prompt that is about to come; None if none is expected."""
+        if self._end is None or not self._pauses or median(self._pauses) > HOLD_SECONDS:
+            return None
+        moment = self._end + HOLD_SECONDS
+        return moment if moment > now else None
+
+
+class JobTurns:
+    """Lets jobs and requests take turns.
+
+    Without requests, a job runs at once. Beside decoding requests, it runs if each of them still gets its next token within
+    ``token_bound``. Requests that are swapped or wait for their first token go before jobs of their priority and below. Jobs of
+    a higher priority go before them until they are ``AHEAD_SECONDS`` of device time ahead. Waiting jobs get ``MIN_JOB_SHARE`` of
+    the device time, whatever the policy plans.
+    """
+
+    def __init__(self) -> None:
+        self._start = float("-inf")  # of the last job, on the clock of the view
+        self._seconds = 0.0
         self._ahead = 0.0  # seconds that jobs took before requests that wait, less those since
         self._num_hidden = 0  # calls for which prompts are hidden
-        self._urgent, self._activity = UrgentFirst(), ChatActivity()
+        self._urgent = UrgentFirst()
+        self._activity = ChatActivity()
 
     def longest_job(self, view: View) -> float:
         """Return the longest time that a job should take now, s: ``longest_job``, and less for prompts that may come."""
@@ -116,7 +182,8 @@ class JobTurns:
         if not runs_now and not self._has_waited_its_share(view, job):
             return None
         self._ahead = self._ahead_at(view) + job.seconds
-        self._start, self._seconds = view.now, job.seconds
+        self._start = view.now
+        self._seconds = job.seconds
         self._num_hidden = ceil(len(view.running) / max(1, view.device.max_decoding))
         self._urgent.begin(job, view.jobs)
         self._activity.delay(job.seconds)
@@ -150,10 +217,10 @@ class JobTurns:
         return not view.running or job.seconds <= slack_of(view) - waited(view)
 
     def _has_waited_its_share(self, view: View, job: JobView) -> bool:
-        """Return whether the job has waited so long that its time is the share, and does not delay a token needlessly.
+        """Return whether the job has waited long enough for ``MIN_JOB_SHARE``, and this is a good moment.
 
-        A job that keeps the bound right after a token waits for that moment. One that never does runs right after a token too. If
-        no such moment comes, because the policy lets requests wait for tokens, the job waits ``LATE`` times as long.
+        Right after a token is a good moment, for jobs that keep the bound then and for those that never do. If no such moment
+        comes, because the policy lets requests wait for tokens, the job waits ``LATE`` times as long.
         """
         end = self._start + self._seconds
         waits_for = job.seconds * (1 - MIN_JOB_SHARE) / MIN_JOB_SHARE
@@ -176,7 +243,8 @@ def longest_job(view: View, most: float = float("inf")) -> float:
     """
     if not view.running:
         return min(most, MAX_JOB_SECONDS)
-    slack, num_prompts = slack_of(view), len(view.waiting) + len(view.prefilling)
+    slack = slack_of(view)
+    num_prompts = len(view.waiting) + len(view.prefilling)
     longest = min(most, MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN))
     return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
 

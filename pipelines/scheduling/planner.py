@@ -6,41 +6,34 @@ import queue
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
+from importlib import import_module
 from itertools import islice
 
+from staticllm.config import schedulers
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.scheduling import policies
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.job_turns import JobTurns, urgency
-from staticllm.pipelines.scheduling.linger import Linger
-from staticllm.pipelines.scheduling.policies.chunked import Chunked
-from staticllm.pipelines.scheduling.policies.common import alone
-from staticllm.pipelines.scheduling.policies.decode_first import DecodeFirst
-from staticllm.pipelines.scheduling.policies.dynamic import Dynamic
+from staticllm.pipelines.scheduling.plans import alone
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
-from staticllm.pipelines.scheduling.policies.prefill_first import PrefillFirst
 from staticllm.pipelines.scheduling.request_table import RequestTable
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check, check_wait_so_far
 from staticllm.system.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "dynamic": Dynamic,
-    "fcfs": Fcfs,
-    "prefill_first": PrefillFirst,
-    "decode_first": DecodeFirst,
-    "chunked": Chunked,
+    name: import_module(f"{policies.__name__}.{name}").POLICY for name in schedulers()
 }
+"""What makes each shipped policy, by name."""
 STALL_SECONDS = 2.0
-"""The longest time for one plan of a user's policy; after it the policy counts as stalled."""
+"""Time limit for one plan of a user's policy, which then counts as stalled."""
+MAX_WAIT_SHARE = 0.2
+"""Longest wait for away requests before a call, as a share of that call's time."""
 
 
 def make_policy(scheduler: object) -> Policy:
-    """Return the shipped policy of this name, or the user's own object.
-
-    Raises:
-        ConfigError: the name is unknown, or the object has no method ``plan``.
-    """
+    """Return the shipped policy of this name, or the user's own object. Raises ``ConfigError`` (neither)."""
     if isinstance(scheduler, str) and scheduler in POLICIES:
         return POLICIES[scheduler]()
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "plan", None)):
@@ -57,10 +50,10 @@ class Planner:
     so that neither a slow policy nor one that changes the view can harm the engine.
     """
 
-    def __init__(self, policy: Policy, lingers: bool = True) -> None:
+    def __init__(self, policy: Policy, waits_for_away: bool = True) -> None:
         self.policy = policy
         self._own = policy
-        self._linger = Linger() if lingers else None
+        self._batch_wait = BatchWait() if waits_for_away else None
         self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
         self._plans_jobs = _plans_jobs(policy)
@@ -76,11 +69,9 @@ class Planner:
         Unless the policy plans jobs itself, ``JobTurns`` decides whether one runs, and the policy gets a view without them.
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
-        compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one
-        is ready. A shipped policy that fails is replaced for one step.
-
-        Raises:
-            NoPlanError: no request can run at all; the error has the id of the first one.
+        compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one is
+        ready. A shipped policy that fails is replaced for one step. Raises ``NoPlanError`` (no request can run at all; the error
+        has the id of the first one).
         """
         self._restore_policy(view)
         if not (self._plans_jobs and self.policy is self._own):
@@ -90,7 +81,7 @@ class Planner:
                 return Plan(job=job.id)
             view = self._turns.view_for_policy(view)
         self._last = Plan()
-        if self._is_shipped and self._linger is not None and (moment := self._linger.until(view)) is not None:
+        if self._is_shipped and self._batch_wait is not None and (moment := self._batch_wait.until(view)) is not None:
             return Plan(wait_until=moment)
         try:
             plan = self._checked(self._asked(view), view)
@@ -112,7 +103,8 @@ class Planner:
         ``free_slots`` free KV slots, and a call that decodes ``max_decoding`` requests. In all other cases, and if jobs wait,
         the caller asks ``plan``; None says so.
         """
-        plan, ids = self._last, self._last.decode
+        plan = self._last
+        ids = self._last.decode
         if not ids or len(ids) != len(table) or plan.prefill or len(ids) > min(free_slots, max_decoding):
             return None
         if plan.swap_in or plan.swap_out or plan.preempt:
@@ -126,11 +118,7 @@ class Planner:
             self._thread = None
 
     def _checked(self, plan: object, view: View) -> Plan:
-        """Return ``plan`` if it breaks no rule.
-
-        Raises:
-            IllegalPlanError: it breaks one.
-        """
+        """Return ``plan`` if it breaks no rule. Raises ``IllegalPlanError`` (it breaks one)."""
         found = check(plan, view)
         start = view.now if self._wait_start is None else self._wait_start
         check_wait_so_far(found, start)
@@ -141,7 +129,8 @@ class Planner:
         return self._thread.plan(view) if self._thread else self.policy.plan(view)
 
     def _fail(self, view: View, reason: str, has_stalled: bool) -> None:
-        name, period = type(self.policy).__name__, ""
+        name = type(self.policy).__name__
+        period = ""
         if self._is_shipped:
             period = " for one step"
         elif self.policy is self._own and not has_stalled and not view.device.is_complete:
@@ -157,16 +146,62 @@ class Planner:
 
     def _restore_policy(self, view: View) -> None:
         if self._retry_after is not None and view.device.index is not self._retry_after:
-            self._retry_after, self.policy = None, self._own
+            self._retry_after = None
+            self.policy = self._own
             self._thread = _PolicyThread(self._own)
 
 
-def _plans_jobs(policy: Policy) -> bool:
-    """Return the policy's ``plans_jobs``. It is read once, so that a property of a user cannot end requests later.
+class BatchWait:
+    """Lets the device wait for away requests that are due, if that saves more device time than the running requests lose.
 
-    Raises:
-        ConfigError: it is not a bool, or reading it raises.
+    A step of k + n requests takes less time than a step of k and one of n. The difference is what a wait of w seconds saves if n
+    requests come back within it; it costs k · w, because k running requests get their tokens later. FlexNPU (3.2) calls it
+    a brief delay for coordination. Without it, two clients that choose their tokens themselves never share a call.
+
+    The device does not wait while prompts, swapped requests or jobs could use it.
     """
+
+    def __init__(self) -> None:
+        self._start: float | None = None  # of the wait before the next call, on the clock of the view
+
+    def until(self, view: View) -> float | None:
+        """Return the moment until which the device waits; None if the next call should run now."""
+        moment = self._best_moment(view)
+        if moment is None:
+            self._start = None
+        elif self._start is None:
+            self._start = view.now
+        return moment
+
+    def _best_moment(self, view: View) -> float | None:
+        num_running = len(view.running)
+        if not view.away or not num_running or view.waiting or view.prefilling or view.swapped or view.jobs:
+            return None
+        room = min(view.free_seqs, view.device.max_decoding - num_running)
+        step = _seconds(view, num_running)
+        end = (view.now if self._start is None else self._start) + MAX_WAIT_SHARE * step
+        due = sorted(
+            each.ready_at for each in view.away if each.ready_at is not None and view.now < each.ready_at <= end
+        )
+        best = None
+        most = 0.0
+        for count, moment in enumerate(due[: max(room, 0)], 1):
+            saved = step + _seconds(view, count) - _seconds(view, num_running + count)
+            gain = saved - (moment - view.now) * num_running
+            if gain > most:
+                best = moment
+                most = gain
+        return best
+
+
+def _seconds(view: View, num_requests: int) -> float:
+    """Return the duration of a decode step, in seconds; infinite if no call can hold it."""
+    variant = view.device.call(num_requests, num_requests)
+    return float("inf") if variant is None else view.device.seconds(variant)
+
+
+def _plans_jobs(policy: Policy) -> bool:
+    """Return the policy's ``plans_jobs``, read once so that a user's property cannot fail later. Raises ``ConfigError``."""
     try:
         found = getattr(policy, "plans_jobs", False)
     except Exception as error:
@@ -191,10 +226,8 @@ def _fallback(view: View) -> Plan:
     """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
     Without requests, the most urgent job runs. Slots that the others share among them are free without all of them, although each
-    alone frees none: a plan that breaks only the rule of free slots is left to the batch builder, which counts them.
-
-    Raises:
-        NoPlanError: no request can run.
+    alone frees none: a plan that breaks only the rule of free slots is left to the batch builder, which counts them. Raises
+    ``NoPlanError`` (no request can run).
     """
     if not view.requests:
         return Plan(job=min(view.jobs, key=urgency).id)
@@ -260,14 +293,16 @@ class _PolicyThread:
 
     def _copy(self, view: View) -> View:
         """Return an equal view whose objects the engine does not use."""
-        index, costs = view.device.index, view.device.seconds
+        index = view.device.index
+        costs = view.device.seconds
         if self._index is None or self._index[0] is not index:
             self._index = index, VariantIndex(index.variants, index.needs_real_rows)
         device = replace(view.device, index=self._index[1], seconds=_Costs(costs))
         waiting, prefilling, running, swapped = (
             tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.swapped)
         )
-        jobs, away = tuple(map(replace, view.jobs)), tuple(map(replace, view.away))
+        jobs = tuple(map(replace, view.jobs))
+        away = tuple(map(replace, view.away))
         return replace(
             view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped, jobs=jobs,
             away=away,
@@ -287,10 +322,8 @@ class _Costs:
 def _plain(plan: object, num_requests: int) -> object:
     """Return the plan with tuples in place of the iterables that a policy returned, which may be endless.
 
-    Runs on the policy's thread.
-
-    Raises:
-        IllegalPlanError: a field has more entries than there are requests, or an entry that is not a whole number.
+    Runs on the policy's thread. Raises ``IllegalPlanError`` (a field has more entries than there are requests, or an entry that
+    is not a whole number).
     """
     if not isinstance(plan, Plan):
         return plan
@@ -307,11 +340,7 @@ def _plain(plan: object, num_requests: int) -> object:
 
 
 def _whole(value: object) -> int:
-    """Return an exact ``int``, because methods of a user's own number class must not run on the engine's thread.
-
-    Raises:
-        IllegalPlanError: ``value`` is not a whole number.
-    """
+    """Return an exact ``int``: a user's number class must not run on the engine's thread. Raises ``IllegalPlanError``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise IllegalPlanError(
             "is-a-plan", f"the plan holds a {type(value).__name__} instead of a request id or a count"

@@ -12,7 +12,7 @@ WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
 
 _Counts = Counter[tuple[RequestStatus, bool]]
-"""The numbers of requests by status and ``is_fed``."""
+"""Requests by status and ``is_fed``."""
 
 TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     WAITING: (WAITING, PREFILLING),
@@ -20,8 +20,7 @@ TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     RUNNING: (WAITING, PREFILLING, SWAPPED),
     SWAPPED: (WAITING, PREFILLING, RUNNING),
 }
-"""The statuses that may follow each status. Any request may be preempted and waits again; a shortened conversation prefills
-again."""
+"""Legal successors of each status. Any request may be preempted and waits again; a shortened conversation prefills again."""
 
 
 class RequestInfo:
@@ -43,11 +42,16 @@ class RequestInfo:
     ) -> None:
         self._view: RequestView | None = None
         self.is_fed = is_fed
-        self.id, self.arrival, self.priority, self.deadline = id, arrival, priority, deadline
+        self.id = id
+        self.arrival = arrival
+        self.priority = priority
+        self.deadline = deadline
         self._status = WAITING
         self._counts: _Counts | None = None  # of the table that it is in
         self.num_tokens = num_tokens
-        self.num_computed = self.own_slots = self.num_generated = 0
+        self.num_computed = 0
+        self.own_slots = 0
+        self.num_generated = 0
         self.last_token_time: float | None = None
         self.in_arena = True
 
@@ -86,7 +90,8 @@ class RequestInfo:
 
     def set_priority(self, priority: int) -> None:
         """Change the priority."""
-        self.priority, self._view = priority, None
+        self.priority = priority
+        self._view = None
 
     def come_back(self, num_computed: int, now: float, can_run: bool) -> None:
         """Record that a fed request came back with new tokens; ``num_computed`` tokens have slots of the arena.
@@ -96,15 +101,21 @@ class RequestInfo:
         if num_computed:
             is_single = self.num_tokens - num_computed == 1
             self._move_to(PREFILLING)
-            self.num_computed = self.own_slots = num_computed
-            self.num_generated, self.last_token_time = int(is_single), now if is_single else None
+            self.num_computed = num_computed
+            self.own_slots = num_computed
+            self.num_generated = int(is_single)
+            self.last_token_time = now if is_single else None
             if is_single:
                 self._move_to(RUNNING if can_run else SWAPPED)
 
     def arrive_swapped(self, num_computed: int, num_generated: int, last_token_time: float) -> None:
         """Record that the request was prefilled on another device and that its slots are in the host pool."""
-        self.status, self.in_arena, self.num_tokens = SWAPPED, False, num_computed + 1
-        self.num_computed, self.num_generated, self.last_token_time = num_computed, num_generated, last_token_time
+        self.status = SWAPPED
+        self.in_arena = False
+        self.num_tokens = num_computed + 1
+        self.num_computed = num_computed
+        self.num_generated = num_generated
+        self.last_token_time = last_token_time
         self._view = None
 
     def begin(self, num_computed: int) -> None:
@@ -134,7 +145,9 @@ class RequestInfo:
 
     def leave_arena(self) -> None:
         """Record that the request's slots were copied to the host pool."""
-        self.in_arena, self.own_slots, self._view = False, 0, None
+        self.in_arena = False
+        self.own_slots = 0
+        self._view = None
 
     def swap_in(self, own_slots: int | None = None) -> None:
         """Record that the request is running again; ``own_slots`` is given if slots were copied back into the arena."""
@@ -146,22 +159,28 @@ class RequestInfo:
         """Record that the request lost its slots; all its tokens run again, or the ``num_tokens`` that were kept."""
         self._move_to(WAITING)
         self.num_tokens = self.num_tokens if num_tokens is None else num_tokens
-        self.num_computed = self.own_slots = 0
+        self.num_computed = 0
+        self.own_slots = 0
         self.in_arena = True
 
     def restart(self, num_tokens: int, num_computed: int) -> None:
         """Record that the conversation was shortened to ``num_tokens``, of which the first ``num_computed`` have slots."""
         self._move_to(PREFILLING)
-        self.num_tokens, self.num_computed, self.own_slots, self.in_arena = num_tokens, num_computed, num_computed, True
+        self.num_tokens = num_tokens
+        self.num_computed = num_computed
+        self.own_slots = num_computed
+        self.in_arena = True
 
     def set_own_slots(self, own_slots: int) -> None:
         """Set the number of arena slots that would be free without the request."""
         if own_slots != self.own_slots:
-            self.own_slots, self._view = own_slots, None
+            self.own_slots = own_slots
+            self._view = None
 
     def _move_to(self, status: RequestStatus) -> None:
         assert status is self.status or status in TRANSITIONS[self.status], f"{self.status} -> {status}"
-        self.status, self._view = status, None
+        self.status = status
+        self._view = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +269,8 @@ class RequestTable:
 
         The last place is left to fed requests, if there are any.
         """
-        own, counts = self._counts[RUNNING, False], self._counts
+        own = self._counts[RUNNING, False]
+        counts = self._counts
         is_last_shared = own + 1 >= self.limits.max_num_seqs and (counts[RUNNING, True] or counts[SWAPPED, True])
         return not is_last_shared and self.count(RUNNING) < self.limits.max_num_seqs and not counts[SWAPPED, False]
 

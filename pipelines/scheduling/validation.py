@@ -5,7 +5,7 @@ from __future__ import annotations
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
 MAX_WAIT_SECONDS = 1.0
-"""The longest time for which a policy may let the device wait before one call."""
+"""Longest total wait before one call that a policy may ask for, in seconds."""
 
 
 class IllegalPlanError(Exception):
@@ -19,8 +19,7 @@ class IllegalPlanError(Exception):
 def check(plan: object, view: View) -> Plan:
     """Return ``plan`` if it is a ``Plan`` and breaks no rule.
 
-    Raises:
-        IllegalPlanError: it is not a ``Plan``, or it breaks a rule; the error names the rule.
+    Raises ``IllegalPlanError`` (it is not a ``Plan``, or it breaks a rule; the error names the rule).
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")
@@ -42,8 +41,7 @@ def check(plan: object, view: View) -> Plan:
 def check_wait_so_far(plan: Plan, start: float) -> None:
     """Check that the waits before one call, the first of which began at ``start``, are short enough in all.
 
-    Raises:
-        IllegalPlanError: they are not.
+    Raises ``IllegalPlanError`` (they are not).
     """
     if plan.wait_until is not None and plan.wait_until > start + MAX_WAIT_SECONDS:
         waited = plan.wait_until - start

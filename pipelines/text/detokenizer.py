@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 Decode = Callable[[list[int]], str]
-CONTEXT, WINDOW = 8, 32  # tokens decoded again with each new token: enough for any merge, few enough to be cheap
+CONTEXT = 8
+WINDOW = 32  # tokens decoded again with each new token: enough for any merge, few enough to be cheap
 INCOMPLETE = "\ufffd"
 MAX_UNFINISHED = (
     3  # a UTF-8 character has at most four bytes: more than three undecodable ones never become a character
@@ -25,7 +26,8 @@ class IncrementalDetokenizer:
         self._decode = decode
         self._stops = sorted(stop_strings)
         self._include_stop = include_stop
-        self._lead, self._lead_end = [*lead], 0
+        self._lead = [*lead]
+        self._lead_end = 0
         self._window: list[int] = []
         self._window_text = 0  # characters of the window's text that are in ``text``
         self._sent = 0

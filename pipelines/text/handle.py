@@ -15,18 +15,21 @@ from staticllm.pipelines.conversation.events import Event
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.request import Finished, Output, OutputQueue
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.loop_waker import OutputSignal, in_thread, running_waker
-from staticllm.pipelines.text.output_processor import OutputProcessor, RequestOutput, TextDelta, kept_outputs
-from staticllm.pipelines.text.reader_role import ReaderRole
-from staticllm.pipelines.text.results import Results, results_of
+from staticllm.pipelines.text.output_processor import (
+    OutputProcessor,
+    RequestOutput,
+    Results,
+    TextDelta,
+    kept_outputs,
+    results_of,
+)
+from staticllm.pipelines.text.readers import OutputSignal, ReaderRole, in_thread, running_waker
 from staticllm.system.threads import check_may_wait, check_process, start_thread
 
 POLL_SECONDS = 0.5
-"""The longest single wait of a reader: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
-
-
+"""The longest single wait of a reader, after which Ctrl-C takes effect where it cannot interrupt the wait."""
 MAX_BATCH = 64
-"""The most outputs that an asynchronous reader takes before others of its event loop run."""
+"""Outputs that an asynchronous reader takes before other tasks of its event loop run."""
 
 
 class GenerationHandle:
@@ -46,19 +49,36 @@ class GenerationHandle:
         owner: object = None,
     ) -> None:
         self._owner = owner  # keeps the pipeline alive as long as the handle
-        self._client, self._prepared, self._queue, self._decode = client, prepared, queue, decode
+        self._client = client
+        self._prepared = prepared
+        self._queue = queue
+        self._decode = decode
         self._processors = [
             OutputProcessor(decode, prepared, load_ms, index) for index in range(prepared.request.num_sequences)
         ]
         self._ends: list[Finished | None] = [None] * len(self._processors)
         self._outputs: dict[int, RequestOutput] = {}  # of the answers that have ended
         self._error: BaseException | None = None
-        self._role, self._pid = ReaderRole(), os.getpid()
+        self._role = ReaderRole()
+        self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._first: TextDelta | None = self._processors[0].echo
         if prepared.request.max_new_tokens == 0:  # nothing to generate: the request never reaches the engine
             for index in range(len(self._processors)):
                 self._close(Finished(FinishReason.LENGTH, index=index))
+
+    def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
+        """Yield tokens together with the text that they add, as they are generated.
+
+        Raises:
+            GenerationConfigError: several answers were requested.
+            StaticLLMError: the request failed.
+        """
+        self._check_single()
+        if wants_text:
+            self._processors[0].want_text()
+        yield from self._take_first()
+        yield from self._read(None)
 
     def __iter__(self) -> Iterator[str]:
         """Yield text as it is generated."""
@@ -121,7 +141,7 @@ class GenerationHandle:
             GenerationConfigError, StaticLLMError: as for ``deltas``.
         """
         self._check_single()
-        self._processors[0].wants_text = True
+        self._processors[0].want_text()
         return self._batches_async(least_gap)
 
     def _check_parsed(self) -> None:
@@ -149,7 +169,8 @@ class GenerationHandle:
 
     async def _batches_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
         check_process(self._pid)
-        waker, token = running_waker(), object()
+        waker = running_waker()
+        token = object()
         signal = OutputSignal(waker, least_gap)
         if self.is_done:
             self._raise_error()
@@ -158,12 +179,12 @@ class GenerationHandle:
             raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
 
         def wake(output: Output) -> None:
-            signal.set(isinstance(output, Finished))
+            signal.set(is_end=isinstance(output, Finished))
 
         self._queue.add_listener(wake)
         try:
-            if (first := self._take_first()) is not None:
-                yield [first]
+            if first := self._take_first():
+                yield first
             while not self.is_done:
                 signal.clear()
                 batch: list[TextDelta] = []
@@ -252,17 +273,8 @@ class GenerationHandle:
         until = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        token = object()
-        try:
-            if not self._enter(token, until):
-                raise TimeoutError(
-                    "another thread is reading this handle, and the request has not ended yet; it goes on"
-                )
-            while not self.is_done:
-                self._next(until)
-        finally:
-            self._role.leave(token)
-        self._raise_error()
+        for _ in self._read(until):
+            pass
         return kept_outputs([self._outputs[index] for index in range(len(self._processors))], self._prepared.options)
 
     def output(self, timeout: float | None = None) -> RequestOutput:
@@ -272,22 +284,6 @@ class GenerationHandle:
             TimeoutError, StaticLLMError: as for ``result``.
         """
         return self.outputs(timeout)[0]
-
-    def _enter(self, token: object, until: float | None) -> bool:
-        """Wait until this is the reader or the end has been read, in waits of ``POLL_SECONDS``; False after ``until``.
-
-        Raises:
-            StaticLLMError: this is the engine's thread, on which a user's processor runs.
-        """
-        if not self.is_done:
-            check_may_wait()
-        while not self.is_done:
-            rest = POLL_SECONDS if until is None else min(POLL_SECONDS, max(until - time.monotonic(), 0))
-            if self._role.enter(token, rest):
-                return True
-            if until is not None and time.monotonic() >= until:
-                return self.is_done
-        return True
 
     def call_back(self, callback: Callable[[str], object]) -> None:
         """Read on a new thread that calls ``callback`` with each text.
@@ -319,34 +315,9 @@ class GenerationHandle:
 
         ``is_dropped``: a chat must forget the turn.
         """
-        processor = self._processors[0]
-        if self.is_done or processor.has_ended:
-            return
-        self.cancel()
-        self._close(Finished(reason), is_dropped)
-
-    def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
-        """Yield tokens together with the text that they add, as they are generated.
-
-        Raises:
-            GenerationConfigError: several answers were requested.
-            StaticLLMError: the request failed.
-        """
-        self._check_single()
-        self._processors[0].wants_text |= wants_text
-        token = object()
-        self._enter(token, None)
-        try:
-            if (first := self._take_first()) is not None:
-                yield first
-            while not self.is_done:
-                self._role.move_here(token)
-                delta = self._next(None)
-                if delta is not None:
-                    yield delta
-        finally:
-            self._role.leave(token)
-        self._raise_error()
+        if not (self.is_done or self._processors[0].has_ended):
+            self.cancel()
+            self._close(Finished(reason), is_dropped)
 
     def _check_single(self) -> None:
         if len(self._processors) > 1:
@@ -354,25 +325,45 @@ class GenerationHandle:
                 f"num_return_sequences={len(self._processors)}: several answers cannot be read as one text; call result()"
             )
 
-    def _take_first(self) -> TextDelta | None:
+    def _take_first(self) -> list[TextDelta]:
         """Return the prompt as the first delta, once, if it is part of the answer (``echo``)."""
-        first, self._first = self._first, None
-        return first
+        first = self._first
+        self._first = None
+        return [] if first is None else [first]
 
     def _raise_error(self) -> None:
         error = self._error or next((end.error for end in self._ends if end and end.error), None)
         if error is not None:
             raise error
 
-    def _next(self, until: float | None) -> TextDelta | None:
-        check_process(self._pid)
-        while True:
-            rest = POLL_SECONDS if until is None else min(POLL_SECONDS, until - time.monotonic())
-            output = self._queue.get(max(rest, 0))
-            if output is not None:
-                return self._take(output)
+    def _read(self, until: float | None) -> Iterator[TextDelta]:
+        """Yield the increments of all answers as this thread's reader; raise TimeoutError after the moment ``until``."""
+        token = object()
+        if not self._enter(token, until):
+            raise TimeoutError("another thread is reading this handle, and the request has not ended yet; it goes on")
+        try:
+            while not self.is_done:
+                self._role.move_here(token)
+                check_process(self._pid)
+                if (output := self._queue.get(_poll_seconds(until))) is not None:
+                    if (delta := self._take(output)) is not None:
+                        yield delta
+                elif until is not None and time.monotonic() >= until:
+                    raise TimeoutError("the request has not ended yet; it goes on")
+        finally:
+            self._role.leave(token)
+        self._raise_error()
+
+    def _enter(self, token: object, until: float | None) -> bool:
+        """Wait until this is the reader or the end has been read; False after ``until``. Not on the engine's thread."""
+        if not self.is_done:
+            check_may_wait()
+        while not self.is_done:
+            if self._role.enter(token, _poll_seconds(until)):
+                return True
             if until is not None and time.monotonic() >= until:
-                raise TimeoutError("the request has not ended yet; it goes on")
+                return self.is_done
+        return True
 
     def _take(self, output: Output) -> TextDelta | None:
         if self._ends[output.index] is not None:  # computed before the engine saw that the reader had stopped
@@ -397,3 +388,8 @@ class GenerationHandle:
     def __del__(self) -> None:
         if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):
             self._client.cancel(self._prepared.request.id)
+
+
+def _poll_seconds(until: float | None) -> float:
+    """Return how long a reader waits at a time."""
+    return POLL_SECONDS if until is None else max(min(POLL_SECONDS, until - time.monotonic()), 0)

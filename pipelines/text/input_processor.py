@@ -57,7 +57,8 @@ class CallOptions:
         Raises:
             GenerationConfigError: there are several, and ``receiver`` could not tell them apart; or beams.
         """
-        count, beams = self.options.num_sequences, self.options.beams
+        count = self.options.num_sequences
+        beams = self.options.beams
         if beams is not None:
             raise GenerationConfigError(
                 f"a {receiver} for num_beams={beams.num_beams}: the tokens are known at the end; leave one of them out"
@@ -128,9 +129,11 @@ class PreparedRequest:
 
         Where a grammar writes the content, stop strings do not count in the reasoning and the layout before it.
         """
-        options, grammar = self.options, self.request.grammar
+        options = self.options
+        grammar = self.request.grammar
         lead = () if grammar is None else filter(None, (grammar.opening, grammar.reasoning_end))
-        decode, include_stop = decode or self.decode, options.include_stop_str_in_output
+        decode = decode or self.decode
+        include_stop = options.include_stop_str_in_output
         return IncrementalDetokenizer(decode, options.stop_strings, include_stop, tuple(lead))
 
 
@@ -145,7 +148,9 @@ class InputProcessor:
         file_options: FileOptions | None = None,
     ) -> None:
         """``file_options``: those of ``generation_config`` that the model's own file sets."""
-        self._tools, self._adapters, self._file_options = tools, adapters, file_options
+        self._tools = tools
+        self._adapters = adapters
+        self._file_options = file_options
         self._generation_config = copy_config(generation_config)
         if adapters is not None:
             self._generation_config.adapters = adapters.origin
@@ -168,7 +173,8 @@ class InputProcessor:
 
     def adapter_identity(self) -> dict[str, str]:
         """Return what identifies these adapters in another process; empty if there are none."""
-        own, scales = self._adapters, self.adapter_scales
+        own = self._adapters
+        scales = self.adapter_scales
         if own is None or not (scales or own.is_fused):
             return {}
         return {"adapters": own.description if own.is_fused else own.name_of(scales)}
@@ -206,7 +212,8 @@ class InputProcessor:
             GenerationConfigError: a chat history with ``apply_chat_template=False``.
             ModelError: the tokenizer cannot encode a prompt.
         """
-        tools, applies = call.options.extra.tool_options, call.options.apply_chat_template
+        tools = call.options.extra.tool_options
+        applies = call.options.apply_chat_template
         if call.form == "tokens" or (call.form != "history" and not (applies and self._tools.tokenizer.chat_template)):
             _check_no_tools(tools, "without a chat template")
         if call.form == "tokens":
@@ -217,7 +224,8 @@ class InputProcessor:
                     "apply_chat_template=False with a chat history: leave it True, or pass a str"
                 )
             return [encode_messages(self._tools.tokenizer, cast(Messages, inputs), tools, self._tools.tool_template)]
-        tokenizer, tool_template = self._tools.tokenizer, self._tools.tool_template
+        tokenizer = self._tools.tokenizer
+        tool_template = self._tools.tool_template
         return [encode_text(tokenizer, text, applies, tools, tool_template) for text in _texts_of(inputs, call.form)]
 
     def turns(self, inputs: Inputs, call: CallOptions) -> list[str | Prompt]:
@@ -241,7 +249,8 @@ class InputProcessor:
                 vocabulary.
             AdapterError: the pipeline was loaded without one of the adapters.
         """
-        encoded, options = time.perf_counter(), call.options
+        encoded = time.perf_counter()
+        options = call.options
         ids = shorten(prompt.ids, limits.max_prompt_len, call.overflow)
         check_ids(ids, limits.vocab_size, limits.max_prompt_len, call.is_chat)
         options.check_room(len(ids))
@@ -335,7 +344,8 @@ class InputProcessor:
 
     def _complete(self, config: genai.GenerationConfig) -> genai.GenerationConfig:
         """Return a copy whose missing stop and end tokens come from the model's own config, as in GenAI."""
-        copied, own = copy_config(config), self._generation_config
+        copied = copy_config(config)
+        own = self._generation_config
         if not copied.stop_token_ids:
             copied.stop_token_ids = own.stop_token_ids
         if copied.eos_token_id == -1 and own.eos_token_id != -1:
@@ -344,11 +354,7 @@ class InputProcessor:
 
 
 def _check_no_tools(tools: ToolOptions, where: str) -> None:
-    """Check that no option needs a chat template.
-
-    Raises:
-        GenerationConfigError: one does.
-    """
+    """Check that no option needs a chat template. Raises GenerationConfigError: one does."""
     for name, value in (("tools", tools.tools), ("extra_context", tools.extra_context)):
         if value:
             raise GenerationConfigError(f"{name} {where}: nothing would show them; pass a ChatHistory or messages")
@@ -379,7 +385,8 @@ def _drafts_of(options: GenerationOptions, limits: PromptLimits) -> DraftParams 
     Raises:
         GenerationConfigError: the options need a draft model, and there is none.
     """
-    asked, is_single = options.drafts, options.num_sequences == 1
+    asked = options.drafts
+    is_single = options.num_sequences == 1
     if asked is None and not (is_single and (limits.has_prompt_lookup or limits.has_draft_model)):
         return None
     drafts = asked or DraftParams()

@@ -1,11 +1,15 @@
-"""Assembles an answer on the reader's side: tokens, their text, and metrics."""
+"""Assembles an answer on the reader's side: tokens, their text, metrics, and the result objects that ``generate`` returns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
+from operator import add
+
+import openvino_genai as genai
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
@@ -16,7 +20,8 @@ from staticllm.pipelines.engine.request import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
 from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.results import AssistantMessage
+from staticllm.pipelines.text.tokenization import Form
+from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,7 @@ class TextDelta:
     logprobs: list[float] = field(default_factory=list)
 
     def __add__(self, other: TextDelta) -> TextDelta:
-        return TextDelta(
-            self.tokens + other.tokens,
-            self.text + other.text,
-            self.events + other.events,
-            self.logprobs + other.logprobs,
-        )
+        return joined([self, other])
 
 
 def joined(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -118,24 +118,31 @@ class _TimedDecode:
 class OutputProcessor:
     """Collects the tokens of one answer until ``finish``. Runs on the reader's thread, so that decoding never delays the device.
 
-    ``wants_text`` may be set at any time; without it, and without stop strings, tokens pass through and nothing is decoded.
+    Without ``want_text``, and without stop strings, tokens pass through and nothing is decoded.
     """
 
     def __init__(
         self, decode: Callable[[list[int]], str], prepared: PreparedRequest, load_ms: float = 0.0, index: int = 0
     ) -> None:
-        options, prompt = prepared.options, list(prepared.request.prompt)
-        self._decode = decode = _TimedDecode(decode)
+        options = prepared.options
+        prompt = list(prepared.request.prompt)
+        self._decode = _TimedDecode(decode)
         self._parser = _parser_of(prepared)
         self._events: list[Event] = []
-        self.wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
-        self.echo = TextDelta(prompt, decode(prompt)) if options.echo else None
-        self._prepared, self._load_ms, self._index = prepared, load_ms, index
-        self._detokenizer = prepared.detokenizer(decode)
+        self._wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
+        self.echo = TextDelta(prompt, self._decode(prompt)) if options.echo else None
+        self._prepared = prepared
+        self._load_ms = load_ms
+        self._index = index
+        self._detokenizer = prepared.detokenizer(self._decode)
         self._received: list[TokenOutput] = []
         self._tokens: list[int] = []  # of the answer: a stop string cuts off those after it
         self._unsent: list[int] = []
         self._undecoded: list[int] = []
+
+    def want_text(self) -> None:
+        """Decode from now on: the next increment has the text of all tokens so far."""
+        self._wants_text = True
 
     @property
     def is_stopped(self) -> bool:
@@ -159,7 +166,7 @@ class OutputProcessor:
         self._tokens.append(token.id)
         self._unsent.append(token.id)
         self._undecoded.append(token.id)
-        text = self._text() if self.wants_text else ""
+        text = self._text() if self._wants_text else ""
         if self._detokenizer.is_stopped:
             self._keep_tokens_of(self._detokenizer.text)
         if self._detokenizer.is_holding:
@@ -168,7 +175,8 @@ class OutputProcessor:
 
     def _taken(self, text: str, events: list[Event]) -> TextDelta:
         """Return the tokens that were not sent yet, with this text and these events."""
-        tokens, self._unsent = self._unsent, []
+        tokens = self._unsent
+        self._unsent = []
         first = len(self._tokens) - len(tokens)
         logprobs = [token.logprob for token in self._received[first : first + len(tokens)]]
         return TextDelta(tokens, text, events, logprobs)
@@ -193,8 +201,9 @@ class OutputProcessor:
         self, reason: FinishReason, is_dropped: bool = False, compile_times: CompileTimes | None = None
     ) -> Ending:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
-        rest = self._text() + self._detokenizer.finish() if self.wants_text else ""
-        received, options = self._received, self._prepared.options
+        rest = self._text() + self._detokenizer.finish() if self._wants_text else ""
+        received = self._received
+        options = self._prepared.options
         events = self._parse_rest(rest, reason)
         message = None if self._parser is None else message_of(self._events)
         if message is not None and message.tool_calls and reason == FinishReason.STOP:
@@ -220,12 +229,14 @@ class OutputProcessor:
         return Ending(output, self._taken(rest, events))
 
     def _score(self) -> float:
-        total, beams = sum((token.logprob for token in self._received), 0.0), self._prepared.options.beams
+        total = sum((token.logprob for token in self._received), 0.0)
+        beams = self._prepared.options.beams
         return total if beams is None else beam_score(total, max(len(self._received), 1), beams.length_penalty)
 
     def _text(self) -> str:
         """Decode the tokens that are not decoded yet, and return the text that they add."""
-        tokens, self._undecoded = self._undecoded, []
+        tokens = self._undecoded
+        self._undecoded = []
         return "".join([self._detokenizer.push(token) for token in tokens])
 
     def _keep_tokens_of(self, text: str) -> None:
@@ -233,27 +244,33 @@ class OutputProcessor:
 
         As in GenAI, a token that the stop string shares with the text before it is dropped as a whole; the text keeps its part.
         """
-        tokens, sent = self._tokens, len(self._tokens) - len(self._unsent)
+        tokens = self._tokens
+        sent = len(self._tokens) - len(self._unsent)
         while len(tokens) > sent and len(self._decode(tokens)) > len(text):
             tokens.pop()
         self._unsent = tokens[sent:]
 
     def _metrics(self, compile_times: CompileTimes | None) -> PerfMetrics:
         """Return GenAI's metrics of this answer; the prompt is counted with the first answer of a request."""
-        received, prepared = self._received, self._prepared
+        received = self._received
+        prepared = self._prepared
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)
         metrics.count(num_prompt, len(self._tokens), received[-1].num_cached if received else 0)
-        num_drafted, num_accepted = sum(t.num_drafted for t in received), sum(t.num_accepted for t in received)
+        num_drafted = sum(t.num_drafted for t in received)
+        num_accepted = sum(t.num_accepted for t in received)
         per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]
-        metrics.count_drafts(num_drafted, num_accepted, per_token)
         drafts = prepared.request.drafts
-        metrics.may_draft = drafts is not None and drafts.uses_model
+        may_draft = drafts is not None and drafts.uses_model
+        metrics.count_drafts(num_drafted, num_accepted, per_token, may_draft)
         if compile_times is not None and not self._index:
             metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
-        raw, started = metrics.raw_metrics, prepared.started
-        times, calls = [token.time for token in received], [token.device_seconds for token in received]
-        template, spent = prepared.template_seconds, self._decode.seconds
+        raw = metrics.raw_metrics
+        started = prepared.started
+        times = [token.time for token in received]
+        calls = [token.device_seconds for token in received]
+        template = prepared.template_seconds
+        spent = self._decode.seconds
         raw.generate_durations.append((time.perf_counter() - started) * MICRO)
         raw.tokenization_durations.append((prepared.encoded - started - (template or 0.0)) * MICRO)
         raw.chat_template_durations.extend([] if template is None else [template * MICRO])
@@ -274,3 +291,48 @@ def kept_outputs(outputs: list[RequestOutput], options: GenerationOptions) -> li
         return sorted(outputs, key=lambda output: -output.score)[: options.num_return_sequences]
     is_search = options.beams is not None
     return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]
+
+
+Results = GeneratedText | DecodedResults | EncodedResults
+
+
+def results_of(
+    form: Form,
+    outputs: Sequence[RequestOutput],
+    decode: Callable[[list[int]], str],
+    parsers: Sequence[genai.Parser] = (),
+    streamed: dict[str, object] | None = None,
+) -> Results:
+    """Return ``GeneratedText`` for one answer to a str, ``EncodedResults`` for token ids, else ``DecodedResults``, in order.
+
+    As in GenAI, ``parsers`` run one after the other on each text, and go on from ``streamed``, what a ``TextParserStreamer`` made
+    of the only answer; both are for texts only.
+
+    Raises:
+        Exception: a parser raised it.
+    """
+    metrics = reduce(add, (output.metrics for output in outputs))
+    scores = [output.score for output in outputs]
+    reasons = [output.finish_reason for output in outputs]
+    messages = [output.message for output in outputs if output.message is not None]
+    if form == "tokens":
+        tokens = [output.echo + output.tokens for output in outputs]
+        return EncodedResults(tokens, scores, reasons, metrics, messages)
+    texts = [(decode(output.echo) if output.echo else "") + output.text for output in outputs]
+    parsed = _parsed(texts, parsers, streamed)
+    results = DecodedResults(texts, [output.tokens for output in outputs], scores, reasons, metrics, messages, parsed)
+    return GeneratedText.of(results) if form == "text" and len(outputs) == 1 else results
+
+
+def _parsed(
+    texts: Sequence[str], parsers: Sequence[genai.Parser], streamed: dict[str, object] | None
+) -> list[dict[str, object]]:
+    if not parsers:
+        return [] if streamed is None else [streamed]
+    messages: list[dict[str, object]] = [{"content": text} for text in texts]
+    if streamed is not None:
+        messages[0] = {"content": texts[0], **streamed}
+    for message in messages:
+        for parser in parsers:
+            parser.parse(message)
+    return messages

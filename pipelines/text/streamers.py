@@ -1,56 +1,41 @@
-"""Wraps the three forms of streamer that GenAI accepts in one interface, and streams an answer into it."""
+"""Streams answers: into the forms of streamer that GenAI accepts, and those of several prompts together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
 
 from staticllm.core import FinishReason
-from staticllm.errors import GenerationConfigError, shown
+from staticllm.errors import BusyError, GenerationConfigError, shown
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.pipelines.text.tokenization import Prompt
 
 
-class TokenSink(Protocol):
-    """Receives confirmed tokens and the text that they add. ``takes_text``: whether it uses the text."""
+class TokenSink:
+    """Receives confirmed tokens and the text that they add; this one discards them. ``takes_text``: whether it uses the text."""
 
-    takes_text: bool
+    takes_text = False
 
     @property
     def parsed(self) -> dict[str, object] | None:
         """The message that a parsing streamer made of the answer; None without one."""
-        ...
+        return None
 
     def write(self, tokens: list[int], text: str) -> Status:
         """Receive one increment of the answer, and return whether to continue."""
-        ...
-
-    def end(self) -> None:
-        """End the stream; called after the last increment."""
-        ...
-
-
-class Silent:
-    """Discards everything; used without a streamer."""
-
-    takes_text = False
-    parsed = None
-
-    def write(self, tokens: list[int], text: str) -> Status:
         return Status.RUNNING
 
     def end(self) -> None:
-        return None
+        """End the stream; called after the last increment."""
 
 
-class TextSink:
+class TextSink(TokenSink):
     """Passes text to a callable, which returns None, a bool (True stops) or a ``StreamingStatus``."""
 
     takes_text = True
-    parsed = None
 
     def __init__(self, callback: Callable[[str], object]) -> None:
         self._callback = callback
@@ -58,15 +43,9 @@ class TextSink:
     def write(self, tokens: list[int], text: str) -> Status:
         return as_status(self._callback(text)) if text else Status.RUNNING
 
-    def end(self) -> None:
-        return None
 
-
-class StreamerSink:
+class StreamerSink(TokenSink):
     """Passes tokens to an ``openvino_genai.StreamerBase`` as a list, as GenAI 2026 does: one token, or several held back."""
-
-    takes_text = False
-    parsed = None
 
     def __init__(self, streamer: genai.StreamerBase) -> None:
         self._streamer = streamer
@@ -78,13 +57,11 @@ class StreamerSink:
         self._streamer.end()
 
 
-class ParserSink:
+class ParserSink(TokenSink):
     """Passes tokens to an ``openvino_genai.TextParserStreamer``, whose ``write`` receives messages in place of tokens.
 
     As in GenAI, it is reset before each answer.
     """
-
-    takes_text = False
 
     def __init__(self, streamer: genai.TextParserStreamer) -> None:
         self._streamer = streamer
@@ -108,7 +85,7 @@ def make_sink(streamer: object) -> TokenSink:
         GenerationConfigError: it is neither None, callable nor a streamer.
     """
     if streamer is None:
-        return Silent()
+        return TokenSink()
     if isinstance(streamer, genai.TextParserStreamer):
         return ParserSink(streamer)
     if isinstance(streamer, genai.StreamerBase):
@@ -148,11 +125,7 @@ def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
 
 
 def check_callback(callback: object) -> None:
-    """Check the argument ``callback`` of ``submit``.
-
-    Raises:
-        GenerationConfigError: it is neither None nor callable.
-    """
+    """Check the argument ``callback`` of ``submit``. Raises GenerationConfigError: it is neither None nor callable."""
     if callback is not None and not callable(callback):
         raise GenerationConfigError(f"callback is a {type(callback).__name__}: must be a callable that takes a str")
 
@@ -173,3 +146,37 @@ def as_status(answer: object) -> Status:
         f"the streamer returned {shown(answer)}: must return None, a bool or a StreamingStatus; "
         "wrap what returns something else, as in lambda text: print(text, end='')"
     )
+
+
+Begin = Callable[[Prompt], GenerationHandle]
+"""Submits one prompt."""
+
+
+def run_together(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
+    """Submit all prompts, at most ``MAX_WAITING`` at a time, and wait for their answers, in the order of the prompts.
+
+    Raises:
+        BusyError: the queue is full of other requests.
+        StaticLLMError: a request failed; all are cancelled then.
+    """
+    handles: list[GenerationHandle] = []
+    try:
+        for prompt in prompts:
+            handles.append(_begin_when_possible(begin, prompt, handles))
+        return [output for handle in handles for output in handle.outputs()]
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+
+
+def _begin_when_possible(begin: Begin, prompt: Prompt, before: Sequence[GenerationHandle]) -> GenerationHandle:
+    """Submit a prompt. If the queue is full and holds prompts of this call, wait for the first of them."""
+    while True:
+        try:
+            return begin(prompt)
+        except BusyError:
+            unfinished = [handle for handle in before if not handle.is_done]
+            if not unfinished:
+                raise
+            unfinished[0].outputs()

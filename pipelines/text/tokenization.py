@@ -48,11 +48,7 @@ class Prompt:
 
 
 def form_of(inputs: object) -> Form:
-    """Return which of GenAI's input forms ``inputs`` has.
-
-    Raises:
-        PromptError: it has none of them, or is an empty list.
-    """
+    """Return which of GenAI's input forms ``inputs`` has. Raises PromptError: it has none of them, or is an empty list."""
     if isinstance(inputs, str):
         return "text"
     if isinstance(inputs, genai.ChatHistory):
@@ -117,7 +113,8 @@ def _templated(
 ) -> Prompt:
     turns, tools, extra = _parts_of(messages)
     if options is not None:
-        tools, extra = _tools_for(options) or tools, {**extra, **options.extra_context}
+        tools = _tools_for(options) or tools
+        extra = {**extra, **options.extra_context}
         if options.choice == "none":
             tools = []
     if not turns:

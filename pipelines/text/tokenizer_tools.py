@@ -2,17 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import openvino_genai as genai
 
 from staticllm.errors import ModelError, last_line, pipeline_closed
-from staticllm.pipelines.text.joined_decoder import JoinedDecoder
-from staticllm.pipelines.text.special_tokens import SpecialTokens
-from staticllm.pipelines.text.word_tokens import WordTokens
+from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.generation.options.table import SamplingParams, TokenSequences
+
+Decode = Callable[[list[int]], str]
+DecodeRows = Callable[[list[list[int]]], Sequence[str]]
+INCOMPLETE = "\ufffd"
+
+
+class JoinedDecoder:
+    """Decodes like ``decode``, and keeps the text of each token that it has met. Any thread may call.
+
+    A call of the tokenizer takes as long as a decode step of a small model. It is for tokenizers that join the bytes of tokens
+    and do nothing to the text (``model_dir.joins_tokens``). A token with a part of a character has no text of its own, so with
+    such a token among them tokens are decoded by ``decode``. ``decode_rows`` decodes several rows in one call.
+    """
+
+    def __init__(self, decode: Decode, decode_rows: DecodeRows) -> None:
+        self._decode = decode
+        self._decode_rows = decode_rows
+        self._texts: dict[int, str | None] = {}  # None: not a text of whole characters
+
+    def __call__(self, tokens: list[int]) -> str:
+        """Return the text of these token ids."""
+        texts = self._texts
+        try:
+            return "".join([texts[token] for token in tokens])  # type: ignore[misc]
+        except KeyError:
+            self._learn(tokens)
+        except TypeError:
+            return self._decode(tokens)
+        found = [texts[token] for token in tokens]
+        return self._decode(tokens) if None in found else "".join(found)  # type: ignore[arg-type]
+
+    def _learn(self, tokens: list[int]) -> None:
+        unknown = [token for token in dict.fromkeys(tokens) if token not in self._texts]
+        found = self._decode_rows([[token] for token in unknown])
+        self._texts |= {token: None if INCOMPLETE in text else text for token, text in zip(unknown, found, strict=True)}
+
+
+class SpecialTokens:
+    """Knows which tokens of a tokenizer are special, that is, left out of decoded text. Any thread may call the methods.
+
+    ``joins_tokens``: whether the text of several tokens is known to be the texts of each, joined.
+    """
+
+    def __init__(self, tokenizer: genai.Tokenizer, joins_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._joins_tokens = joins_tokens
+        self._decoders: dict[frozenset[int], Callable[[list[int]], str]] = {}  # by the tokens that are shown
+        self._is_special: dict[int, bool] = {}
+        self._vocabulary: dict[bytes | str, int] = {}  # GenAI gives the texts as bytes
+
+    def decoder(self, shown: Collection[str], decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+        """Return ``decode`` if none of the texts ``shown`` is a special token, else a function that shows these.
+
+        All other special tokens are left out.
+        """
+        if not self._vocabulary:
+            self._vocabulary = self._tokenizer.get_vocab()
+        found = (self._vocabulary.get(text.encode(), self._vocabulary.get(text)) for text in shown)
+        markers = frozenset(token for token in found if token is not None)
+        if not any(map(self.is_special, markers)):
+            return decode
+        if markers not in self._decoders:
+            self._decoders[markers] = self._decoder_with(markers)
+        return self._decoders[markers]
+
+    def _decoder_with(self, markers: frozenset[int]) -> Callable[[list[int]], str]:
+        def decode_with_markers(tokens: list[int]) -> str:
+            kept = [token for token in tokens if token in markers or not self.is_special(token)]
+            return str(self._tokenizer.decode(kept, skip_special_tokens=False)) if kept else ""
+
+        def decode_rows(rows: list[list[int]]) -> list[str]:
+            return [decode_with_markers(row) for row in rows]
+
+        return JoinedDecoder(decode_with_markers, decode_rows) if self._joins_tokens else decode_with_markers
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is left out of decoded text."""
+        known = self._is_special.get(token)
+        if known is None:
+            hidden = self._tokenizer.decode([token], skip_special_tokens=True)
+            known = not hidden and bool(self._tokenizer.decode([token], skip_special_tokens=False))
+            self._is_special[token] = known
+        return known
+
+
+MAX_BREAKER_CHARS = 32
+
+
+class WordTokens:
+    """The token sequences of texts, by tokenizer. Any thread may call; what was found is kept."""
+
+    def __init__(self, tokenizer: genai.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._words: dict[str, TokenSequences] = {}
+        self._breakers: dict[str, TokenSequences] = {}
+        self._texts: list[str] = []
+
+    def complete(self, options: GenerationOptions) -> SamplingParams:
+        """Return the sampling parameters of ``options`` with the tokens of their texts."""
+        sampling = options.sampling
+        extra = options.extra
+        if extra.bad_words:
+            found = (sequence for word in extra.bad_words for sequence in self.of_word(word))
+            sampling = replace(sampling, bad_words=(*sampling.bad_words, *found))
+        if sampling.uses_dry:
+            breakers = {sequence for text in extra.dry_sequence_breakers for sequence in self.of_breaker(text)}
+            sampling = replace(sampling, dry_breakers=tuple(sorted(breakers)))
+        return sampling
+
+    def of_word(self, word: str) -> TokenSequences:
+        """Return the sequences that write ``word``, at the beginning of a text and after a space."""
+        if word not in self._words:
+            found = {self._encoded(word), self._encoded(" " + word.lstrip(" "))}
+            self._words[word] = tuple(sorted(sequence for sequence in found if sequence))
+        return self._words[word]
+
+    def of_breaker(self, text: str) -> TokenSequences:
+        """Return the sequences that write a text which contains ``text``, as llamacpp finds them.
+
+        These are all tokens whose text contains it, and all whose text ends with a part of it, followed by the tokens of the
+        rest.
+        """
+        text = text[:MAX_BREAKER_CHARS]
+        if text not in self._breakers:
+            self._breakers[text] = tuple(sorted(self._found_breakers(text)))
+        return self._breakers[text]
+
+    def _found_breakers(self, text: str) -> set[tuple[int, ...]]:
+        found: set[tuple[int, ...]] = set()
+        by_ending: dict[int, list[int]] = defaultdict(list)  # tokens by how much of the text they end with
+        for token, piece in enumerate(self._token_texts()):
+            if text in piece:
+                found.add((token,))
+                continue
+            for length in range(1, len(text)):
+                if piece.endswith(text[:length]):
+                    by_ending[length].append(token)
+        for length, tokens in by_ending.items():
+            rest = self._encoded(text[length:])
+            found.update((token, *rest) for token in tokens)
+        return found
+
+    def _token_texts(self) -> list[str]:
+        """Return the text of every token."""
+        if not self._texts:
+            ids = [[token] for token in range(max(self._tokenizer.get_vocab().values(), default=-1) + 1)]
+            self._texts = list(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return self._texts
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).input_ids.data
+        return tuple(int(token) for token in ids.reshape(-1))
 
 
 class TokenizerTools:
@@ -42,11 +194,7 @@ class TokenizerTools:
         self._tools = None
 
     def check_open(self) -> None:
-        """Check that ``close`` was not called.
-
-        Raises:
-            ClosedError: it was. Each of the properties raises it, too.
-        """
+        """Check that ``close`` was not called. Raises ClosedError: it was. Each of the properties raises it, too."""
         _ = self._open
 
     @property

@@ -36,7 +36,8 @@ class AdapterSet:
         cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, origin: object = None
     ) -> AdapterSet:
         """Return the set of adapters with their alphas. Equal adapters count once, with the sum of their alphas."""
-        adapters, alphas = dict[str, LoraAdapter](), dict[str, float]()
+        adapters = dict[str, LoraAdapter]()
+        alphas = dict[str, float]()
         for adapter, alpha in members:
             adapters.setdefault(adapter.name, adapter)
             alphas[adapter.name] = alphas.get(adapter.name, 0.0) + alpha

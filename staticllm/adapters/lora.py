@@ -25,7 +25,8 @@ from staticllm.model_paths.path_kinds import ADAPTER
 from staticllm.model_paths.path_kinds import FILE as FILE_KIND
 from staticllm.system.files import read_regular
 
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FILE = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 MAX_CONFIG = 1 << 20
 MAX_RANK = 1024
 """The largest rank of one layer, over all adapters of a pipeline."""
@@ -132,11 +133,7 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
 
 
 def _weights_in(folder: Path) -> Path:
-    """Return the path of the matrices in a directory of PEFT.
-
-    Raises:
-        AdapterError: they are there in another format.
-    """
+    """Return the path of the matrices in a directory of PEFT. Raises AdapterError: they are there in another format."""
     others = [] if (folder / FILE).exists() else sorted(each for each in folder.iterdir() if _is_weights(each))
     if others:
         raise AdapterError(f"the adapter {str(folder)!r} has {others[0].name}, not {FILE}: {_SAVE_AGAIN}")
@@ -172,9 +169,11 @@ def adapter_in_memory(data: bytes) -> LoraAdapter:
 
 
 def _adapter(file: SafetensorsFile, config: PeftConfig | None) -> LoraAdapter:
-    digest, layers = hashlib.blake2b(digest_size=16), dict[str, LoraLayer]()
+    digest = hashlib.blake2b(digest_size=16)
+    layers = dict[str, LoraLayer]()
     for path, names in sorted(_pairs(file).items()):
-        a, b = _matrix(file, names["a"]), _matrix(file, names["b"])
+        a = _matrix(file, names["a"])
+        b = _matrix(file, names["b"])
         if a.shape[0] != b.shape[1] or not a.size or not b.size:
             raise AdapterError(
                 f"the adapter {file.name!r}: {path!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, "

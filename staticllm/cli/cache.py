@@ -181,7 +181,7 @@ def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
     if target.exists():
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     try:
-        with cache.locked(key):
+        with cache.lease(key):
             copy_set(source, target, _key())
     except OSError as error:
         raise BlobError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error

@@ -90,8 +90,7 @@ def _target(model: str, given: str) -> str:
         UsageError: it is a model, which click took for the value of ``--export-blob``.
         ConfigError: it exists, or cannot be written.
     """
-    from staticllm.pipelines.loading.export import check_new
-    from staticllm.pipelines.loading.exported import DEFAULT_BLOB
+    from staticllm.pipelines.loading.export import DEFAULT_BLOB, check_new
 
     if given and path_kind(expanded(given)).is_loadable:
         raise click.UsageError(

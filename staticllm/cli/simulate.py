@@ -13,7 +13,7 @@ from staticllm.cli.grouped_command import GroupedCommand, option_file
 from staticllm.cli.options import Number, model_option
 from staticllm.cli.progress import progress
 from staticllm.cli.validate import compare_with_engine
-from staticllm.config import SCHEDULERS, StaticLLMConfig
+from staticllm.config import StaticLLMConfig, schedulers
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Run
@@ -48,7 +48,7 @@ RARE = {
 
 @click.command("simulate", cls=GroupedCommand, groups=GROUPS, rare=RARE)
 @click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(SCHEDULERS), help="May be repeated.  [dynamic, fcfs]"
+    "--policy", "policies", multiple=True, type=click.Choice(schedulers()), help="May be repeated.  [dynamic, fcfs]"
 )
 @click.option("-n", "--requests", type=click.IntRange(1), default=200, show_default=True, help="Number of requests.")
 @click.option(

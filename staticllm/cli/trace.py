@@ -21,7 +21,7 @@ from staticllm.cli.options import (
     read_properties,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.config import SCHEDULERS, StaticLLMConfig
+from staticllm.config import StaticLLMConfig, schedulers
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -40,7 +40,7 @@ def command() -> None:
 @click.option("--prompt-len", type=click.IntRange(1), default=128, show_default=True, help="Random tokens per prompt.")
 @click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per answer.")
 @click.option("--rate", type=Number(0, 1e9, min_open=True), help="Requests per second, Poisson.  [all at once]")
-@click.option("--scheduler", type=click.Choice(SCHEDULERS), help="Policy.  [dynamic]")
+@click.option("--scheduler", type=click.Choice(schedulers()), help="Policy.  [dynamic]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @layout_options
 def record(output: str, model: str, as_json: bool, **options: Any) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 POLL_SECONDS = 0.5
-"""Seconds of a single wait, which Ctrl-C cannot interrupt."""
+"""Length of a single wait, which Ctrl-C cannot interrupt."""
 
 
 class _Holder:
@@ -38,10 +37,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lease:
-    """A held lock, which any thread may release."""
+    """A held lock, which any thread may release; as a block, it is released at the end."""
 
     def __init__(self, holder: _Holder, lock: FileLock) -> None:
-        self._holder, self._lock, self._is_held = holder, lock, True
+        self._holder = holder
+        self._lock = lock
+        self._is_held = True
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
 
     def hand_over(self) -> None:
         """Let another thread release the lock. From now on this thread may wait for it."""
@@ -59,11 +66,9 @@ class Lease:
 def acquire(path: Path, timeout: float = -1) -> Lease:
     """Wait until no other thread or process holds the lock of ``path``, and acquire it.
 
-    File locks distinguish processes, not threads, so a lock within this process is acquired first.
-
-    Raises:
-        Timeout: another holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever.
-        OSError: the lock file cannot be created.
+    File locks distinguish processes, not threads, so a lock within this process is acquired first. Raises ``Timeout`` (another
+    holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever) and ``OSError`` (the lock
+    file cannot be created).
     """
     with _holders_lock:
         holder = _holders.setdefault(path.resolve(), _Holder())
@@ -78,21 +83,6 @@ def acquire(path: Path, timeout: float = -1) -> Lease:
         raise
     holder.thread = threading.get_ident()
     return Lease(holder, lock)
-
-
-@contextmanager
-def locked(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold the lock of ``path`` for a block.
-
-    Raises:
-        Timeout: as ``acquire``.
-        OSError: the lock file cannot be created.
-    """
-    lease = acquire(path, timeout)
-    try:
-        yield
-    finally:
-        lease.release()
 
 
 def _try(lock: FileLock, seconds: float) -> bool:

@@ -12,7 +12,7 @@ import sys
 from functools import cache
 
 MMAP_THRESHOLD_OPTION = -3
-"""``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``; setting it also ends the raising."""
+"""glibc's ``M_MMAP_THRESHOLD``. Setting it also stops glibc from raising it."""
 BLOCK_BYTES = 256 << 10
 
 

@@ -29,7 +29,7 @@ ITEM_BYTES = {
 _NEEDED = {"ReadValue": ("variable_id",), "Assign": ("variable_id",)}
 """Attributes without which OpenVINO's reader crashes."""
 Key = tuple[int, str]
-"""The number of a graph within the file (bodies of loops have layer ids of their own), and the id of a layer in it."""
+"""Number of a graph within the file (loop bodies have layer ids of their own), and the id of a layer in it."""
 
 
 class IrError(Exception):
@@ -79,15 +79,12 @@ class IrFile:
 
 
 def read_ir(xml: bytes) -> IrFile:
-    """Read the XML of an IR.
-
-    Raises:
-        IrError: the XML is not well formed, or has an impossible value.
-    """
+    """Read the XML of an IR. Raises ``IrError`` (the XML is not well formed, or has an impossible value)."""
     reader = _Reader()
     parser = expat.ParserCreate()
     parser.StartDoctypeDeclHandler = _no_doctype
-    parser.StartElementHandler, parser.EndElementHandler = reader.start, reader.end
+    parser.StartElementHandler = reader.start
+    parser.EndElementHandler = reader.end
     try:
         parser.Parse(xml, True)
     except expat.ExpatError as error:

@@ -1,8 +1,7 @@
 """Returns the pages of a mapped weights file to the system's page cache while its model is compiled.
 
-OpenVINO maps the weights file and reads all of it once per program, to pack the weights. The pages that were read count as
-memory of the process, as much as the file, although hardly any is read again. They are unchanged copies of the file, so the
-process can give them up at any time: a page that is read again comes from the page cache.
+OpenVINO maps the weights file and reads all of it once per program, to pack the weights. These pages count as memory of the
+process, although few are read again. They are unchanged copies of the file, so the process can give them up at any time.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class MappedWeights:
     def released(self) -> Iterator[None]:
         """Give up the pages every ``PERIOD_SECONDS`` while a block runs, and at its end.
 
-        Raises:
-            StaticLLMError: no thread can be started.
+        Raises ``StaticLLMError`` (no thread can be started).
         """
         if self.addresses is None:
             yield

@@ -13,7 +13,7 @@ from functools import partial
 from staticllm.errors import ClosedError, StaticLLMError
 
 CLOSE_SECONDS = 2.0
-"""The longest time for which deleting a pipeline waits until it is closed."""
+"""How long deleting a pipeline waits for it to close, in seconds."""
 
 _here = threading.local()
 _closing: set[threading.Thread] = set()  # threads that close what was garbage-collected
@@ -21,11 +21,7 @@ _is_exiting = threading.Event()
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread that runs ``run``, and return it.
-
-    Raises:
-        StaticLLMError: the system cannot start another thread.
-    """
+    """Start and return a daemon thread. Raises ``StaticLLMError`` (the system has no more threads)."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
@@ -48,11 +44,7 @@ def owned_device() -> Iterator[None]:
 
 
 def check_may_wait() -> None:
-    """Check that the calling thread may wait for a device.
-
-    Raises:
-        StaticLLMError: it is the thread of a device, which would wait for itself.
-    """
+    """Check that the calling thread may wait for a device, so is not a device's own. Raises ``StaticLLMError``."""
     if getattr(_here, "owns_device", False):
         raise StaticLLMError(
             f"the thread {threading.current_thread().name!r} runs the calls of a device and would wait for itself, or let all "
@@ -98,11 +90,7 @@ def _wait_for_closing() -> None:
 
 
 def check_process(pid: int) -> None:
-    """Check that this is the process ``pid``, in which our threads run.
-
-    Raises:
-        ClosedError: this is another process, a forked child.
-    """
+    """Check that this is the process ``pid``, not its forked child. Raises ``ClosedError``."""
     if os.getpid() != pid:
         raise ClosedError(
             f"the pipeline was loaded in process {pid} and this is a forked child, {os.getpid()}: load it in the child, or use "

@@ -21,9 +21,8 @@ from staticllm.pipelines.engine.request import EngineRequest, EngineText, Output
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, ReadText
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.loading.loaded import Loaded
-from staticllm.pipelines.programs.build import CompiledPrograms, DecoderPrograms
-from staticllm.pipelines.programs.compile import CompileOptions
+from staticllm.pipelines.loading.kind import Loaded
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, DecoderPrograms
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.interface import Policy

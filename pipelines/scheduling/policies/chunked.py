@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.policies.common import (
+from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
     decode_plan,
+    pack,
     prefill_with_preemption,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.policies.packing import pack
 
 TOKEN_BUDGET = 64
-"""The default number of rows per call."""
+"""Default number of rows per call."""
 
 
 class Chunked:
@@ -51,3 +51,6 @@ class Chunked:
             if variant is not None and rows > beside.num_rows and sequences > beside.num_sequences:
                 return pack(view, backlog, beside, variant)
         return []
+
+
+POLICY = Chunked

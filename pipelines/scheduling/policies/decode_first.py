@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.policies.common import (
+from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,
     fits,
+    pack,
     prefill_with_preemption,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.policies.packing import pack
 
 
 class DecodeFirst:
@@ -32,3 +32,6 @@ class DecodeFirst:
         if variant is None or plan.swap_out or plan.preempt:
             return plan
         return with_prefill(plan, pack(view, backlog, plan, variant))
+
+
+POLICY = DecodeFirst

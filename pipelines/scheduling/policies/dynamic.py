@@ -6,37 +6,36 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
-from staticllm.pipelines.scheduling.policies.common import (
+from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,
     fits,
     in_order,
+    pack,
     prefill_with_preemption,
     to_swap_in,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.policies.packing import pack
-from staticllm.pipelines.scheduling.policies.time_slices import TimeSlices, by_wait
+from staticllm.pipelines.scheduling.time_slices import TimeSlices, by_wait
 
 CROWDED_GAP = 2
-"""The factor on the bound between two tokens while at least two prompts wait, and at least as many as requests decode."""
+"""Factor on the token bound while at least two prompts wait, and at least as many as requests decode."""
 URGENT_GAP = 4
-"""The factor on that bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
+"""Factor on the token bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
 SLACK_USED = 0.8
-"""The share of the time until the bound that a call may take, because costs are estimates."""
+"""Share of the time left until the bound that a call may take; costs are estimates."""
 MIN_PREFILL_SHARE = 0.2
-"""The least share of device time that prompts get, even if no call with prompts keeps the bound."""
+"""Least share of device time for prompts, even if no call with prompts keeps the bound."""
 FULL_ENOUGH = 0.8
-"""While ``max_num_seqs`` requests run, prompts are batched until a call reaches this share of the best possible ``rate``."""
+"""With ``max_num_seqs`` requests running, prompts are batched until a call reaches this share of the best possible ``rate``."""
 BATCHING_DELAY_STEPS, BATCHING_DELAY_TTFT_SHARE = 16, 0.25
-"""Prompts are delayed for batching (Triton's ``max_queue_delay``) by at most this many decode steps, or with a TTFT target by at
-most this share of it."""
+"""Longest batching delay of prompts (Triton's ``max_queue_delay``) in decode steps, or as a share of the TTFT target."""
 ABOUT_AS_FAST = 1.25
-"""Among candidates that finish the prompts within this factor of the shortest time, the one with the best ``rate`` is taken."""
+"""Candidates within this factor of the shortest time to finish the prompts compete by ``rate``."""
 MIN_SECONDS = 1e-9
-"""A lower bound of divisors."""
+"""Lower bound of divisors."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ class Candidates:
     """
 
     def __init__(self, view: View, backlog: list[RequestView], decode: Plan) -> None:
-        self._view, self._backlog, self._decode = view, backlog, decode
+        self._view = view
+        self._backlog = backlog
+        self._decode = decode
         variant = view.device.call(decode.num_rows, decode.num_sequences) if decode.num_rows else None
         self.step_seconds = view.device.seconds(variant) if variant else 0.0
 
@@ -139,7 +140,8 @@ class Candidates:
 
     def _call(self, rows: int, beside: Plan, *, is_fresh: bool, saved_seconds: float) -> CandidateCall | None:
         """Return a call of exactly ``rows`` with prompts and the decode rows of ``beside``; None if nothing fits."""
-        view, device = self._view, self._view.device
+        view = self._view
+        device = self._view.device
         widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
         prompts = pack(view, self._backlog, beside, widest) if widest else []
         num_sequences = beside.num_sequences + len(prompts)
@@ -172,7 +174,8 @@ class Candidates:
     @property
     def _num_startable(self) -> int:
         """The number of prompts that a single call could finish and whose requests could be running afterwards."""
-        rows, count = max(self._view.device.index.widest), 0
+        rows = max(self._view.device.index.widest)
+        count = 0
         for request in self._backlog[: self._view.free_seqs]:
             rows -= request.num_left
             count += rows >= 0
@@ -288,3 +291,6 @@ class Dynamic:
         self._prefill_seconds = call.added_seconds
         self._prefill_end = view.now + call.delay_seconds
         return call.plan
+
+
+POLICY = Dynamic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.policies.common import (
+from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,
@@ -28,3 +28,6 @@ class Fcfs:
         if admitted and fits(view, admitted[0]):
             return Plan(prefill=((admitted[0].id, chunk_of(view, admitted[0])),))
         return decode_plan(view) or prefill_with_preemption(view, (admitted or admissible_prompts(view))[0])
+
+
+POLICY = Fcfs

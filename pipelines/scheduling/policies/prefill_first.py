@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.policies.common import (
+from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,
@@ -25,3 +25,6 @@ class PrefillFirst:
             if fits(view, request):
                 return Plan(prefill=((request.id, chunk_of(view, request)),))
         return decode_plan(view) or prefill_with_preemption(view, backlog[0])
+
+
+POLICY = PrefillFirst

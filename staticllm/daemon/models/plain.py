@@ -16,7 +16,7 @@ from staticllm.daemon.packed.replay import StateGuard
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.daemon.sharing.devices import Devices, real_device
 from staticllm.devices import read_first_tensor
-from staticllm.pipelines.costs.calls import CallCosts
+from staticllm.pipelines.costs.model import CallCosts
 
 read_first_tensor()
 

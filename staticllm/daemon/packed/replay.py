@@ -19,7 +19,7 @@ from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, EngineId
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, PromptError
-from staticllm.pipelines.costs.calls import CallCosts
+from staticllm.pipelines.costs.model import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 

@@ -30,7 +30,7 @@ from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices, Timeline, is_virtual
 from staticllm.devices import check_device, get_core
 from staticllm.errors import BusyError, ConfigError
-from staticllm.pipelines.artifacts.used_sets import note_set
+from staticllm.pipelines.artifacts.crashes import note_set
 from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel

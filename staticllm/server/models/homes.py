@@ -15,8 +15,14 @@ import psutil
 
 from staticllm.children.child import Child, daemon_command
 from staticllm.errors import ClosedError, ProcessLostError
-from staticllm.pipelines.artifacts.crashes import LIMIT, count_crash, crash_name, quarantine_text
-from staticllm.pipelines.artifacts.used_sets import forget_sets, read_sets
+from staticllm.pipelines.artifacts.crashes import (
+    LIMIT,
+    count_crash,
+    crash_name,
+    forget_sets,
+    quarantine_text,
+    read_sets,
+)
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine, UserDaemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import EndpointError

@@ -306,7 +306,7 @@ def test_the_least_recently_used_sets_are_removed_except_those_in_use(zoo, tmp_p
     entries = cache.entries()
     lengths = [entry.manifest.config["max_prompt_len"] for entry in entries]
     assert lengths == [16, 48, 32]
-    with cache.locked(entries[-1].key):
+    with cache.lease(entries[-1].key):
         in_use = threading.Thread(target=lambda: removed.extend(cache.prune(entries[0].num_bytes + 1)))
         removed = []
         in_use.start()

@@ -15,7 +15,8 @@ from staticllm.pipelines.artifacts import crashes
 
 @pytest.mark.skipif(os.name == "nt", reason="exit codes of signals are POSIX")
 def test_signals_of_the_device_layer_are_crashes_and_those_of_others_are_not():
-    assert crashes.crash_name(-signal.SIGSEGV) == "SIGSEGV" and crashes.crash_name(-signal.SIGABRT) == "SIGABRT"
+    assert crashes.crash_name(-signal.SIGSEGV) == "SIGSEGV"
+    assert crashes.crash_name(-signal.SIGABRT) == "SIGABRT"
     for code in (0, 1, 139, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
         assert crashes.crash_name(code) is None
 
@@ -28,8 +29,10 @@ def test_exceptions_of_windows_are_crashes(monkeypatch):
 
 
 def test_crashes_are_counted_until_the_set_is_in_quarantine(tmp_path):
-    assert crashes.num_crashes(tmp_path) == 0 and crashes.quarantine_text(tmp_path) is None
-    assert crashes.count_crash(tmp_path, "SIGSEGV") == 1 and crashes.quarantine_text(tmp_path) is None
+    assert crashes.num_crashes(tmp_path) == 0
+    assert crashes.quarantine_text(tmp_path) is None
+    assert crashes.count_crash(tmp_path, "SIGSEGV") == 1
+    assert crashes.quarantine_text(tmp_path) is None
     assert crashes.count_crash(tmp_path, "SIGSEGV") == 2
     assert str(tmp_path) in crashes.quarantine_text(tmp_path)
     assert crashes.count_crash(tmp_path / "missing", "SIGSEGV") == 0

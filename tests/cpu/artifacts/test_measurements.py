@@ -22,7 +22,7 @@ from staticllm.pipelines.artifacts.measurements import CostsPlace, KeptProbes, M
 from staticllm.pipelines.costs.probe import worth_measuring
 from staticllm.pipelines.engine import engine as engine_module
 from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.system.file_lock import locked
+from staticllm.system.file_lock import acquire
 
 OPTIONS = CompileOptions("CPU", "shared", "f32", {"prefill": {}, "generate": {}})
 MEASURED = {Variant(1, 64): 0.05, Variant(16, 0): 0.125}
@@ -63,7 +63,7 @@ def test_costs_are_left_out_if_the_lock_cannot_be_held(place, monkeypatch):
     def refuse(path, timeout):
         raise NotImplementedError("no locks")
 
-    monkeypatch.setattr(measurements, "locked", refuse)
+    monkeypatch.setattr(measurements, "acquire", refuse)
     place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert not stored(place)
 
@@ -86,7 +86,7 @@ def test_a_file_is_written_again_only_for_new_costs(place):
 def test_nothing_is_written_where_nothing_can_be(place, tmp_path):
     CostsPlace(tmp_path / "absent", FINGERPRINT).costs_of(Variant, OPTIONS).write(MEASURED)
     assert not (tmp_path / "absent").exists()
-    with locked(place.folder / LOCK):
+    with acquire(place.folder / LOCK):
         place.costs_of(Variant, OPTIONS).write(MEASURED)
     assert not (place.folder / COSTS).exists(), "another process is writing the set"
     (place.folder / COSTS).mkdir()

@@ -17,7 +17,7 @@ from staticllm.pipelines.artifacts import blob_set
 from staticllm.pipelines.artifacts.blob_set import MANIFEST, is_ours, read_manifest, read_stored
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.system import file_lock
-from staticllm.system.file_lock import acquire, locked
+from staticllm.system.file_lock import acquire
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -75,7 +75,7 @@ def test_prune_removes_the_files_of_a_dead_writer(tmp_path):
         cache.path(key).mkdir()
         (cache.path(key) / ".staticllm.lock").touch()
         (cache.path(key) / "0.blob").write_bytes(b"half")
-    with cache.locked("b" * 24):
+    with cache.lease("b" * 24):
         in_use = threading.Thread(target=lambda: cache.prune(1 << 40))
         in_use.start()
         in_use.join()
@@ -212,17 +212,17 @@ def test_a_callback_that_aborts_the_load_leaves_no_lock(zoo, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_locks_of_its_parents_threads(tmp_path):
-    with locked(tmp_path / "lock"):
+    with acquire(tmp_path / "lock"):
         child = os.fork()
         if not child:
             try:
-                with locked(tmp_path / "other"):
+                with acquire(tmp_path / "other"):
                     acquire(tmp_path / "lock", 0.1)
             except Timeout:
                 os._exit(3)  # the parent holds the lock, as another process might
             os._exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    with locked(tmp_path / "lock"):
+    with acquire(tmp_path / "lock"):
         child = os.fork()
         if not child:
             file_lock._holders_lock.acquire(timeout=1)

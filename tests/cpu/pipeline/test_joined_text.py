@@ -10,8 +10,7 @@ from support.quick import examples
 
 from staticllm import ModelError, demo_model_path
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.text.special_tokens import SpecialTokens
-from staticllm.pipelines.text.tokenizer_tools import decoder_of
+from staticllm.pipelines.text.tokenizer_tools import SpecialTokens, decoder_of
 
 MARKERS = ["<|user|>", "<|system|>"]
 

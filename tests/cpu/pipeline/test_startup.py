@@ -13,8 +13,8 @@ from staticllm.errors import ConfigError, DeviceError, ModelError, SnapshotError
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader
-from staticllm.pipelines.loading import loaded
-from staticllm.pipelines.programs import autotune, build, compile_plan
+from staticllm.pipelines.loading import background
+from staticllm.pipelines.programs import autotune, compile_plan
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -75,7 +75,7 @@ def test_a_staged_start_fills_the_cache(zoo, tmp_path, expected):
 
 
 def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch):
-    compile_each, calls, events, may_fail = build.compile_each, [], [], threading.Event()
+    compile_each, calls, events, may_fail = background.compile_each, [], [], threading.Event()
 
     def failing(*arguments):
         calls.append(arguments)
@@ -84,7 +84,7 @@ def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch)
             raise DeviceError("the compiler is out of memory")
         return compile_each(*arguments)
 
-    monkeypatch.setattr(loaded, "compile_each", failing)
+    monkeypatch.setattr(background, "compile_each", failing)
     with StaticLLMPipeline(zoo / "llama", **STAGED, on_progress=events.append) as pipe:
         with pytest.warns(
             RuntimeWarning, match="the loaded programs keep serving: DeviceError: the compiler is out of memory"
@@ -107,7 +107,7 @@ def test_closing_ends_the_background(zoo, tmp_path):
     while threading.active_count() > before and time.perf_counter() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before
-    with BlobCache(tmp_path).locked("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
+    with BlobCache(tmp_path).lease("any"), StaticLLMPipeline(zoo / "llama", **STAGED, CACHE_DIR=tmp_path) as again:
         again.wait_until_complete()  # the lock was released
     assert len(BlobCache(tmp_path).entries()) == 1
 
@@ -171,14 +171,14 @@ def test_config_and_kv_type_are_those_of_the_serving_device(zoo, tmp_path, monke
 
 
 def test_a_small_model_serves_from_one_program_until_decoding_has_its_own(zoo, expected, monkeypatch):
-    gate, compile_each = threading.Event(), build.compile_each
+    gate, compile_each = threading.Event(), background.compile_each
 
     def held_back(plan, on_progress):
         assert {variant.phase for variant in plan.variants} == {"generate"}
         gate.wait(30)
         return compile_each(plan, on_progress)
 
-    monkeypatch.setattr(loaded, "compile_each", held_back)
+    monkeypatch.setattr(background, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SHORT, MAX_NUM_SEQS=2) as pipe:
         programs = pipe.engine.runner.programs
         assert len({id(programs.compiled(variant)) for variant in programs}) == 1
@@ -256,7 +256,7 @@ def probe_finds(few_rows, monkeypatch):
 
 @pytest.mark.parametrize("few_rows", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_program_for_few_rows_comes_later_and_changes_no_token(few_rows, zoo, expected, monkeypatch):
-    gate, compile_each = threading.Event(), build.compile_each
+    gate, compile_each = threading.Event(), background.compile_each
     probe_finds(few_rows, monkeypatch)
 
     def held_back(plan, on_progress):
@@ -264,7 +264,7 @@ def test_the_program_for_few_rows_comes_later_and_changes_no_token(few_rows, zoo
             gate.wait(30)
         return compile_each(plan, on_progress)
 
-    monkeypatch.setattr(loaded, "compile_each", held_back)
+    monkeypatch.setattr(background, "compile_each", held_back)
     with StaticLLMPipeline(zoo / "llama", **SINGLE) as pipe:
         single, others = programs_of(pipe, few_rows)
         assert single == others

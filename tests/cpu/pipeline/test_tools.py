@@ -14,7 +14,7 @@ from support.helpers import one_line
 from staticllm import AssistantMessage, GenerationConfigError, PromptError, StaticLLMPipeline, ToolCall, demo_model_path
 from staticllm.pipelines.conversation import formats
 from staticllm.pipelines.conversation.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
-from staticllm.pipelines.text.special_tokens import SpecialTokens
+from staticllm.pipelines.text.tokenizer_tools import SpecialTokens
 from staticllm.testing import fake_pipeline
 
 SHORT = {"MAX_PROMPT_LEN": 1024, "MIN_RESPONSE_LEN": 256}

@@ -10,9 +10,10 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
-from staticllm.pipelines.programs.build import compile_all, make_runner
+from staticllm.pipelines.programs.compile import compile_all
 from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
+from staticllm.pipelines.programs.warm_up import make_runner
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -20,8 +20,7 @@ from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.compile_plan import CompilePlan
+from staticllm.pipelines.programs.compile import CompileOptions, CompilePlan
 from staticllm.pipelines.programs.layout import program_mode
 from staticllm.system.mapped_weights import MappedWeights
 

@@ -2,9 +2,9 @@ import warnings
 
 import pytest
 
-from staticllm.config import SCHEDULERS, StaticLLMConfig
+from staticllm.config import StaticLLMConfig, schedulers
 from staticllm.errors import ConfigError
-from staticllm.pipelines.scheduling.planner import POLICIES
+from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.properties import ResolvedConfig, resolve
 
 SUPPORTED = {"INFERENCE_PRECISION_HINT", "NUM_STREAMS", "CACHE_DIR"}
@@ -74,8 +74,13 @@ def test_explicit_properties_are_known_even_if_they_equal_the_default():
     assert ResolvedConfig.of(StaticLLMConfig(max_prompt_len=1024, kv_slots=2304)).explicit == {"kv_slots"}
 
 
-def test_the_config_accepts_exactly_the_shipped_policies():
-    assert set(SCHEDULERS) == set(POLICIES)
+def test_each_module_in_the_folder_of_policies_is_one_that_the_config_accepts():
+    assert schedulers()[0] == StaticLLMConfig().scheduler
+    assert set(schedulers()) >= {"dynamic", "fcfs", "prefill_first", "decode_first", "chunked"}
+    for name in schedulers():
+        policy = make_policy(StaticLLMConfig(scheduler=name).scheduler)
+        assert type(policy) is POLICIES[name]
+        assert callable(policy.plan)
 
 
 def test_npuw_properties_are_ignored_with_a_warning():

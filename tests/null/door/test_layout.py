@@ -34,6 +34,8 @@ LEVELS = (
     "pipelines.generation pipelines.profiling",
     "pipelines.programs pipelines.conversation",
     "pipelines.scheduling.interface pipelines.artifacts",
+    "pipelines.scheduling.plans",
+    "pipelines.scheduling.time_slices",
     "pipelines.scheduling.policies",
     "pipelines.scheduling",
     "pipelines.engine",
@@ -82,7 +84,8 @@ def imports_of(path):
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 folders = path.parent.parts[-1 - path.parent.parts[::-1].index("staticllm") :]
-                assert len(folders) > 1 and folders[1] in INJECTED, f"{path}: relative import"
+                assert len(folders) > 1, f"{path}: relative import"
+                assert folders[1] in INJECTED, f"{path}: relative import"
                 base = folders[: len(folders) - node.level + 1]
                 yield ".".join((*base, node.module) if node.module else base)
             else:

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from staticllm.core import Variant
-from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.costs.model import CostModel, nonnegative_least_squares
 
 SIZES = [
     Variant(r, c, s) for r, s in ((1, 1), (4, 4), (16, 1), (64, 1), (64, 8), (256, 1)) for c in (0, 256, 1024, 4096)
@@ -66,3 +68,22 @@ def test_a_slow_first_run_and_a_delayed_call_change_little():
     for _ in range(40):
         costs.update(variant, 0.1)  # the machine is throttled
     assert costs(variant) >= 0.09
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5))
+def test_nnls_finds_the_known_weights(seed, num_columns):
+    random = np.random.default_rng(seed)
+    columns, weights = random.random((40, num_columns)), random.random(num_columns)
+    assert np.allclose(nonnegative_least_squares(columns, columns @ weights), weights, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_weight_is_negative_and_the_fit_improves_on_zero(seed):
+    random = np.random.default_rng(seed)
+    columns, values = random.random((12, 4)), random.standard_normal(12)
+    weights = nonnegative_least_squares(columns, values)
+    assert weights.shape == (4,)
+    assert (weights >= 0).all()
+    assert np.linalg.norm(columns @ weights - values) <= np.linalg.norm(values) + 1e-9

@@ -90,7 +90,7 @@ def test_what_the_warm_up_measured_is_measured_again():
     costs.doubt(VARIANTS[0])
     probe.choose(VARIANTS[:3])
     assert probe.num_left == 1, "its program was replaced"
-    probe.is_paused = True
+    probe.pause()
     assert probe.is_done
 
 
@@ -143,7 +143,7 @@ def test_one_call_that_was_disturbed_is_no_change_of_the_machine():
 def test_the_end_of_measuring_is_told_once():
     programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
     probe, told = CostProbe(programs, costs), []
-    probe.on_done = lambda: told.append(set(costs.stable))
+    probe.when_done(lambda: told.append(set(costs.stable)))
     probe.measure_next(lambda: False)
     assert not told
     probe.choose(programs)
@@ -221,7 +221,7 @@ def test_costs_that_cannot_be_kept_do_not_end_the_engines_thread():
         told.append(1)
         raise OSError("no space left")
 
-    probe.on_done = keep
+    probe.when_done(keep)
     probe.choose(programs)
     while not probe.is_done:
         probe.measure_next(lambda: False)

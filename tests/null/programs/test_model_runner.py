@@ -1,7 +1,7 @@
 """Tests the runner on the fake device, which computes a checksum of all visible slots, for any chunks and KV lengths."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.core import MaskKind, Variant
@@ -24,12 +24,14 @@ def generate(runner, sequence, prompt, count):
     return tokens
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 996))
 def test_generation_crosses_chunks_and_kv_lens(length, count, first):
     runner = fake_runner(VARIANTS, MASKS)
     generate(runner, runner.cache.open(), [(first + 31 * i) % 997 for i in range(length)], count)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=2, max_size=5))
 def test_turns_may_keep_a_prefix(turns):
     runner = fake_runner(VARIANTS, MASKS)

@@ -2,7 +2,7 @@ from functools import cache
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.config import StaticLLMConfig
@@ -17,6 +17,7 @@ from staticllm.testing import fake_shape
 lengths = st.integers(1, 3000)
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 600), st.sampled_from(["shared", "separate"]), st.data())
 def test_every_prompt_has_a_plan_that_fits(max_prompt_len, min_response_len, mode, data):
     config = StaticLLMConfig(max_prompt_len=max_prompt_len, min_response_len=min_response_len)
@@ -97,6 +98,7 @@ def test_slots_that_leave_are_seen_by_the_first_chunk_only():
     assert plan(48, 200, False, 200) == [(Variant(32, 256), 32), (Variant(16, 64), 16)], "the first chunk sees them"
 
 
+@settings(deadline=None)
 @given(
     st.sets(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 32), st.booleans(), st.booleans(), st.integers()
 )

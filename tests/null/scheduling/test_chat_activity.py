@@ -8,16 +8,18 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.chat_activity import (
+from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
+from staticllm.pipelines.scheduling.job_turns import (
     ACTIVE_SECONDS,
     HOLD_SECONDS,
     LEAST_JOB_SECONDS,
+    MAX_JOB_SECONDS,
+    MIN_JOB_SHARE,
     NUM_KEPT,
     TTFT_SHARE,
     ChatActivity,
+    JobTurns,
 )
-from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
-from staticllm.pipelines.scheduling.job_turns import MAX_JOB_SECONDS, MIN_JOB_SHARE, JobTurns
 from staticllm.pipelines.scheduling.planner import Planner, make_policy
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
 from staticllm.pipelines.simulator.scenario import Scenario, configured_model

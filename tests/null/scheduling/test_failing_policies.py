@@ -14,14 +14,7 @@ from staticllm.pipelines.scheduling import planner as planner_module
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
 from staticllm.pipelines.scheduling.validation import IllegalPlanError
-from staticllm.testing import (
-    add_program,
-    assert_empty,
-    fake_answer,
-    fake_engine,
-    fake_request,
-    run_to_end,
-)
+from staticllm.testing import add_program, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 
 class Raises:
@@ -238,7 +231,7 @@ def test_a_policy_that_stalls_is_replaced(monkeypatch):
 
 @pytest.mark.parametrize("scheduler", ["fifo", None, 5, POLICIES["fcfs"], object()])
 def test_an_object_without_a_plan_method_is_refused(scheduler):
-    with pytest.raises(ConfigError, match="must be one of dynamic, fcfs"):
+    with pytest.raises(ConfigError, match="must be one of dynamic, chunked, decode_first, fcfs, prefill_first"):
         make_policy(scheduler)
 
 

@@ -1,7 +1,7 @@
 """Tests that a decode step of all requests is planned once, and that every shipped policy would have planned it again."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.core import Variant
@@ -42,6 +42,7 @@ class Served:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@settings(deadline=None)
 @given(priorities=st.lists(st.integers(0, 2), min_size=1, max_size=4), gap_ms=st.sampled_from([None, 100.0]))
 def test_every_shipped_policy_would_plan_it_again(name, priorities, gap_ms):
     served, planner = Served(priorities, gap_ms), Planner(make_policy(name))
@@ -49,7 +50,8 @@ def test_every_shipped_policy_would_plan_it_again(name, priorities, gap_ms):
     served.run(planner.plan(served.view()))
     for _ in range(5):
         repeated = served.repeated(planner)
-        assert repeated is not None and len(repeated.decode) == len(priorities)
+        assert repeated is not None
+        assert len(repeated.decode) == len(priorities)
         assert repeated == planner.plan(served.view())
         served.run(repeated)
 

@@ -9,13 +9,7 @@ from staticllm.core import Variant
 from staticllm.daemon.sharing.device_scheduler import DeviceScheduler, DeviceUse, EngineId
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import (
-    OWN_BOUND,
-    SHARED_BOUND,
-    Device,
-    JobView,
-    TokenBound,
-)
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, SHARED_BOUND, Device, JobView, TokenBound
 from staticllm.pipelines.scheduling.job_turns import BOUND_USED, JobTurns
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.policies.dynamic import SLACK_USED

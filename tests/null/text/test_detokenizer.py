@@ -120,7 +120,7 @@ def test_tokens_are_not_decoded_unless_text_is_read():
     assert [silent.push(TokenOutput(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
     late = OutputProcessor(decode, prepared())
     late.push(TokenOutput(97, 0.0, 0.0, 0.0))
-    late.wants_text = True
+    late.want_text()
     assert late.push(TokenOutput(98, 0.0, 0.0, 0.0)).text == "ab", "a reader that asks later misses nothing"
 
 

@@ -7,7 +7,8 @@ from support.calls import LEARNT
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.conversation.events import message_of
-from staticllm.pipelines.conversation.formats import MessageFormat, find_format, shows_tools
+from staticllm.pipelines.conversation.formats import BLOCK, MessageFormat, find_format, shows_tools
+from staticllm.pipelines.conversation.headed_messages import ARROWS, TAGGED
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls
 from staticllm.pipelines.generation.options.extra import extra_options
@@ -93,6 +94,10 @@ FORMATS = [
     MessageFormat("tagged", TAGS), *LEARNT.values(), MessageFormat("bare_json"),
     MessageFormat("tagged", ("[TOOL_CALLS]", ""), is_list=True),
     MessageFormat("python"), MessageFormat("python", ("<|python_start|>", "<|python_end|>")), MessageFormat("harmony"),
+    MessageFormat("fenced", BLOCK, is_fenced=True), MessageFormat("fenced", BLOCK), MessageFormat("python", BLOCK),
+    MessageFormat("recipients", ARROWS), MessageFormat("recipients", ARROWS, is_call_open=True),
+    MessageFormat("recipients", TAGGED, is_call_open=True), MessageFormat("keyed", ("<tools>", "</tools>")),
+    MessageFormat("generic"),
 ]  # fmt: skip
 
 
@@ -120,6 +125,7 @@ def written(form, with_optional):
         return written(form["content"], with_optional) if with_optional else ""
     if kind == "json_schema":
         both = '{"city": "Berlin", "days": 3}' if with_optional else '{"city": "Berlin"}'
+        both = both if "properties" in form["json_schema"] else "{}"
         return {"object": both, "string": '"Berlin"', "integer": "3"}[form["json_schema"]["type"]]
     if kind == "string":
         return "Berlin"
@@ -130,17 +136,21 @@ def written(form, with_optional):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("with_optional", [False, True])
-def test_the_structural_tag_of_a_required_call(format, with_optional):
+def test_what_a_required_call_allows_is_what_the_parser_reads(format, with_optional):
+    def found(form):
+        parser = MessageParser(format, TOOLS)
+        message = message_of([*parser.push(written(form, with_optional)), *parser.finish()])
+        assert not message.content
+        return [(call.name, call.parsed_arguments) for call in message.tool_calls]
+
+    city = {"city": "Berlin", "days": 3} if with_optional else {"city": "Berlin"}
     tag = required_calls(format, options({"type": "function", "function": {"name": "weather"}}))
     assert tag["type"] == "structural_tag"
     assert json.loads(json.dumps(tag)) == tag
-    parser = MessageParser(format, TOOLS)
-    message = message_of([*parser.push(written(tag["format"], with_optional)), *parser.finish()])
-    (call,) = message.tool_calls
-    assert call.parsed_arguments == ({"city": "Berlin", "days": 3} if with_optional else {"city": "Berlin"})
+    assert found(tag["format"]) == [("weather", city)]
     any_of = required_calls(format, options("required"))["format"]
     assert any_of["type"] == "or"
-    assert len(any_of["elements"]) == 2
+    assert [found(each) for each in any_of["elements"]] == [[("weather", city)], [("now", {})]]
 
 
 def test_a_template_without_a_known_format_cannot_require_a_call():

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.joined_decoder import JoinedDecoder
+from staticllm.pipelines.text.tokenizer_tools import JoinedDecoder
 
 
 class BytesTokenizer:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from staticllm.pipelines.diagnostics.reference import StatefulReference
-from staticllm.pipelines.programs import build, compile_plan
+from staticllm.pipelines.programs import compile as compile_programs
+from staticllm.pipelines.programs import compile_plan, warm_up
 
 MAX_GROUPS = 64  # of programs that stay compiled: each has some hundred memory maps, and a process has at most 65530
 
@@ -31,15 +32,16 @@ class SharedPrograms:
         self._costs: dict = {}
         self._read_model, self._lower = compile_plan.read_model, compile_plan.lower
         self._keep_small_constants = compile_plan.keep_small_constants
-        self._compile_programs, self._warm_up = build.compile_programs, build.warm_up
+        self._compile_programs = compile_programs.compile_programs
+        self._warm_up = warm_up.warm_up
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("read_model", "keep_small_constants", "lower"):
                 patch.setattr(compile_plan, name, getattr(self, name))
-            for name in ("compile_programs", "warm_up"):
-                patch.setattr(build, name, getattr(self, name))
+            patch.setattr(compile_programs, "compile_programs", self.compile_programs)
+            patch.setattr(warm_up, "warm_up", self.warm_up)
             yield
 
     def read_model(self, core, path, weights=None, decrypt=None):

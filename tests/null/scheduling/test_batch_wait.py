@@ -12,8 +12,7 @@ from staticllm.core import Variant
 from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
-from staticllm.pipelines.scheduling.linger import MAX_LINGER_SHARE, Linger
-from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
+from staticllm.pipelines.scheduling.planner import MAX_WAIT_SHARE, POLICIES, BatchWait, Planner, make_policy
 from staticllm.pipelines.scheduling.validation import MAX_WAIT_SECONDS, IllegalPlanError, check
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
 from staticllm.pipelines.simulator.scenario import Scenario, configured_model
@@ -24,7 +23,7 @@ from staticllm.testing.device import FakeProgram
 STEP, ROW, NOW = 0.02, 0.001, 100.0
 """A decode step takes ``STEP`` and ``ROW`` for each of its requests."""
 VARIANTS = tuple(Variant(rows, 64, rows) for rows in (1, 2, 3, 4))
-CAP = MAX_LINGER_SHARE * (STEP + ROW)
+CAP = MAX_WAIT_SHARE * (STEP + ROW)
 
 
 def request(id, status="running"):
@@ -41,9 +40,11 @@ def view_of(*ready_in, num_running=1, max_num_seqs=4, step=STEP, now=NOW, **chan
 
 
 def test_the_device_waits_for_the_requests_with_which_it_saves_most():
-    assert Linger().until(view_of(0.002)) == NOW + 0.002
-    assert Linger().until(view_of(0.003, 0.001, None)) == NOW + 0.001, "two more milliseconds, and nothing more saved"
-    assert Linger().until(view_of(0.002, num_running=3)) == NOW + 0.002
+    assert BatchWait().until(view_of(0.002)) == NOW + 0.002
+    assert BatchWait().until(view_of(0.003, 0.001, None)) == NOW + 0.001, (
+        "two more milliseconds, and nothing more saved"
+    )
+    assert BatchWait().until(view_of(0.002, num_running=3)) == NOW + 0.002
 
 
 @pytest.mark.parametrize(
@@ -64,21 +65,21 @@ def test_the_device_waits_for_the_requests_with_which_it_saves_most():
     ],
 )
 def test_the_device_does_not_wait_for_nothing(view):
-    assert Linger().until(view) is None
+    assert BatchWait().until(view) is None
 
 
 def test_the_waits_before_one_call_are_bounded_together():
-    linger = Linger()
-    assert linger.until(view_of(0.004)) == NOW + 0.004
-    assert linger.until(view_of(0.0041, now=NOW + 0.004)) == NOW + 0.0041
-    assert linger.until(view_of(0.0045, now=NOW + 0.0041)) is None
-    assert linger.until(view_of(0.0045, now=NOW + 0.0042)) == NOW + 0.0045, "a wait before the next call"
+    wait = BatchWait()
+    assert wait.until(view_of(0.004)) == NOW + 0.004
+    assert wait.until(view_of(0.0041, now=NOW + 0.004)) == NOW + 0.0041
+    assert wait.until(view_of(0.0045, now=NOW + 0.0041)) is None
+    assert wait.until(view_of(0.0045, now=NOW + 0.0042)) == NOW + 0.0045, "a wait before the next call"
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_shipped_policy_lingers_unless_it_is_switched_off(name):
+def test_every_shipped_policy_waits_for_away_requests_unless_that_is_switched_off(name):
     assert Planner(make_policy(name)).plan(view_of(0.002)) == Plan(wait_until=NOW + 0.002)
-    assert Planner(make_policy(name), lingers=False).plan(view_of(0.002)).decode == (0,)
+    assert Planner(make_policy(name), waits_for_away=False).plan(view_of(0.002)).decode == (0,)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def simulated(lingers, think, num=2, policy="dynamic"):
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num", [2, 4])
-def test_simulated_clients_are_faster_together_with_linger(policy, num):
+def test_simulated_clients_are_faster_together_if_the_device_waits(policy, num):
     least = 1.1 if policy == "decode_first" else 1.35  # its prompts wait for idle rows
     assert simulated(True, 0.004, num, policy) >= least * simulated(False, 0.004, num, policy)
 
@@ -188,7 +189,7 @@ def test_simulated_clients_share_too_few_slots():
 
 
 def test_clients_on_threads_share_calls(monkeypatch):
-    """Each client waits for its logits and for 2 ms; without linger, hardly any call has tokens of both."""
+    """Each client waits for its logits and for 2 ms; without that wait, hardly any call has tokens of both."""
     run = FakeProgram.run
 
     def slow(program, meanwhile=None):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from staticllm.pipelines.scheduling.interface import RequestStatus, RequestView, View
-from staticllm.pipelines.scheduling.policies.common import in_order, to_swap_in
+from staticllm.pipelines.scheduling.plans import in_order, to_swap_in
 
 WAIT_SHARE = 0.6
-"""The share of ``gap_ms`` for which a swapped request waits for a place. The rest is for prompts that run meanwhile."""
+"""Share of ``gap_ms`` that a swapped request waits for a place; the rest is for prompts that run meanwhile."""
 SWAP_SHARE = 0.01
-"""The share of the time that swapping in time slices should take; further prompts are held back if it would take more."""
+"""Target share of time for swaps; prompts that would exceed it are held back."""
 MAX_SWAP_SHARE = 3 * SWAP_SHARE
-"""The share that it may take: the requests that have begun become longer, so that their swaps cost more later."""
+"""Tolerated share: requests that have begun grow, and their swaps with them."""
 
 SLICE_PROMPTS = 2
-"""The least length of a slice, in calls with the prompt that waits."""
+"""Least length of a slice, in calls with the waiting prompt."""
 SAMPLE = 16
-"""The number of swapped requests, the first ones, whose mean length counts; there may be hundreds."""
+"""Swapped requests whose mean length counts; there may be hundreds."""
 MIN_SECONDS = 1e-9
-"""A lower bound of divisors."""
+"""Lower bound of divisors."""
 
 
 def by_wait(requests: Iterable[RequestView]) -> list[RequestView]:
@@ -62,10 +62,12 @@ class TimeSlices:
         """
         if view.gap_ms is None or not view.waiting:
             return float("inf")
-        free, swap_seconds = _free_places(view), _swap_seconds(view) / SWAP_SHARE
+        free = _free_places(view)
+        swap_seconds = _swap_seconds(view) / SWAP_SHARE
         begun = [request for request in (*view.swapped, *view.prefilling) if not request.is_fed]
         room = free + _swappable(view) - len(begun)
-        count, longest = 0, 0.0
+        count = 0
+        longest = 0.0
         for prompt in in_order(view.waiting):
             longest = max(longest, _prompt_seconds(view, prompt))
             seconds = max(swap_seconds, SLICE_PROMPTS * longest / view.max_num_seqs, MIN_SECONDS)
@@ -92,9 +94,11 @@ class TimeSlices:
 
         A request never gives its place to one of lower priority, and both pools have room for what is moved.
         """
-        gone, come = list[RequestView](), list[RequestView]()
+        gone = list[RequestView]()
+        come = list[RequestView]()
         running = sorted(view.running, key=lambda request: (request.priority, self._began[request.id], request.id))
-        room, host_room = view.free_slots - len(view.running), view.free_host_slots
+        room = view.free_slots - len(view.running)
+        host_room = view.free_host_slots
         for old, new in zip(running[:count], by_wait(view.swapped), strict=False):
             host_room -= old.num_computed
             room += old.own_slots - (0 if new.in_arena else new.num_computed)

@@ -1,4 +1,4 @@
-"""Loads programs from a blob set, without reading a graph and without compiling."""
+"""Imports the programs of a blob set, without reading a graph and without compiling."""
 
 from __future__ import annotations
 
@@ -14,43 +14,15 @@ import openvino as ov
 from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
-from staticllm.pipelines.artifacts.blob_set import (
-    ImportTarget,
-    check_kind,
-    check_properties,
-    check_set,
-    import_blob,
-    read_blobs,
-    read_steadily,
-)
-from staticllm.pipelines.artifacts.crashes import check_crashes
+from staticllm.pipelines.artifacts.blob_set import ImportTarget, check_properties, check_set, import_blob, read_blobs
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
-from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.artifacts.measurements import CostsPlace
-from staticllm.pipelines.artifacts.stored import stored
-from staticllm.pipelines.loading.kind import Job, LoadJob, R
-from staticllm.pipelines.loading.loaded import Loaded, Origin
-from staticllm.pipelines.programs.build import CompiledPrograms
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.lowered import S, V
+from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
 
 NUM_IMPORTS = 2
-"""Blobs that are imported at the same time."""
-
-
-def load_blob_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
-    """Load the set at ``BLOB_PATH``. It decides whatever the user did not choose.
-
-    Raises:
-        BlobError: there is no set, it is damaged, or it was made for something else.
-    """
-
-    def import_it(manifest: Manifest) -> Loaded[V, S, R]:
-        check_kind(folder, manifest, job.kind.name)
-        check_crashes(folder)
-        return import_set(job.kind.decided_by(manifest, job), folder, manifest, "blob")
-
-    return read_steadily(folder, import_it, job.key)
+"""Blobs imported in parallel."""
 
 
 def import_set(
@@ -58,17 +30,17 @@ def import_set(
 ) -> Loaded[V, S, R]:
     """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
 
-    The model's files are compared while the blobs are read; nothing is imported before both are done.
-
-    Raises:
-        BlobError: the set is damaged, or was made for something else.
+    The model's files are compared while the blobs are read; nothing is imported before both are done. Raises ``BlobError`` (the
+    set is damaged, or was made for something else).
     """
     job = replace(job, on_progress=_naming(folder, job.on_progress))
-    kind, options = job.kind, _options(job, manifest)
+    kind = job.kind
+    options = _options(job, manifest)
     blobs = _read_checked(job, folder, manifest, lambda: fingerprint or kind.fingerprint(job))
     check_properties(folder, manifest, kind.properties(job))
     kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(kind.variant, options)
-    shape, files = stored(kind.shape, manifest.shape), manifest.files_of(kind.variant)
+    shape = stored(kind.shape, manifest.shape)
+    files = manifest.files_of(kind.variant)
     with kind.memory(shape, list(files)) as memory:
         compiled = _import_each(job, manifest, files, blobs, options)
         costs = manifest.costs_of(kind.variant)
@@ -90,11 +62,7 @@ def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
 def _read_checked(
     job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
 ) -> dict[str, bytes]:
-    """Read the blobs of a set while ``fingerprint`` compares the model's files, and return them by their file names.
-
-    Raises:
-        BlobError: the set is damaged, or was made for something else.
-    """
+    """Read the blobs by name while ``fingerprint`` reads the model's files. Raises ``BlobError`` (damaged, or another model)."""
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPoolExecutor(1) as pool:
         here = pool.submit(fingerprint)
@@ -130,11 +98,7 @@ def _import_each(
     blobs: Mapping[str, bytes],
     options: CompileOptions,
 ) -> dict[V, ov.CompiledModel]:
-    """Import the blob of each variant, ``NUM_IMPORTS`` at a time; variants that name the same file share a program.
-
-    Raises:
-        BlobError: the device refused a blob.
-    """
+    """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it. Raises ``BlobError`` (refused)."""
     weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
     for variant, file in files.items():

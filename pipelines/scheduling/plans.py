@@ -1,10 +1,11 @@
-"""Provides what the shipped policies share: the order of requests, decode steps, and preemption if KV slots run short."""
+"""Parts of plans that the shipped policies share: decode steps, packed prompts, and preemption if KV slots run short."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from staticllm.core import Variant
 from staticllm.pipelines.programs.chunking import plan_chunks
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
 
@@ -26,7 +27,8 @@ def admissible_prompts(view: View) -> list[RequestView]:
     num_seqs = view.free_places
     host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling if not request.is_fed)
     host_room -= sum(request.num_computed for request in view.swapped if request.in_arena and not request.is_fed)
-    admitted, is_full = list[RequestView](), False
+    admitted = list[RequestView]()
+    is_full = False
     for request in in_order(view.waiting):
         is_full = is_full or (not request.is_fed and num_seqs <= 0 and request.num_tokens > host_room)
         if request.is_fed:
@@ -121,7 +123,8 @@ def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
 def chunk_of(view: View, request: RequestView) -> int:
     """Return the number of tokens in the first call if the rest of a prompt runs alone in the cheapest calls."""
     device = view.device
-    is_fresh, num_leaving = not request.num_computed, device.leaving_slots
+    is_fresh = not request.num_computed
+    num_leaving = device.leaving_slots
     chunks = plan_chunks(device.index, device.seconds, request.num_left, device.high_slot, is_fresh, num_leaving)
     return chunks[0][1]
 
@@ -134,7 +137,8 @@ def fits(view: View, request: RequestView) -> bool:
 def prefill_with_preemption(view: View, request: RequestView) -> Plan:
     """Return a plan with a chunk of one prompt alone, which preempts as many other requests as its KV slots require."""
     count = chunk_of(view, request)
-    free, preempt = view.free_slots, list[RequestView]()
+    free = view.free_slots
+    preempt = list[RequestView]()
     for victim in _victims(view, keep=request):
         if count <= free:
             break
@@ -153,7 +157,8 @@ def _swap_in_with_preemption(view: View) -> Plan | None:
         return None
     first = in_order(view.swapped)[0]
     needed = 1 + (0 if first.in_arena else first.num_computed)
-    free, preempt = view.free_slots, list[RequestView]()
+    free = view.free_slots
+    preempt = list[RequestView]()
     for victim in _victims(view, keep=first):
         if needed <= free:
             break
@@ -193,3 +198,32 @@ def _ids(requests: Iterable[RequestView]) -> tuple[int, ...]:
 def with_prefill(plan: Plan, prefill: list[tuple[int, int]]) -> Plan:
     """Return the same plan with these ``(request, tokens)`` pairs of prompts in its call."""
     return replace(plan, prefill=tuple(prefill))
+
+
+def pack(view: View, backlog: Iterable[RequestView], plan: Plan, variant: Variant) -> list[tuple[int, int]]:
+    """Return ``(request, tokens)`` pairs of prompts that fit into a call of ``variant`` with ``plan``, in backlog order.
+
+    A prompt gets rows only if the arena has free KV slots for all of it and for the next token of every running request. A
+    variant with a ``kv_len`` of 0 takes only prompts without computed tokens.
+    """
+    rows = variant.rows - plan.num_rows
+    sequences = variant.sequences - plan.num_sequences
+    brought = {request.id: request.num_computed for request in view.swapped if not request.in_arena}
+    free = (
+        view.free_slots - plan.num_rows - len(view.running) - sum(brought.get(request, 0) for request in plan.swap_in)
+    )
+    chosen: list[tuple[int, int]] = []
+    for request in backlog:
+        if rows <= 0 or len(chosen) >= sequences:
+            break
+        if request.num_computed and not variant.kv_len:
+            continue
+        if request.num_left > free:
+            break
+        count = min(rows, request.num_left)
+        chosen.append((request.id, count))
+        rows -= count
+        free -= request.num_left
+    if rows and view.device.index.needs_real_rows:
+        return []  # idle rows would change a recurrent state
+    return chosen
