@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from queue import SimpleQueue
 
@@ -28,6 +28,14 @@ TOO_LONG = (
 OnLost = Callable[[], object]
 
 
+@dataclass
+class RunningRequest:
+    """The reader of a request, and its answers that have not ended."""
+
+    queue: OutputQueue
+    left: set[int]
+
+
 class EngineConnection:
     """Carries requests to model ``handle`` of a daemon, and their outputs. Any thread may call the methods.
 
@@ -44,8 +52,7 @@ class EngineConnection:
         self._handle = handle
         self._on_lost = on_lost
         self._channel = link.connection
-        self._queues: dict[int, OutputQueue] = {}  # by the request's id
-        self._left: dict[int, set[int]] = {}  # the answers of each that have not ended
+        self._running: dict[int, RunningRequest] = {}  # by id
         self._answers: dict[int, Future[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()  # of the tables
@@ -74,8 +81,7 @@ class EngineConnection:
         accepted the request; nothing was put into ``queue``) and ``StaticLLMError`` (it was refused).
         """
         with self._lock:
-            self._queues[request.id] = queue
-            self._left[request.id] = set(range(request.num_sequences))
+            self._running[request.id] = RunningRequest(queue, set(range(request.num_sequences)))
         try:
             answer = self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
         except BaseException as error:
@@ -92,7 +98,7 @@ class EngineConnection:
 
     def has(self, request: int) -> bool:
         """Return whether a request runs."""
-        return request in self._queues
+        return request in self._running
 
     def ask(self, message: Message) -> Message:
         """Send a question about the model and wait for its answer, while outputs of requests go on.
@@ -113,8 +119,8 @@ class EngineConnection:
                 self._channel.send(Message(message.kind, self._handle, number, body=message.body))
         except BaseException as error:
             with self._lock:
-                for table in (self._answers, self._queues, self._left):  # in one step: a request may be submitted again
-                    table.pop(number, None)
+                self._answers.pop(number, None)
+                self._running.pop(number, None)  # in one step: a request may be submitted again
                 if isinstance(error, (OSError, SilentError)) and not self._is_closed:
                     self._is_lost = True  # the thread that reads may see it later
             if isinstance(error, SilentError):
@@ -173,14 +179,13 @@ class EngineConnection:
             is_closed = self._is_closed and not self._is_lost
             self._is_lost = not is_closed
             answers = dict(self._answers)
-            queues = dict(self._queues)
-            left = dict(self._left)
-            for table in (self._answers, self._queues, self._left):
-                table.clear()
+            running = dict(self._running)
+            self._answers.clear()
+            self._running.clear()
         reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
-        for id, queue in queues.items():
-            for index in left[id] if id not in answers else ():  # one that was not accepted may be submitted again
-                queue.put(Finished(reason, None if is_closed else error, index))
+        for id, each in running.items():
+            for index in each.left if id not in answers else ():  # one that was not accepted may be submitted again
+                each.queue.put(Finished(reason, None if is_closed else error, index))
         for future in answers.values():
             future.set_exception(error)
         if not is_closed:
@@ -188,7 +193,7 @@ class EngineConnection:
 
     def _check_silence(self) -> None:
         """Check that the daemon still answers, if a request or a question waits. Raises ``SilentError`` (it does not)."""
-        if self._queues or self._answers:
+        if self._running or self._answers:
             self._link.check_silence()
 
     def _take(self, message: Message) -> None:
@@ -199,21 +204,19 @@ class EngineConnection:
                 future.set_result(message)
             return
         with self._lock:
-            queue = self._queues.get(message.number)
-            left = self._left.get(message.number)
-        if queue is None or left is None:
+            running = self._running.get(message.number)
+        if running is None:
             return
         for values in message.body["outputs"]:
             output = output_from_dict(values)
             if isinstance(output, Finished):
-                left.discard(output.index)
+                running.left.discard(output.index)
                 if isinstance(output.error, ProcessLostError):  # of a process behind the daemon, which itself is there
                     output = replace(output, error=ClosedError(str(output.error)))
             if message.flags & LAST and values is message.body["outputs"][-1]:
                 self._forget(message.number)
-            queue.put(output)
+            running.queue.put(output)
 
     def _forget(self, request: int) -> None:
         with self._lock:
-            self._queues.pop(request, None)
-            self._left.pop(request, None)
+            self._running.pop(request, None)

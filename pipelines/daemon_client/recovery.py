@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.daemon_link import GONE
+from staticllm.pipelines.daemon_client.delivered import Delivered, DivergedError
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.pipelines.engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
 from staticllm.system.threads import start_thread
@@ -39,8 +40,7 @@ class LiveRequest(OutputQueue):
         self._on_end = on_end
         self.cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self.num_losses = 0
-        self._delivered: list[list[int]] = [[] for _ in range(request.num_sequences)]  # tokens, by answer
-        self._num_seen = [0] * request.num_sequences  # tokens of the current submission, by answer
+        self._delivered = [Delivered[list[int]]([]) for _ in range(request.num_sequences)]  # tokens, by answer
         self._ended: set[int] = set()
         self._is_connected = True
         self._is_accepted = True
@@ -80,7 +80,8 @@ class LiveRequest(OutputQueue):
     def rewind(self) -> None:
         """Expect the outputs from their beginning; called before the request is submitted again."""
         with self._lock:
-            self._num_seen = [0] * len(self._num_seen)
+            for each in self._delivered:
+                each.restart()
 
     def begin_again(self) -> None:
         """Rewind a request that was lost; it counts as lost until ``accept`` is called."""
@@ -124,20 +125,17 @@ class LiveRequest(OutputQueue):
                     self.queue.put(Finished(reason, error, each))
 
     def _put_token(self, token: TokenOutput) -> None:
-        delivered = self._delivered[token.index]
-        position = self._num_seen[token.index]
-        self._num_seen[token.index] += 1
-        if position == len(delivered):
-            delivered.append(token.id)
-            self.queue.put(token)
-        elif delivered[position] != token.id:
+        try:
+            if self._delivered[token.index].take([token.id]):
+                self.queue.put(token)
+        except DivergedError:
             self.fail()
 
     def _is_short(self, end: Finished) -> bool:
         """Return whether an answer ended by itself before all tokens came that were delivered: it is another answer."""
         is_cancelled = end.index in self.cancelled or None in self.cancelled
-        has_all = self._num_seen[end.index] >= len(self._delivered[end.index])
-        return end.reason in (FinishReason.STOP, FinishReason.LENGTH) and not (is_cancelled or has_all)
+        is_behind = self._delivered[end.index].is_behind
+        return end.reason in (FinishReason.STOP, FinishReason.LENGTH) and is_behind and not is_cancelled
 
 
 class Recovery:

@@ -17,7 +17,7 @@ from .client import DaemonGoneError, UnavailableError, checked
 from .hints import wants_last
 
 
-class Finished(NamedTuple):
+class CallOutputs(NamedTuple):
     """The result of a call: arrays in the order of the outputs, valid until the next call, and its time in microseconds."""
 
     outputs: list[Array]
@@ -65,7 +65,7 @@ class DaemonRequest:
         found: bool = self._exchange(lambda: self._channel.poll(seconds))
         return found
 
-    def finish(self) -> Finished:
+    def finish(self) -> CallOutputs:
         """Wait for the result of the call that runs.
 
         Raises ``DaemonGoneError`` (the daemon has ended) and ``Exception`` (the one that the call raised).
@@ -76,7 +76,7 @@ class DaemonRequest:
         if answer.number != self._number:
             self.close()
             raise DaemonGoneError(f"the daemon answered call {answer.number} instead of {self._number}")
-        return Finished(arrays, int(answer.time * 1e6))
+        return CallOutputs(arrays, int(answer.time * 1e6))
 
     def run(self, inputs: dict[int, Array]) -> None:
         self.start(inputs)
@@ -173,6 +173,8 @@ class NativeRequest:
     """An infer request of OpenVINO with the methods of ``DaemonRequest``."""
 
     is_closed = False
+    epoch = 0
+    """It does not end with a daemon."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -190,11 +192,11 @@ class NativeRequest:
         found: bool = self._request.wait_for(int((3600.0 if seconds is None else seconds) * 1000))
         return found
 
-    def finish(self) -> Finished:
+    def finish(self) -> CallOutputs:
         self.is_running = False
         self._request.wait()
         outputs = [tensor.data for tensor in self._request.output_tensors]
-        return Finished(outputs, int(self._request.latency * 1000))
+        return CallOutputs(outputs, int(self._request.latency * 1000))
 
     def run(self, inputs: dict[int, Array]) -> None:
         self.start(inputs)

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any
 
 from openvino._ov_api import CompiledModel, InferRequest, Model
@@ -84,6 +85,14 @@ def _forwarded_property(name: str, prepare: str) -> Any:
     return property(read, doc=getattr(InferRequest, name).__doc__)
 
 
+class _CallState(Enum):
+    """The call of a request: none, one that runs, or one that Ctrl-C has interrupted."""
+
+    NONE = auto()
+    RUNNING = auto()
+    INTERRUPTED = auto()
+
+
 class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     """An infer request whose calls run in the daemon.
 
@@ -102,8 +111,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._ports = self._placeholder.model_outputs
         self._input_names = frozenset(name for port in self._placeholder.model_inputs for name in port.get_names())
         self._lock = threading.RLock()
-        self._is_running = False
-        self._is_interrupted = False
+        self._call = _CallState.NONE
         self._is_cancelled = False
         self._outputs: list[Array] | None = None  # of the last call, and not in the placeholder's tensors yet
         self._given_out = False
@@ -127,8 +135,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._completions = None
 
     def forget_call(self) -> None:
-        self._is_running = False
-        self._is_interrupted = False
+        """Forget a call that runs, without waiting."""
+        self._call = _CallState.NONE
         self._remote.forget_call()
 
     def __repr__(self) -> str:
@@ -166,7 +174,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         if self._completions is not None and not self._completions.is_current_thread():
             self._completions.join(None)
         with self._lock:
-            if self._is_running or self._is_interrupted:
+            if self._has_call:
                 self._finish()
             if self._error is not None:
                 raise self._error
@@ -183,7 +191,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         if self._completions is not None and not self._completions.is_current_thread():
             if not self._completions.join(milliseconds / 1000):
                 return False
-        elif self._is_running and not self._remote.poll(milliseconds / 1000):
+        elif self._call is _CallState.RUNNING and not self._remote.poll(milliseconds / 1000):
             return False
         if not self._has_run:
             return False
@@ -191,7 +199,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         return True
 
     def cancel(self) -> None:
-        self._is_cancelled = self._is_running
+        self._is_cancelled = self._call is _CallState.RUNNING
 
     def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
         self._check_idle()
@@ -251,25 +259,33 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     # the work
 
     def _give_out(self) -> None:
+        """Note that the program has output tensors, which natively show the newest values."""
         self._check_idle()
         self._given_out = True
 
     def _give_outputs(self) -> None:
+        """Copy the outputs of the last call into the tensors that the program gets."""
         self._check_idle()
         self._show_outputs()
 
+    @property
+    def _has_call(self) -> bool:
+        """Whether there is a call whose result was not taken; another thread may take it meanwhile."""
+        return self._call is not _CallState.NONE
+
     def _check_idle(self) -> None:
-        if not self._is_running and not self._is_interrupted:
+        """Take the result of a call that has ended. Raises ``RuntimeError`` if a call is running."""
+        if not self._has_call:
             return
         by_callback = self._completions is not None and self._completions.is_busy
-        if by_callback or (self._is_running and not self._remote.poll(0)):
+        if by_callback or (self._call is _CallState.RUNNING and not self._remote.poll(0)):
             raise RuntimeError("Infer Request is busy")
         with self._lock:
-            if self._is_running or self._is_interrupted:
+            if self._has_call:
                 self._finish()
 
     def _start(self, inputs: Any, is_shared: bool) -> None:
-        if self._is_running:
+        if self._call is _CallState.RUNNING:
             self._check_idle()
         placeholder = self._placeholder
         given = _data_dispatch(placeholder, inputs, is_shared=is_shared)
@@ -284,9 +300,9 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._error = None
         self._outputs = None
         self._is_cancelled = False
-        self._is_interrupted = False
+        self._call = _CallState.NONE
         self._remote.start({index: placeholder.get_input_tensor(index).data for index in range(self._num_inputs)})
-        self._is_running = True
+        self._call = _CallState.RUNNING
         self._has_run = True
 
     def _finish(self) -> None:
@@ -310,16 +326,13 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         try:
             result = self._remote.finish()
         except Exception as error:
-            self._is_running = False
-            self._is_interrupted = False
+            self._call = _CallState.NONE
             self._error = error
             raise
         except BaseException:  # Ctrl-C: the request knows how to go on
-            self._is_running = False
-            self._is_interrupted = True
+            self._call = _CallState.INTERRUPTED
             raise
-        self._is_running = False
-        self._is_interrupted = False
+        self._call = _CallState.NONE
         self._latency = result.device_us / 1000
         self._outputs = result.outputs
         if self._is_cancelled:
@@ -329,7 +342,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def _complete(self) -> None:
         try:
             with self._lock:
-                if self._is_running:
+                if self._call is _CallState.RUNNING:
                     self._finish()
             if self._callback is not None:
                 self._callback(self._userdata)

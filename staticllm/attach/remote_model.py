@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..wire.channel import renew_in_children
-from ..wire.messages import Kind, Message
-from ..wire.properties import decode_value
+from ..wire.messages import Kind, Message, decode_value
 from ..wire.tensors import Array
 from .call_log import CallLog, StateChange
 from .client import Client, DaemonGoneError, RefusedError, UnavailableError, checked
-from .infer_requests import DaemonRequest, Finished, NativeRequest, Place
+from .infer_requests import CallOutputs, DaemonRequest, NativeRequest, Place
 from .model_source import ModelSource
 
 Result = TypeVar("Result")
@@ -193,7 +192,7 @@ class MovableRequest:
         """Wait at most ``seconds`` for the end of the call; return whether ``finish`` would not wait."""
         return self._pending is None or self._at_place(lambda place: place.poll(seconds))
 
-    def finish(self) -> Finished:
+    def finish(self) -> CallOutputs:
         """Wait for the result of the call that was started.
 
         Raises ``RuntimeError`` (neither the daemon nor the program can run it) and ``Exception`` (the one that the call
@@ -308,7 +307,7 @@ class MovableRequest:
         place = self._place
         self._close_place()
         try:
-            if isinstance(place, DaemonRequest):
+            if place is not None:
                 self._model.has_died(place.epoch)
         except UnavailableError as reason:
             self._native_reason = f"{reason} ({error})"

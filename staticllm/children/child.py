@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -77,6 +78,7 @@ class Child:
             )  # fmt: skip
 
         if is_detached:
+            _detached[:] = [each for each in _detached if each.poll() is None]  # or they stay as zombies
             _detached.append(self._process)
 
     @property
@@ -178,6 +180,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     Processes that are forked from this one close both: if this one is killed, its parent must see their end. OpenVINO's
     telemetry forks when it is imported, on a thread; the parent has reported the start, so a child does not.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children after Ctrl-C
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
@@ -207,7 +210,7 @@ def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
     try:
         child = Child([*daemon_command(), *options], folder=folder, errors=errors, is_detached=True)
     except OSError as error:
-        raise endpoint.EndpointError(f"it could not be started: {error}") from error
+        raise endpoint.EndpointError(f"the daemon could not be started: {error}") from error
     if child.wait_until(partial(endpoint.listens, folder), DAEMON_SECONDS):
         return
     if child.exit_code == 1:  # another one was faster, or it has failed
@@ -218,6 +221,6 @@ def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
             time.sleep(LOOK_SECONDS)
     said = errors.read_text("utf-8", "replace").strip()[-LAST_BYTES:]
     raise endpoint.EndpointError(
-        f"it does not listen after {time.monotonic() - begin:.0f} s: see {folder / 'daemon.log'}"
+        f"the daemon does not listen after {time.monotonic() - begin:.0f} s: see {folder / 'daemon.log'}"
         + (f"; {said}" if said else "")
     )

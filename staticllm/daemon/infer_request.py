@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from staticllm.daemon.sharing.device_turns import Call
+from staticllm.daemon.sharing.device_scheduler import Call
 
 Array = NDArray[Any]
 

@@ -115,7 +115,7 @@ class Channel:
     def receive(self) -> Message:
         """Wait for the next message; a block that follows it replaces the current one.
 
-        Raises ``ProtocolError`` (it is not a message) and ``EOFError``, ``OSError`` (the peer has gone, or sent more than
+        Raises ``ProtocolError`` (it is not a message), ``EOFError`` and ``OSError`` (the peer has gone, or sent more than
         ``MAX_FRAME`` bytes).
         """
         message = decode(self._read(), self._bodies)

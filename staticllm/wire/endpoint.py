@@ -48,7 +48,7 @@ class InTime:
         self.send_bytes = connection.send_bytes
 
     def recv_bytes(self, max_length: int | None = None) -> bytes:
-        """Return the next message. Raises ``TimeoutError`` and ``EOFError``, ``OSError``."""
+        """Return the next message. Raises ``TimeoutError``, ``EOFError`` or ``OSError``."""
         if not self._connection.poll(ANSWER_SECONDS):
             raise TimeoutError
         message: bytes = self._connection.recv_bytes(max_length)

@@ -84,7 +84,7 @@ def read(message: Message, block: memoryview | None) -> list[tuple[int | str, Ar
     return found
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies: from the byte ``offset`` to ``end`` of the memory of its message."""
 
     name: int | str
@@ -97,7 +97,7 @@ class Place(NamedTuple):
 class Layout(NamedTuple):
     """The tensors of a message as it describes them, and whether they lie in shared memory."""
 
-    tensors: list[Place]
+    tensors: list[TensorPlace]
     is_shared: bool
 
 
@@ -109,7 +109,7 @@ def _layout(message: Message) -> Layout:
     return Layout(places, bool(message.body.get("shared", False)))
 
 
-def _place(described: Any, kind: str) -> Place:
+def _place(described: Any, kind: str) -> TensorPlace:
     if not isinstance(described, list) or len(described) != 4:
         raise ProtocolError(f"{kind}: a tensor's description must be a name, an element type, a shape and an offset")
     name, element_type, shape, offset = described
@@ -120,7 +120,7 @@ def _place(described: Any, kind: str) -> Place:
     dtype = np.dtype(element_type)
     if offset % ALIGNMENT:
         raise ProtocolError(f"{kind}: tensor {name!r} at the offset {offset}, which is no multiple of {ALIGNMENT}")
-    return Place(name, dtype, tuple(shape), offset, offset + math.prod(shape) * dtype.itemsize)
+    return TensorPlace(name, dtype, tuple(shape), offset, offset + math.prod(shape) * dtype.itemsize)
 
 
 def _is_size(value: Any) -> bool:

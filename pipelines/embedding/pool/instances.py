@@ -194,7 +194,7 @@ class _WholeRows:
 
 
 def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]:
-    """Return texts as the header and the body of a frame."""
+    """Return texts as the body and the payload of a message."""
     typed = any(text.types is not None for text in texts)
     sizes = np.array([[len(text) for text in texts], [text.num_prompt for text in texts]], "<i4")
     columns = [sizes, *(text.ids.astype("<i8") for text in texts)]
@@ -204,7 +204,7 @@ def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]
 
 
 def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedText]:
-    """Yield the texts of a frame.
+    """Yield the texts of a message.
 
     Raises:
         ValueError: the sizes do not fit together.

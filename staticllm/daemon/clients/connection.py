@@ -7,10 +7,16 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from staticllm.children.answers import failed, refused
-from staticllm.daemon.clients.handlers import Daemon, DaemonHandlers, InferHandlers, ModelHandlers, RequestHandlers
+from staticllm.daemon.clients.handlers import (
+    DaemonControl,
+    DaemonHandlers,
+    InferHandlers,
+    ModelHandlers,
+    RequestHandlers,
+)
 from staticllm.daemon.clients.session import Session
 from staticllm.errors import BusyError, StaticLLMError
 from staticllm.wire.channel import Channel
@@ -21,18 +27,14 @@ REFUSE_SECONDS = 0.5
 """Seconds in which a client must read why its connection ends."""
 
 
-class Joined(NamedTuple):
-    """A connection that belongs to a client, and the body of the answer to its ``HELLO``."""
-
-    connection: Connection
-    body: dict[str, Any]
-
-
-class Host(Daemon, Protocol):
+class Host(DaemonControl, Protocol):
     """What connections need of the daemon."""
 
-    def join(self, hello: Message, channel: Channel) -> Joined:
-        """Add a connection to the client of a ``HELLO``, or to a new one. Raises a ``StaticLLMError`` if it is refused."""
+    def join(self, hello: Message, channel: Channel) -> tuple[Connection, dict[str, Any]]:
+        """Add a connection to the client of a ``HELLO``, or to a new one; return it, and the body of the answer.
+
+        Raises ``StaticLLMError`` (it is refused).
+        """
         ...
 
     def leave(self, session: Session) -> None:

@@ -16,12 +16,11 @@ from staticllm.daemon.clients.session import Session
 from staticllm.daemon.clients.streams import OutputStream
 from staticllm.daemon.infer_request import Array, InferRequest
 from staticllm.daemon.models.sources import language_source_of, source_of
-from staticllm.daemon.sharing.timeline import Timeline
+from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError
-from staticllm.wire.messages import Kind, Message, ProtocolError, text_of, whole_of
-from staticllm.wire.properties import encode_value
+from staticllm.wire.messages import Kind, Message, ProtocolError, encode_value, text_of, whole_of
 
 MAX_PRIORITY = 100
 Handlers = Mapping[Kind, Callable[[Message], Message | None]]
@@ -227,7 +226,7 @@ class RequestHandlers:
         return Message(Kind.OK, body={"tokens": model.snapshot(message)})
 
 
-class Daemon(Protocol):
+class DaemonControl(Protocol):
     """What clients may ask of the daemon as a whole."""
 
     @property
@@ -251,7 +250,7 @@ class Daemon(Protocol):
 class DaemonHandlers:
     """The client itself, and the daemon: priority, statistics, recordings, and its end."""
 
-    def __init__(self, session: Session, daemon: Daemon) -> None:
+    def __init__(self, session: Session, daemon: DaemonControl) -> None:
         self._session = session
         self._daemon = daemon
         self._is_recording = False

@@ -14,7 +14,7 @@ from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.daemon.models.plain import PlainModel
 from staticllm.daemon.models.table import ModelTable, ServedModel, Source
 from staticllm.daemon.packed.model import PackedModel
-from staticllm.daemon.sharing.device_turns import ClientId
+from staticllm.daemon.sharing.device_scheduler import ClientId
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import BusyError, ConfigError
 
@@ -104,7 +104,7 @@ class Session:
     def set_priority(self, priority: int) -> None:
         """Change the priority of the client's calls, also of those that wait or run in an engine."""
         self.priority = priority
-        self._devices.hurry(self.client, priority)
+        self._devices.raise_priority(self.client, priority)
         with self._lock:
             followers = tuple(self._followers.values())
         for follow in followers:

@@ -11,8 +11,7 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress
 from staticllm.daemon.models.sources import LanguageSource
-from staticllm.daemon.sharing.device_turns import EngineId
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.sharing.device_scheduler import DeviceUse, EngineId
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
@@ -38,7 +37,7 @@ class LanguageModel:
         self.launched = launched
         self.device = launched.device
         self.engine = launched.engine
-        self.engine.share_device(DeviceUse(devices.turns(launched.device), EngineId(id), num_bytes))
+        self.engine.share_device(DeviceUse(devices.scheduler(launched.device), EngineId(id), num_bytes))
 
     def describe(self) -> dict[str, Any]:
         """Return what a client's pipeline must know of the model, as JSON types."""

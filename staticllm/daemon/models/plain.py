@@ -12,8 +12,8 @@ import numpy as np
 import openvino as ov
 
 from staticllm.daemon.infer_request import Array, CallResult
-from staticllm.daemon.packed.state_guard import StateGuard
-from staticllm.daemon.sharing.device_turns import Ask, ClientId
+from staticllm.daemon.packed.replay import StateGuard
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.daemon.sharing.devices import Devices, real_device
 from staticllm.devices import read_first_tensor
 from staticllm.pipelines.costs.model import CallCosts
@@ -30,7 +30,7 @@ class PlainModel:
         self.num_bytes = num_bytes
         self.compiled = compiled
         self.device = real_device(compiled, device)
-        self.turns = devices.turns(self.device)
+        self.scheduler = devices.scheduler(self.device)
         self.costs = CallCosts()
         self.num_outputs = len(compiled.outputs)  # ``output_tensors`` takes 40 us
         self.width = max(1, int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")))
@@ -71,10 +71,10 @@ class PlainRequest:
         for index, array in inputs.items():
             self._set_input(index, array)
         shapes = tuple(array.shape for array in inputs.values())
-        ask = Ask(
+        use = DeviceRequest(
             self._client, model.costs.expected(shapes), priority, model.id, model.width, num_bytes=model.num_bytes
         )
-        with model.turns.turn(ask) as call:
+        with model.scheduler.use(use) as call:
             start = time.perf_counter()
             if self._guard is None:
                 request.infer(share_inputs=True, share_outputs=True)

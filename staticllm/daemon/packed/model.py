@@ -14,11 +14,9 @@ import openvino as ov
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
-from staticllm.daemon.packed.call import EngineLimits
-from staticllm.daemon.packed.replay import Array, Asker, OriginalModel, Replay
-from staticllm.daemon.packed.request import PackedRequest
-from staticllm.daemon.sharing.device_turns import ClientId, EngineId
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay
+from staticllm.daemon.packed.request import EngineLimits, PackedRequest
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceUse, EngineId
 from staticllm.daemon.sharing.devices import Devices, real_device
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError, pipeline_closed
@@ -101,14 +99,20 @@ class PackedModel:
         self.input_names = tuple(port.get_any_name() for port in model.inputs)
         self.device = device if self._program is None else real_device(self._program, device)
         devices = Devices() if devices is None else devices
-        turns = devices.turns(self.device)
+        scheduler = devices.scheduler(self.device)
         num_bytes = weights.stat().st_size
         native = {name: value for name, value in config.items() if name in supported_properties(core, device)}
         self._original = OriginalModel(
-            model, device, native, turns=turns, compiling=devices.compiling, engine=EngineId(id), num_bytes=num_bytes
+            model,
+            device,
+            native,
+            scheduler=scheduler,
+            compiling=devices.compiling,
+            engine=EngineId(id),
+            num_bytes=num_bytes,
         )
         if self.engine is not None:
-            self.engine.share_device(DeviceUse(turns, EngineId(id), num_bytes))
+            self.engine.share_device(DeviceUse(scheduler, EngineId(id), num_bytes))
         if self.reason is not None:
             log.info("%s runs as it is: %s", xml, self.reason)
 
@@ -129,12 +133,12 @@ class PackedModel:
         """Return a new infer request; ``client`` pays for its device time."""
         return PackedRequest(self, client)
 
-    def replay(self, asker: Asker) -> Replay:
-        """Return a request on the original model, for which ``asker`` pays. Compiles the model if it is the first one.
+    def replay(self, caller: Caller) -> Replay:
+        """Return a request on the original model, for which ``caller`` pays. Compiles the model if it is the first one.
 
         Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
         """
-        return Replay(self._original, asker)
+        return Replay(self._original, caller)
 
     def close(self) -> None:
         """End the engine and release the programs. Waiting calls end with a ``ClosedError``."""

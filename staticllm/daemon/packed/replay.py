@@ -1,4 +1,7 @@
-"""Runs a request on the original stateful model, from where our engine left off, in calls that take turns with the engine's."""
+"""Runs a request on the original stateful model, from where our engine left off, in calls that take turns with the engine's.
+
+A guard checks each call before the device runs it: with wrong sizes or beams it would read foreign memory.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,127 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
-from staticllm.daemon.packed.state_guard import StateGuard
-from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, EngineId
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, EngineId
 from staticllm.devices import get_core
-from staticllm.errors import ClosedError
+from staticllm.errors import ClosedError, PromptError
 from staticllm.pipelines.costs.model import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
 
 Array = NDArray[Any]
+CONVERTED = tuple(map(np.dtype, ("float16", "int8", "uint8", "int32")))
+"""The types that OpenVINO converts to the floats of a state; it refuses larger ones."""
+
+
+class StateGuard:
+    """Follows the sizes of a request's states, and refuses calls that do not fit them. One thread at a time may call.
+
+    Other inputs than ``input_ids``, ``attention_mask`` and ``beam_idx`` are not looked at: the device checks their shapes.
+    ``num_columns`` and ``batch`` are those of the states: the first is None if it is unknown, the second also without any.
+    """
+
+    def __init__(self, request: ov.InferRequest) -> None:
+        self._request = request
+        self._empty = [tuple(each.state.shape) for each in request.query_state()]
+        self._grows = any(0 in shape[1:] for shape in self._empty)  # a recurrent state does not
+        self.num_columns: int | None = 0
+        self.batch: int | None = None
+
+    def check(self, inputs: Mapping[str, Array]) -> None:
+        """Check the inputs of the next call. Raises ``PromptError``."""
+        if self.num_columns is None:
+            self._look()
+        ids, mask, beams = (inputs.get(name) for name in (INPUT_IDS, ATTENTION_MASK, BEAM_IDX))
+        if ids is not None and (ids.ndim != 2 or not ids.size):
+            raise PromptError(
+                f"input_ids has the shape {list(ids.shape)}: must be [rows, tokens] with at least one token"
+            )
+        if ids is not None and mask is not None and self._grows:
+            columns = (self.num_columns or 0) + ids.shape[1]
+            if mask.ndim != 2 or mask.shape[0] != len(ids) or mask.shape[1] < columns:
+                raise PromptError(
+                    f"attention_mask has the shape {list(mask.shape)}: must be {[len(ids), columns]} here"
+                )
+        if beams is not None:
+            self._check_beams(beams, ids)
+
+    def check_state(self, index: int, values: Array) -> None:
+        """Check the value of a state. A state of floats takes smaller types, too: the device converts them.
+
+        Raises ``PromptError`` (its type or shape is not that of the state) and ``IndexError`` (there is no such state).
+        """
+        state = self._request.query_state()[index].state
+        empty = self._empty[index]
+        fits = values.ndim == len(empty) and all(
+            size in (given, 0) or place == 0
+            for place, (size, given) in enumerate(zip(empty, values.shape, strict=True))
+        )
+        own = np.dtype(state.element_type.to_dtype())
+        is_converted = own == np.float32 and values.dtype in CONVERTED
+        if not fits or not (values.dtype == own or is_converted):
+            sizes = ", ".join("any" if not size or place == 0 else str(size) for place, size in enumerate(empty))
+            raise PromptError(f"state {index} gets {values.dtype} {list(values.shape)}: must be {own} [{sizes}]")
+
+    def write_state(self, index: int, values: Array) -> None:
+        """Write values into the tensor of a state, as a program does natively. Whether that changes the state is the device's.
+
+        Raises ``PromptError`` (the type or shape is not that of the state) and ``IndexError`` (there is no such state).
+        """
+        target = self._request.query_state()[index].state.data
+        if (values.dtype, values.shape) != (target.dtype, target.shape):
+            raise PromptError(
+                f"state {index} is written as {values.dtype} {list(values.shape)}: it is {target.dtype} {list(target.shape)}"
+            )
+        target[...] = values
+
+    def count(self, inputs: Mapping[str, Array]) -> None:
+        """Note that a call has run."""
+        ids = inputs.get(INPUT_IDS)
+        if ids is None or self.num_columns is None:
+            self.forget()
+            return
+        self.batch, self.num_columns = ids.shape[0], self.num_columns + ids.shape[1]
+
+    def reset(self) -> None:
+        """Note that all states were set back."""
+        self.num_columns = 0
+        self.batch = None
+
+    def forget(self) -> None:
+        """Note that the states were changed, or that a call has failed: their sizes are looked up before the next call."""
+        self.num_columns = None
+        self.batch = None
+
+    def _look(self) -> None:
+        """Find the sizes of the states. Raises ``PromptError`` (their sizes differ)."""
+        shapes = [tuple(each.state.shape) for each in self._request.query_state()]
+        grown = [shape for shape in shapes if 0 not in shape]
+        rows = {shape[0] for shape in grown if shape}
+        columns = {
+            shape[place]
+            for shape, empty in zip(shapes, self._empty, strict=True)
+            for place, size in enumerate(empty)
+            if place and not size
+        }
+        if len(rows) > 1 or len(columns) > 1:
+            raise PromptError(f"the states have {sorted(rows)} rows and {sorted(columns)} columns: reset them")
+        self.num_columns = max(columns, default=0)
+        self.batch = max(rows, default=None)
+
+    def _check_beams(self, beams: Array, ids: Array | None) -> None:
+        if beams.ndim != 1 or (ids is not None and len(beams) != len(ids)):
+            rows = "" if ids is None else f" of {len(ids)} rows"
+            raise PromptError(
+                f"beam_idx has the shape {list(beams.shape)}: must be one row of the last batch for each{rows}"
+            )
+        batch = len(beams) if self.batch is None else self.batch
+        bad = beams[(beams < 0) | (beams >= batch)] if np.issubdtype(beams.dtype, np.integer) else beams
+        if len(bad):
+            raise PromptError(
+                f"beam_idx has {bad[0]}, the batch before had {batch} rows: must be from 0 to {batch - 1}"
+            )
+
+
 REPLAY_COLUMNS = 128
 """The most columns of a device call: others get the device between two calls."""
 
@@ -44,7 +159,7 @@ class OriginalModel:
         model: The graph as it was read; its weights must stay.
         device: The name that the client gave.
         properties: OpenVINO's properties of the compilation.
-        turns: Those of the device.
+        scheduler: That of the device.
         compiling: Held while the model is compiled.
         engine: Pays for requests of no client; its number is the model's.
         num_bytes: The bytes of the weights that each call reads.
@@ -56,12 +171,12 @@ class OriginalModel:
         device: str,
         properties: Mapping[str, Any],
         *,
-        turns: DeviceTurns,
+        scheduler: DeviceScheduler,
         compiling: threading.Lock,
         engine: EngineId,
         num_bytes: int,
     ) -> None:
-        self.turns = turns
+        self.scheduler = scheduler
         self.engine = engine
         self.num_bytes = num_bytes
         self.costs = CallCosts()
@@ -95,7 +210,7 @@ class OriginalModel:
 
 
 @dataclass
-class Asker:
+class Caller:
     """The client that pays for the calls of a replay (None: the engine), its priority now, and whether it has gone."""
 
     client: ClientId | None = None
@@ -115,9 +230,9 @@ class Replay:
     ``device_seconds`` counts what the calls took on the device.
     """
 
-    def __init__(self, original: OriginalModel, asker: Asker) -> None:
+    def __init__(self, original: OriginalModel, caller: Caller) -> None:
         self._original = original
-        self._asker = asker
+        self._caller = caller
         self._request = original.open()
         self._names = {name for port in self._request.model_inputs for name in port.get_names()}
         self._vocab_size = _vocab_size(self._request)
@@ -186,17 +301,17 @@ class Replay:
     def _run(self, feeds: Mapping[str, Array]) -> Array:
         """Make one device call, and return a copy of its logits."""
         original = self._original
-        asker = self._asker
-        asker.check()
+        caller = self._caller
+        caller.check()
         shapes = tuple(array.shape for array in feeds.values())
         rows = int(np.prod(feeds[INPUT_IDS].shape)) if INPUT_IDS in feeds else 0
         phase = "prefill" if rows > len(feeds.get(BEAM_IDX, ())) else "decode"
-        ask = Ask(
-            asker.client or original.engine, original.costs.expected(shapes), asker.priority, original.engine.model,
+        use = DeviceRequest(
+            caller.client or original.engine, original.costs.expected(shapes), caller.priority, original.engine.model,
             phase=phase, rows=rows, num_bytes=original.num_bytes,
         )  # fmt: skip
-        with original.turns.turn(ask):
-            asker.check()
+        with original.scheduler.use(use):
+            caller.check()
             start = time.perf_counter()
             self._request.infer(dict(feeds))
             seconds = time.perf_counter() - start

@@ -1,4 +1,7 @@
-"""An infer request of a program on a stateful model: sequences of our engine, or a replay on the original model."""
+"""An infer request of a program on a stateful model: sequences of our engine, or a replay on the original model.
+
+A call is read as tokens for sequences, if that is what it means.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,152 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
 
+from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.infer_request import CallResult
-from staticllm.daemon.packed.call import EngineLimits, PackedCall, UnusualCallError, logs_of, read_call
-from staticllm.daemon.packed.replay import Array, Asker, Replay, RowLog
-from staticllm.daemon.sharing.device_turns import Call, ClientId
+from staticllm.daemon.packed.replay import Array, Caller, Replay, RowLog
+from staticllm.daemon.sharing.device_scheduler import Call, ClientId
+from staticllm.errors import PromptError
 from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed
 from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.ports import INPUT_IDS, POSITION_IDS
+
+
+class UnusualCallError(Exception):
+    """A call that only the original model can run; the text says what is unusual."""
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One row of a batch: it continues row ``source`` of the last call with ``tokens``, which are at ``columns`` of the call."""
+
+    source: int
+    tokens: tuple[int, ...]
+    columns: tuple[int, ...]
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """A call: its rows, and the number of columns of its logits."""
+
+    rows: tuple[PackedRow, ...]
+    num_columns: int
+    wanted: Wanted
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can run as the original does.
+
+    Attributes:
+        max_len: The largest number of tokens of a sequence.
+        vocab_size: The number of token ids.
+        reach: The number of columns from which on a token may not see all before it; None if it always does.
+    """
+
+    max_len: int
+    vocab_size: int
+    reach: int | None = None
+
+
+def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted) -> PackedCall:
+    """Return what a call means for the sequences with these ``logs``; there are none after a reset.
+
+    Tokens that the mask hides, such as those of left padding, are dropped: no other token sees them, and positions do not
+    count them. Windows of the original count them, so that such tokens inside a row are unusual there. Raises
+    ``UnusualCallError`` (the call means something else) and ``PromptError`` (``beam_idx`` names a row that the last call
+    did not have; the original would read foreign memory).
+    """
+    missing = {INPUT_IDS, ATTENTION_MASK, BEAM_IDX} - inputs.keys()
+    if missing:
+        raise UnusualCallError(f"it has no {' and no '.join(sorted(missing))}")
+    ids = inputs[INPUT_IDS]
+    mask = inputs[ATTENTION_MASK]
+    beams = inputs[BEAM_IDX]
+    sources = _sources(beams, ids, len(logs))
+    past = _past_mask(logs, sources)
+    if mask.shape != (ids.shape[0], past.shape[1] + ids.shape[1]):
+        expected = [ids.shape[0], past.shape[1] + ids.shape[1]]
+        raise UnusualCallError(f"the mask has the shape {list(mask.shape)} instead of {expected}")
+    shown = mask == 1
+    if not (shown | (mask == 0)).all():
+        raise UnusualCallError("the mask has values other than 0 and 1")
+    if not np.array_equal(shown[:, : past.shape[1]], past):
+        raise UnusualCallError("the mask shows or hides earlier tokens")
+    _check_positions(inputs.get(POSITION_IDS), shown, ids.shape[1])
+    new = shown[:, past.shape[1] :]
+    if wanted == "last" and not new[:, -1].all():
+        raise UnusualCallError("the last token of a row is hidden, and only its logits are wanted")
+    if (longest := int(shown.sum(1).max())) > limits.max_len:
+        raise UnusualCallError(f"a sequence of {longest} tokens, the engine has room for {limits.max_len}")
+    if limits.reach is not None and _has_gap(shown, limits.reach):
+        raise UnusualCallError("a row has hidden tokens inside, and the model counts them in its windows")
+    if ((ids < 0) | (ids >= limits.vocab_size))[new].any():
+        raise UnusualCallError(f"a token id is outside the vocabulary of {limits.vocab_size}")
+    rows = tuple(_row(source, line, seen) for source, line, seen in zip(sources, ids, new, strict=True))
+    return PackedCall(rows, 1 if wanted == "last" else ids.shape[1], wanted)
+
+
+def logs_of(call: PackedCall, logs: Sequence[RowLog]) -> list[RowLog]:
+    """Return the logs of the rows after a call."""
+    continued = [logs[row.source].copy() if logs else RowLog() for row in call.rows]
+    for log, row in zip(continued, call.rows, strict=True):
+        log.ids.extend(row.ids)
+        log.mask.extend(row.mask)
+    return continued
+
+
+def _sources(beams: Array, ids: Array, num_logs: int) -> list[int]:
+    """Return the row of the last call that each row continues; its own after a reset."""
+    if ids.ndim != 2 or not ids.size or beams.shape != (ids.shape[0],) or ids.dtype.kind not in "iu":
+        raise UnusualCallError(f"input_ids {list(ids.shape)} {ids.dtype} with beam_idx {list(beams.shape)}")
+    limit = num_logs or ids.shape[0]
+    sources = [int(beam) for beam in beams]
+    bad = next((source for source in sources if not 0 <= source < limit), None)
+    if bad is not None:
+        raise PromptError(f"beam_idx has {bad}, the batch before had {limit} rows: must be from 0 to {limit - 1}")
+    return sources
+
+
+def _past_mask(logs: Sequence[RowLog], sources: Sequence[int]) -> Array:
+    """Return the mask ``[B, P]`` of the tokens before the call."""
+    if not logs:
+        return np.zeros((len(sources), 0), np.bool_)
+    return np.array([logs[source].mask for source in sources], np.bool_)
+
+
+def _has_gap(shown: Array, reach: int) -> bool:
+    """Return whether a row has more than ``reach`` columns from its first to its last token, and hidden ones among them."""
+    seen = shown.any(1)
+    num_columns = shown.shape[1]
+    spans = np.where(seen, num_columns - shown.argmax(1) - shown[:, ::-1].argmax(1), 0)
+    return bool(((spans > reach) & (spans > shown.sum(1))).any())
+
+
+def _check_positions(positions: Array | None, shown: Array, num_columns: int) -> None:
+    """Check that the new tokens have the positions that their places in the mask give them."""
+    if positions is None:
+        return
+    expected = (np.cumsum(shown, axis=1) - 1)[:, -num_columns:]
+    if positions.ndim < 2 or positions.shape[-2:] != expected.shape:
+        raise UnusualCallError(f"position_ids have the shape {list(positions.shape)} instead of {list(expected.shape)}")
+    if (positions != expected)[..., shown[:, -num_columns:]].any():
+        raise UnusualCallError("position_ids are not those of the mask")
+
+
+def _row(source: int, ids: Array, shown: Array) -> PackedRow:
+    columns = np.flatnonzero(shown)
+    tokens = tuple(ids[columns].tolist())
+    return PackedRow(source, tokens, tuple(columns.tolist()), tuple(ids.tolist()), tuple(shown.tolist()))
+
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -31,7 +168,7 @@ class Packed(Protocol):
     limits: EngineLimits
     input_names: tuple[str, ...]
 
-    def replay(self, asker: Asker) -> Replay:
+    def replay(self, caller: Caller) -> Replay:
         """Return a request on the original model."""
         ...
 
@@ -46,24 +183,24 @@ class PackedRequest:
 
     def __init__(self, model: Packed, client: ClientId | None = None) -> None:
         self._model = model
-        self._asker = Asker(client)
+        self._caller = Caller(client)
         self.fallback = model.reason
         self.times = Call()
         self._sequences: list[FedSequence] = []
         self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
-        self._fed: Sequence[FedSequence] = ()  # by the call in progress
+        self._in_call: Sequence[FedSequence] = ()  # by the call in progress
         self._is_running = threading.Lock()
 
     def set_priority(self, priority: int) -> None:
         """Change the priority, also of a call that runs; requests of a higher one go first. Any thread may call."""
-        if priority == self._asker.priority:
+        if priority == self._caller.priority:
             return
-        self._asker.priority = priority
-        for sequence in {*self._sequences, *self._fed}:
+        self._caller.priority = priority
+        for sequence in {*self._sequences, *self._in_call}:
             sequence.set_priority(priority)
-        if self._fed and self._model.engine is not None:
+        if self._in_call and self._model.engine is not None:
             self._model.engine.hurry(priority, self._client_number)
 
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
@@ -130,8 +267,8 @@ class PackedRequest:
 
     def cancel(self) -> None:
         """End the call before its next device call; later ones fail. Any thread may call."""
-        self._asker.is_cancelled = True
-        self._close_sequences(self._fed, is_reusable=False)
+        self._caller.is_cancelled = True
+        self._close_sequences(self._in_call, is_reusable=False)
 
     def close(self) -> None:
         self._close_sequences(self._sequences, is_reusable=True)
@@ -140,7 +277,7 @@ class PackedRequest:
 
     @property
     def _client_number(self) -> int:
-        return 0 if self._asker.client is None else self._asker.client.number
+        return 0 if self._caller.client is None else self._caller.client.number
 
     def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> PackedCall:
         return read_call(inputs, self._logs, self._model.limits, wanted)
@@ -150,9 +287,9 @@ class PackedRequest:
         engine = self._model.engine
         assert engine is not None, "there is no engine"
         sequences, unused = self._continued(call, engine)
-        self._fed = sequences
+        self._in_call = sequences
         try:
-            self._asker.check()
+            self._caller.check()
             results = _feed(engine, sequences, call)
         except BaseException:  # closed, or interrupted while the feeds are in progress
             self._fall_back("a call was interrupted")
@@ -162,7 +299,7 @@ class PackedRequest:
         if failed is not None:
             self._close_sequences([*sequences, *unused], is_reusable=False)
             self._sequences = []
-            if self._asker.is_cancelled:
+            if self._caller.is_cancelled:
                 raise failed
             raise UnusualCallError(f"the engine failed: {failed}") from failed
         self._close_sequences(unused, is_reusable=False)
@@ -182,7 +319,7 @@ class PackedRequest:
     def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
         if not self._sequences:
-            return [engine.open_fed(self._asker.priority, self._client_number) for _ in call.rows], []
+            return [engine.open_fed(self._caller.priority, self._client_number) for _ in call.rows], []
         free = list(self._sequences)
         last_use = {row.source: index for index, row in enumerate(call.rows)}
         continued = [
@@ -205,7 +342,7 @@ class PackedRequest:
         replay = self._replay
         used_before = 0.0 if replay is None else replay.device_seconds
         if replay is None:
-            replay = self._model.replay(self._asker)
+            replay = self._model.replay(self._caller)
             replay.repeat(self._logs, self._apart)
             self._replay = replay
         result = function(replay)

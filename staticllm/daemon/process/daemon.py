@@ -16,15 +16,19 @@ from typing import Any
 import openvino as ov
 import psutil
 
-from staticllm.core import ProgressEvent
-from staticllm.daemon.clients.connection import Connection, Greeting, Joined
+from staticllm.core import OnProgress, ProgressEvent
+from staticllm.daemon.clients.connection import Connection, Greeting
 from staticllm.daemon.clients.handlers import MAX_PRIORITY
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.limits import Limits, default_limits
-from staticllm.daemon.models.serving import compile_source
+from staticllm.daemon.models.compiling import compile_model, read
+from staticllm.daemon.models.language_model import LanguageModel, compile_language_model
+from staticllm.daemon.models.plain import PlainModel
+from staticllm.daemon.models.sources import LanguageSource, ModelSource
 from staticllm.daemon.models.table import Compile, ModelTable
-from staticllm.daemon.sharing.devices import Devices
-from staticllm.daemon.sharing.timeline import Timeline
+from staticllm.daemon.packed.model import PackedModel
+from staticllm.daemon.sharing.devices import Devices, Timeline, is_virtual
+from staticllm.devices import check_device, get_core
 from staticllm.errors import BusyError, ConfigError
 from staticllm.pipelines.artifacts.crashes import note_set
 from staticllm.system.threads import start_thread
@@ -92,7 +96,7 @@ class Daemon:
             with contextlib.suppress(EndpointError, OSError):  # accept() wakes for a connection only
                 endpoint.knock(self._folder)
 
-    def join(self, hello: Message, channel: Channel) -> Joined:
+    def join(self, hello: Message, channel: Channel) -> tuple[Connection, dict[str, Any]]:
         """Add a connection to the client of a ``HELLO``, or to a new one. Raises ``BusyError`` and ``ConfigError``."""
         theirs = text_of(hello, "openvino", 128)
         ours = ov.get_version()
@@ -114,7 +118,7 @@ class Daemon:
             connection = Connection(channel, self, session, is_first=is_new)
             self._connections.add(connection)
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
-        return Joined(connection, body)
+        return connection, body
 
     def leave(self, session: Session) -> None:
         """End a client, and its other connections."""
@@ -275,3 +279,23 @@ class Daemon:
         while self._num_connections and time.monotonic() < moment:
             time.sleep(0.01)
         self.models.close()
+
+
+def compile_source(
+    source: ModelSource | LanguageSource, id: int, devices: Devices, on_progress: OnProgress
+) -> LanguageModel | PackedModel | PlainModel:
+    """Compile the model of a client, with the number ``id``; only engines report progress.
+
+    Raises ``StaticLLMError`` (it cannot be read, or the device is missing or refuses it) and ``RuntimeError`` (OpenVINO
+    refuses it).
+    """
+    if isinstance(source, LanguageSource):
+        return compile_language_model(source, id, devices, on_progress)
+    if source.mode == "auto" and read(source.xml, source.weights).get_variables():
+        packed = PackedModel(source.xml, source.device, dict(source.config), source.weights, id=id, devices=devices)
+        if packed.reason is None:
+            return packed
+        packed.close()
+    if not is_virtual(source.device):
+        check_device(get_core(), source.device)
+    return PlainModel(id, compile_model(source), source.device, devices, source.num_bytes)

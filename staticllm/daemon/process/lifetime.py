@@ -69,7 +69,7 @@ def start(folder: Path, idle_seconds: float | None = None) -> int:
         try:
             start_daemon(folder, () if idle_seconds is None else ("--idle-seconds", str(idle_seconds)))
         except EndpointError as error:
-            raise StaticLLMError(f"the daemon cannot be started: {error}") from None
+            raise StaticLLMError(str(error)) from None
         found = status(folder)
     if found is None:
         raise StaticLLMError(f"the daemon has ended at once: see {folder / 'daemon.log'}")

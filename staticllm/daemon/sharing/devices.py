@@ -1,16 +1,108 @@
-"""The devices of the daemon: one set of turns per device, and what each client used of them."""
+"""The devices of the daemon: one scheduler per device, what each client used of them, and a recording of it."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import openvino as ov
 
-from staticllm.daemon.sharing.device_turns import Ask, ClientId, DeviceTurns, Share
-from staticllm.daemon.sharing.timeline import Timeline
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, Share
+from staticllm.errors import ConfigError
+from staticllm.system.files import write_whole
+
+MAX_EVENTS = 200_000
+
+
+@dataclass(frozen=True)
+class Event:
+    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it.
+
+    ``more`` is what the viewer shows of it besides.
+    """
+
+    track: str
+    name: str
+    start: float
+    seconds: float
+    queued: float = 0.0
+    more: Mapping[str, float] = field(default_factory=dict)
+
+
+class Timeline:
+    """The events of one recording. Any thread may call; outside of a recording nothing is kept."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a recording is in progress."""
+        return self._events is not None
+
+    def add(
+        self,
+        track: str,
+        name: str,
+        start: float,
+        seconds: float,
+        queued: float = 0.0,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        """Add an event to a recording in progress. The oldest of more than ``MAX_EVENTS`` are dropped."""
+        events = self._events
+        if events is not None:
+            events.append(Event(track, name, start, seconds, queued, more or {}))
+
+    def begin(self) -> None:
+        """Begin a recording. Raises ``ConfigError`` (another one is in progress)."""
+        with self._lock:
+            if self._events is not None:
+                raise ConfigError("another recording of the daemon is in progress: wait for its end")
+            self._events = deque(maxlen=MAX_EVENTS)
+
+    def cancel(self) -> None:
+        """End a recording without a file, because the program that wanted it has gone."""
+        with self._lock:
+            self._events = None
+
+    def end(self, path: Path) -> int:
+        """End the recording, write it to ``path``, and return its number of events.
+
+        Raises ``ConfigError`` (none is in progress) and ``OSError`` (the file cannot be written).
+        """
+        with self._lock:
+            events, self._events = self._events, None
+        if events is None:
+            raise ConfigError("no recording of the daemon is in progress")
+        write_whole(path, json.dumps({"traceEvents": _chrome(list(events))}).encode())
+        return len(events)
+
+
+def _chrome(events: list[Event]) -> list[dict[str, object]]:
+    """Return events in Chrome's format: a process for each track, with its calls and the time before them."""
+    tracks = {track: number for number, track in enumerate(dict.fromkeys(event.track for event in events), 1)}
+    found: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": track}}
+        for track, number in tracks.items()
+    ]
+    for event in events:
+        pid = tracks[event.track]
+        found.append(_slice(event.name, pid, 1, event.start, event.seconds) | {"args": dict(event.more)})
+        if event.queued > 0:
+            found.append(_slice("queued", pid, 2, event.start - event.queued, event.queued))
+    return found
+
+
+def _slice(name: str, pid: int, tid: int, start: float, seconds: float) -> dict[str, object]:
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start * 1e6, "dur": seconds * 1e6}
+
 
 VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
 """Devices of OpenVINO that stand for others, and that cannot export what they compile."""
@@ -73,16 +165,16 @@ class Devices:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.compiling = threading.Lock()
-        self._turns: dict[str, DeviceTurns] = {}
+        self._schedulers: dict[str, DeviceScheduler] = {}
         self._usages: dict[ClientId, Usage] = {}
         self._lock = threading.Lock()
 
-    def turns(self, device: str) -> DeviceTurns:
-        """Return the turns of a device."""
+    def scheduler(self, device: str) -> DeviceScheduler:
+        """Return the scheduler of a device."""
         with self._lock:
-            found = self._turns.get(device)
+            found = self._schedulers.get(device)
             if found is None:
-                found = self._turns[device] = DeviceTurns(on_use=self._record)
+                found = self._schedulers[device] = DeviceScheduler(on_use=self._record)
             return found
 
     def open(self, owner: ClientId, track: str) -> Usage:
@@ -95,22 +187,22 @@ class Devices:
         """Forget a client that has gone."""
         with self._lock:
             self._usages.pop(owner, None)
-        for each in self._all_turns():
+        for each in self._all_schedulers():
             each.forget(owner)
 
-    def hurry(self, owner: ClientId, priority: int) -> None:
+    def raise_priority(self, owner: ClientId, priority: int) -> None:
         """Give the calls of a client that wait for a device a higher priority."""
-        for each in self._all_turns():
-            each.hurry(owner, priority, ())
+        for each in self._all_schedulers():
+            each.raise_priority(owner, priority, ())
 
-    def _all_turns(self) -> tuple[DeviceTurns, ...]:
+    def _all_schedulers(self) -> tuple[DeviceScheduler, ...]:
         with self._lock:
-            return tuple(self._turns.values())
+            return tuple(self._schedulers.values())
 
-    def _record(self, ask: Ask, seconds: float, shares: Sequence[Share]) -> None:
+    def _record(self, request: DeviceRequest, seconds: float, shares: Sequence[Share]) -> None:
         """Count a use of a device for its clients, and record it."""
-        if isinstance(ask.owner, ClientId):
-            shares = (Share(ask.owner, ask.phase, seconds, ask.rows, ask.num_bytes),)
+        if isinstance(request.owner, ClientId):
+            shares = (Share(request.owner, request.phase, seconds, request.rows, request.num_bytes),)
         with self._lock:
             used = [
                 (usage, share)
@@ -118,20 +210,20 @@ class Devices:
                 if share.owner is not None and (usage := self._usages.get(share.owner)) is not None
             ]
             for usage, share in used:
-                usage.add_share(ask.model, share)
+                usage.add_share(request.model, share)
         if self.timeline.is_recording:
-            self._draw(ask, seconds, used)
+            self._draw(request, seconds, used)
 
-    def _draw(self, ask: Ask, seconds: float, used: Sequence[tuple[Usage, Share]]) -> None:
+    def _draw(self, request: DeviceRequest, seconds: float, used: Sequence[tuple[Usage, Share]]) -> None:
         """Record a use of a device that ends now on the tracks of the clients that had it."""
         start = time.perf_counter() - seconds
-        waited = max(0.0, start - ask.arrival)
-        if ask.owner.is_engine:
-            self.timeline.add(f"engine of model {ask.model}", "step", start, seconds, waited)
+        waited = max(0.0, start - request.arrival)
+        if request.owner.is_engine:
+            self.timeline.add(f"engine of model {request.model}", "step", start, seconds, waited)
         for usage, share in used:
             more = {"rows": share.rows, "device_ms": share.seconds * 1e3, "read_MB": share.num_bytes / 1e6}
-            name = f"{share.phase} of model {ask.model}"
-            self.timeline.add(usage.track, name, start, seconds, 0.0 if ask.owner.is_engine else waited, more)
+            name = f"{share.phase} of model {request.model}"
+            self.timeline.add(usage.track, name, start, seconds, 0.0 if request.owner.is_engine else waited, more)
 
 
 def is_virtual(device: str) -> bool:

@@ -11,9 +11,10 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, TaskCa
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from staticllm.pipelines.daemon_client.delivered import DivergedError
 from staticllm.server.http.errors import SERVER, ApiError
 from staticllm.server.ray_app.messages import ReplicaHead, ReplicaRequest
-from staticllm.server.ray_app.replay import DivergedError, EventReplay, lost_event
+from staticllm.server.ray_app.replay import EventReplay, lost_event
 
 MAX_ATTEMPTS = 4
 LOST = (NodeDiedError, ObjectLostError, RayActorError, TaskCancelledError, WorkerCrashedError)

@@ -12,15 +12,12 @@ import secrets
 from collections import defaultdict
 from typing import Any
 
+from staticllm.pipelines.daemon_client.delivered import Delivered, DivergedError
 from staticllm.server.http.errors import SERVER, ApiError, to_json
 
 TEXTS = ("content", "reasoning_content", "text")
 RESUMED_PATHS = ("/chat/completions", "/completions")
 LARGEST_SEED = 2**31 - 1
-
-
-class DivergedError(Exception):
-    """The answer that was made again is not the one that was sent."""
 
 
 def seeded(body: dict[str, Any]) -> dict[str, Any]:
@@ -36,8 +33,8 @@ class EventReplay:
     def __init__(self) -> None:
         self._rest = b""
         self._first: dict[str, Any] | None = None  # the id and the moment that all chunks have
-        self._sent: dict[tuple[int, str], str] = defaultdict(str)
-        self._again: dict[tuple[int, str], str] | None = None  # what the answer that is made again has said
+        self._texts: dict[tuple[int, str], Delivered[str]] = defaultdict(lambda: Delivered(""))  # by choice and field
+        self._is_again = False
         self._others: set[str] = set()  # deltas without text that were sent: roles, reasons
         self._ended: set[int] = set()  # the choices whose last chunk had text and was sent
         self._has_usage = False
@@ -57,7 +54,9 @@ class EventReplay:
     def restart(self) -> None:
         """Begin with the answer of another replica."""
         self._rest = b""
-        self._again = defaultdict(str)
+        self._is_again = True
+        for each in self._texts.values():
+            each.restart()
 
     def take(self, part: bytes) -> bytes:
         """Return what of a part of the answer is new.
@@ -81,7 +80,7 @@ class EventReplay:
         if self._first is None:
             self._first = {name: chunk[name] for name in ("id", "created") if name in chunk}
         choices = [kept for choice in chunk.get("choices", ()) if (kept := self._choice(choice)) is not None]
-        if self._again is None:
+        if not self._is_again:
             self._has_usage = self._has_usage or not choices
             return event + b"\n\n"
         if not choices and (chunk.get("choices") or self._has_usage):
@@ -99,7 +98,7 @@ class EventReplay:
             self._can_resume = False
         if not texts:
             return self._other(choice)
-        new = {name: self._new_part(choice["index"], name, text) for name, text in texts.items()}
+        new = {name: self._texts[choice["index"], name].take(text) for name, text in texts.items()}
         is_end = choice.get("finish_reason") is not None and choice["index"] not in self._ended
         if is_end:
             self._ended.add(choice["index"])
@@ -114,31 +113,14 @@ class EventReplay:
         key = to_json(choice)
         if choice.get("finish_reason") is not None and self._is_behind(choice["index"]):
             raise DivergedError  # it ends before what was sent
-        if self._again is not None and key in self._others:
+        if self._is_again and key in self._others:
             return None
         self._others.add(key)
         return choice
 
     def _is_behind(self, index: int) -> bool:
         """Return whether the answer that is made again has not yet said all that was sent."""
-        if self._again is None:
-            return False
-        return any(len(self._again[key]) < len(text) for key, text in self._sent.items() if key[0] == index)
-
-    def _new_part(self, index: int, name: str, text: str) -> str:
-        key = (index, name)
-        sent = self._sent[key]
-        if self._again is None:
-            self._sent[key] = sent + text
-            return text
-        start = len(self._again[key])
-        self._again[key] += text
-        overlap = sent[start : start + len(text)]
-        if not text.startswith(overlap):
-            raise DivergedError
-        new = text[len(overlap) :]
-        self._sent[key] = sent + new
-        return new
+        return any(text.is_behind for key, text in self._texts.items() if key[0] == index)
 
 
 def lost_event(reason: str) -> bytes:

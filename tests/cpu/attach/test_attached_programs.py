@@ -57,7 +57,9 @@ def test_every_call_of_the_api_sees_the_same(environment, root, tmp_path):
     for mode in ("off", "auto"):
         folder = tmp_path / mode
         folder.mkdir()
-        found.append(last_json(run(environment, root / "tests" / "attach_calls.py", folder, mode=mode)))
+        found.append(
+            last_json(run(environment, root / "tests" / "support" / "attach" / "attach_calls.py", folder, mode=mode))
+        )
     native, attached = found
     assert native["class"] == "CompiledModel"
     assert attached["class"] == "AttachedCompiledModel"
@@ -136,7 +138,7 @@ def test_what_is_not_taken_runs_natively_or_fails_as_asked(environment, tmp_path
         "import sys; sys.path.insert(0, sys.argv[1]); import attach_calls as calls, openvino as ov\n"
         "print(type(ov.Core().compile_model(calls.half_model(), 'CPU')).__name__)"
     )
-    tests = Path(__file__).parents[2]
+    tests = Path(__file__).parents[2] / "support" / "attach"
     done = run(environment, "-c", code, tests)
     assert done.stdout.strip() == "CompiledModel"
     assert done.stderr.count("element type bf16: the model runs natively") == 1
@@ -158,7 +160,7 @@ def test_copies_of_models_in_memory_are_deleted(environment):
         "model = ov.Core().compile_model(calls.static_model(), 'CPU')\n"
         "print(type(model).__name__)\n"
     )
-    done = run(environment, "-c", code, Path(__file__).parents[2])
+    done = run(environment, "-c", code, Path(__file__).parents[2] / "support" / "attach")
     assert done.stdout.strip() == "AttachedCompiledModel", done.stderr
     assert not list(Path(environment["STATICLLM_RUNTIME_DIR"]).glob("model-*"))
 
@@ -192,7 +194,9 @@ def test_the_benchmark_tool_runs_attached(environment, tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import attach_calls as calls, openvino as ov\n"
     code += "ov.save_model(calls.static_model(), sys.argv[2])"
     path = tmp_path / "model.xml"
-    assert not run(environment, "-c", code, Path(__file__).parents[2], path, mode="off").returncode
+    assert not run(
+        environment, "-c", code, Path(__file__).parents[2] / "support" / "attach", path, mode="off"
+    ).returncode
     for api in ("sync", "async"):
         options = ("-m", path, "-d", "CPU", "-niter", 20, "-api", api)
         done = run(environment, "-c", "from openvino.tools.benchmark.main import main; main()", *options)
@@ -259,4 +263,8 @@ def test_a_program_attaches_itself_by_an_import(environment):
         "print(type(ov.Core().compile_model(calls.static_model(), 'CPU')).__module__)"
     )
     own = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
-    assert run(own, "-c", code, Path(__file__).parents[2]).stdout.strip().startswith("staticllm.attach.")
+    assert (
+        run(own, "-c", code, Path(__file__).parents[2] / "support" / "attach")
+        .stdout.strip()
+        .startswith("staticllm.attach.")
+    )

@@ -8,7 +8,7 @@ import openvino.opset13 as op
 import pytest
 
 from staticllm.daemon.packed.model import PackedModel
-from staticllm.daemon.sharing.device_turns import ClientId
+from staticllm.daemon.sharing.device_scheduler import ClientId
 from staticllm.wire.messages import Kind
 from tests.support.attach.daemons import RawClient, daemon_thread
 from tests.support.attach.packed_programs import EXACT, SHORT, Original, Program

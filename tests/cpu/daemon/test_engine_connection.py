@@ -154,7 +154,9 @@ def test_a_loss_that_a_send_sees_first_is_a_loss(peer):
     assert second.answer().kind is Kind.SUBMIT
     thread.join(SECONDS)
     assert results == [queue]
-    assert len(connections) == 2 and not connections[0].is_alive and deaf.is_shut.is_set()
+    assert len(connections) == 2
+    assert not connections[0].is_alive
+    assert deaf.is_shut.is_set()
     assert queue.get(0) is None  # the loss of the first connection is not an end of the request
     wait_for(lambda: lost == [True])
     engine.close()
@@ -169,7 +171,8 @@ def test_a_closed_connection_is_not_a_lost_one(peer):
     with pytest.raises(ClosedError):
         connection.ask(Message(Kind.STATS))
     connection.tell(Message(Kind.CANCEL))  # ignored
-    assert not lost and connection.is_alive
+    assert not lost
+    assert connection.is_alive
 
 
 def test_a_lost_connection_ends_what_was_accepted_and_what_waits(peer):
@@ -180,8 +183,10 @@ def test_a_lost_connection_ends_what_was_accepted_and_what_waits(peer):
     peer.channel.close()
     end = queue.get(SECONDS)
     thread.join(SECONDS)
-    assert end.reason is FinishReason.ERROR and isinstance(end.error, ProcessLostError)
-    assert isinstance(results[0], ProcessLostError) and not connection.is_alive
+    assert end.reason is FinishReason.ERROR
+    assert isinstance(end.error, ProcessLostError)
+    assert isinstance(results[0], ProcessLostError)
+    assert not connection.is_alive
     connection.close()
 
 
@@ -197,10 +202,12 @@ def test_an_interrupted_submit_ends_the_request_in_the_daemon(peer, monkeypatch)
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
         change.setattr(engine_connection, "Future", Interrupted)
         connection.submit(EngineRequest((1,), id=5), OutputQueue())
-    assert not connection._answers and not connection.has(5)
+    assert not connection._answers
+    assert not connection.has(5)
     assert peer.answer().kind is Kind.SUBMIT
     cancel = peer.answer()
-    assert cancel.kind is Kind.CANCEL and cancel.handle == 1
+    assert cancel.kind is Kind.CANCEL
+    assert cancel.handle == 1
     assert cancel.body == {"request": 5, "index": None, "reason": "cancelled"}
     token = {"id": 7, "logprob": 0.0, "time": 0.0, "sampling_seconds": 0.0}
     peer.channel.send(Message(Kind.OUTPUT, number=5, body={"outputs": [token]}))  # nobody waits for it any more
@@ -224,7 +231,8 @@ def test_a_request_that_is_forgotten_while_its_outputs_are_read_harms_no_other(p
     thread, results = run(lambda: connection.ask(Message(Kind.STATS)))
     peer.answer()
     thread.join(SECONDS)
-    assert isinstance(results[0], Message) and connection.is_alive
+    assert isinstance(results[0], Message)
+    assert connection.is_alive
     connection.close()
 
 

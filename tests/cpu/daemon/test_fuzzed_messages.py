@@ -278,4 +278,5 @@ def test_the_daemon_takes_no_memory_from_a_client(monkeypatch, tmp_path, plain_p
         assert "memory" in answer.body["reason"]
         block.close()
         assert client.ask(Kind.PING).kind is Kind.OK
-        assert endpoint.runtime_folder().is_dir() and json.dumps(answer.body)
+        assert endpoint.runtime_folder().is_dir()
+        assert json.dumps(answer.body)

@@ -43,7 +43,7 @@ def test_a_packed_model():
         request.close()
         model.close()
         with pytest.raises(ClosedError):
-            _ = model.program
+            model.get_property("NETWORK_NAME")
         kept.append(model)
 
     kept: list[PackedModel] = []

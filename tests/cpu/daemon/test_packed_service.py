@@ -153,9 +153,9 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
 def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, native, path, monkeypatch):
     with RawClient(priority=100 + 3) as client:
         handle = client.model(path, config=CONFIG).body["model"]
-        engine, turns = daemon.models.served()[0][1].engine, daemon.devices.turns("CPU")
-        asked, take = [], turns.take
-        monkeypatch.setattr(turns, "take", lambda ask: (asked.append(ask), take(ask))[1])
+        engine, scheduler = daemon.models.served()[0][1].engine, daemon.devices.scheduler("CPU")
+        asked, take = [], scheduler.acquire
+        monkeypatch.setattr(scheduler, "acquire", lambda ask: (asked.append(ask), take(ask))[1])
         (session,) = daemon._sessions.values()
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
@@ -192,7 +192,8 @@ def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
     gate.set()
     wait_for(lambda: not daemon._connections)
     assert engine.stats().num_steps == before
-    assert not engine._core.requests and not engine._callbacks
+    assert not engine._core.requests
+    assert not engine._callbacks
     request.close()
 
 

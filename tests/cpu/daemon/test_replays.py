@@ -29,15 +29,15 @@ def test_a_long_call_on_the_original_runs_in_pieces_with_the_same_logits(program
 
 def asks_of(request):
     """Return a list of what the calls of a replay ask for, which grows."""
-    turns, asked = request._model._original.turns, []
-    take = turns.take
+    scheduler, asked = request._model._original.scheduler, []
+    take = scheduler.acquire
 
     def noted(ask):
         if not ask.owner.is_engine:
             asked.append((ask.phase, ask.rows))
         return take(ask)
 
-    turns.take = noted
+    scheduler.acquire = noted
     return asked
 
 
@@ -49,7 +49,7 @@ def test_a_replay_stops_no_other_sequence(loaded, program_on, monkeypatch):
     fast.step(1, 9)
     original, entered, gate = model._original, threading.Semaphore(0), threading.Semaphore(0)
     original._compiled = None
-    core, run = replay.get_core(), original.turns.take
+    core, run = replay.get_core(), original.scheduler.acquire
 
     class Core:
         def compile_model(self, *args):
@@ -64,7 +64,7 @@ def test_a_replay_stops_no_other_sequence(loaded, program_on, monkeypatch):
         return run(ask)
 
     monkeypatch.setattr(replay, "get_core", Core)
-    original.turns.take = take
+    original.scheduler.acquire = take
     thread = threading.Thread(target=slow.requests[0].state_names)
     thread.start()
     try:
@@ -78,7 +78,7 @@ def test_a_replay_stops_no_other_sequence(loaded, program_on, monkeypatch):
     finally:
         for _ in range(9):
             gate.release()
-        original.turns.take = run
+        original.scheduler.acquire = run
     assert slow.requests[0].fallback is not None
     slow.step(1, 1)
 
@@ -88,17 +88,17 @@ def test_a_replay_that_is_cancelled_ends_before_its_next_piece(program_on):
     ours = program.requests[0]
     ours.state_names()
     asked = asks_of(ours)
-    take = ours._model._original.turns.take
+    take = ours._model._original.scheduler.acquire
 
     def cancel(ask):
         if not ask.owner.is_engine:
             ours.cancel()
         return take(ask)
 
-    ours._model._original.turns.take = cancel
+    ours._model._original.scheduler.acquire = cancel
     with pytest.raises(ClosedError, match="cancelled"):
         ours.infer(program.inputs(1, 250))
-    ours._model._original.turns.take = take
+    ours._model._original.scheduler.acquire = take
     assert len(asked) == 1
     ours.reset()
 

@@ -9,8 +9,8 @@ import openvino as ov
 import pytest
 
 from staticllm.daemon.models.plain import PlainModel
-from staticllm.daemon.packed.replay import Asker, OriginalModel, Replay
-from staticllm.daemon.sharing.device_turns import DeviceTurns, EngineId
+from staticllm.daemon.packed.replay import Caller, OriginalModel, Replay
+from staticllm.daemon.sharing.device_scheduler import DeviceScheduler, EngineId
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import PromptError
 from tests.support.attach.packed_programs import EXACT
@@ -32,8 +32,8 @@ def request_of(request, model_path):
     """A function that runs a call, one that sets a state, and one that reads its shape, of the same original model."""
     xml = str(model_path("llama") / "openvino_model.xml")
     if request.param == "a replay":
-        own = {"turns": DeviceTurns(), "compiling": threading.Lock(), "engine": EngineId(1), "num_bytes": 0}
-        replay = Replay(OriginalModel(ov.Core().read_model(xml), "CPU", EXACT, **own), Asker())
+        own = {"scheduler": DeviceScheduler(), "compiling": threading.Lock(), "engine": EngineId(1), "num_bytes": 0}
+        replay = Replay(OriginalModel(ov.Core().read_model(xml), "CPU", EXACT, **own), Caller())
         return replay.infer, replay.set_state, lambda: tuple(replay.states()[0].state.shape)
     model = PlainModel(1, ov.Core().compile_model(xml, "CPU", EXACT), "CPU", Devices(), 0)
     own = model.open(1)

@@ -15,7 +15,7 @@ from staticllm.core import FinishReason
 from staticllm.daemon.clients import connection, streams
 from staticllm.daemon.clients.connection import Connection
 from staticllm.daemon.clients.streams import OutputStream
-from staticllm.daemon.sharing.device_turns import ClientId
+from staticllm.daemon.sharing.device_scheduler import ClientId
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import Kind
@@ -78,7 +78,8 @@ def blocked(stream):
     waiting = -1
     while waiting != (waiting := stream.stream._outputs.qsize()):
         time.sleep(0.3)
-    assert stream.lock.locked() and not stream.engine.cancelled
+    assert stream.lock.locked()
+    assert not stream.engine.cancelled
     return stream
 
 
@@ -95,7 +96,8 @@ def serve(blocked):
 def test_a_client_that_does_not_read_loses_its_requests(blocked):
     for _ in range(10_000):
         blocked.engine.step()
-    assert not blocked.engine.queues and len(blocked.engine.cancelled) == 2
+    assert not blocked.engine.queues
+    assert len(blocked.engine.cancelled) == 2
     wait_for(lambda: not blocked.stream._running)  # the send that waited has ended
     assert blocked.lock.acquire(timeout=SECONDS)
     blocked.lock.release()
@@ -105,8 +107,10 @@ def test_a_bad_frame_of_a_client_that_does_not_read_frees_all(blocked):
     thread = serve(blocked)
     blocked.client._connection.send_bytes(b"no message")
     thread.join(SECONDS)
-    assert not thread.is_alive() and not blocked.stream._thread.is_alive()
-    assert len(blocked.engine.cancelled) == 2 and blocked.ours._connection.closed
+    assert not thread.is_alive()
+    assert not blocked.stream._thread.is_alive()
+    assert len(blocked.engine.cancelled) == 2
+    assert blocked.ours._connection.closed
 
 
 def test_a_client_that_only_stops_sending_frees_all(blocked):
@@ -114,7 +118,8 @@ def test_a_client_that_only_stops_sending_frees_all(blocked):
     with socket.socket(fileno=os.dup(blocked.client.fileno())) as client:
         client.shutdown(socket.SHUT_WR)
     thread.join(SECONDS)
-    assert not thread.is_alive() and not blocked.stream._thread.is_alive()
+    assert not thread.is_alive()
+    assert not blocked.stream._thread.is_alive()
     assert len(blocked.engine.cancelled) == 2
 
 
@@ -127,6 +132,7 @@ def test_the_answer_to_a_bad_frame_does_not_lie_in_another_frame(blocked, monkey
     with pytest.raises(EOFError):
         while True:
             kinds.append(blocked.client.receive().kind)
-    assert kinds.pop() is Kind.REFUSED and set(kinds) == {Kind.OUTPUT}
+    assert kinds.pop() is Kind.REFUSED
+    assert set(kinds) == {Kind.OUTPUT}
     thread.join(SECONDS)
     assert not thread.is_alive()

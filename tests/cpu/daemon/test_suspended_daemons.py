@@ -23,7 +23,8 @@ import pytest
 
 import staticllm
 from staticllm import StaticLLMPipeline
-from staticllm.daemon.models import plain, serving
+from staticllm.daemon.models import plain
+from staticllm.daemon.process import daemon as process
 from staticllm.errors import ProcessLostError
 from staticllm.wire import endpoint
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
@@ -124,7 +125,9 @@ def test_waiting_calls_that_must_not_run_natively_get_one_line(monkeypatch, tmp_
         with suspended(daemon):
             program.write("limit 1")
             for text in program.call(2):
-                assert "has not answered for 1 s" in text and "STATICLLM_ATTACH=require" in text and "\n" not in text
+                assert "has not answered for 1 s" in text
+                assert "STATICLLM_ATTACH=require" in text
+                assert "\n" not in text
         program.end()
 
 
@@ -193,7 +196,7 @@ def test_a_request_waits_for_a_daemon_that_goes_on_in_time(monkeypatch, tmp_path
 
 
 def test_a_slow_compilation_and_slow_calls_are_not_cut_off(monkeypatch, tmp_path, sum_path):
-    compile_model, infer, welcome = serving.compile_model, plain.PlainRequest.call, endpoint.welcome
+    compile_model, infer, welcome = process.compile_model, plain.PlainRequest.call, endpoint.welcome
     looks, waits = [], []
 
     def wait_for_looks():
@@ -202,7 +205,7 @@ def test_a_slow_compilation_and_slow_calls_are_not_cut_off(monkeypatch, tmp_path
         waits.append(begin)
 
     monkeypatch.setattr(endpoint, "welcome", lambda *given: (welcome(*given), looks.append(1)))
-    monkeypatch.setattr(serving, "compile_model", lambda source: (wait_for_looks(), compile_model(source))[1])
+    monkeypatch.setattr(process, "compile_model", lambda source: (wait_for_looks(), compile_model(source))[1])
     monkeypatch.setattr(plain.PlainRequest, "call", lambda self, *given: (wait_for_looks(), infer(self, *given))[1])
     with daemon_thread(monkeypatch, tmp_path / "run"):
         program = AttachedProgram(sum_path, "require")

@@ -6,8 +6,7 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.daemon.sharing.device_turns import DeviceTurns, EngineId
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.sharing.device_scheduler import DeviceScheduler, DeviceUse, EngineId
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import OWN_BOUND, SHARED_BOUND, Device, JobView, TokenBound
@@ -70,8 +69,8 @@ def test_prompts_jobs_and_other_programs_keep_the_same_bound(bound, tpot_ms, ste
         return JobTurns().choose(view_of(limits, step, jobs=(job,))) is not None
 
     def engine_needs_the_device():
-        turns = DeviceTurns()
-        use = DeviceUse(turns, EngineId(1))
+        scheduler = DeviceScheduler()
+        use = DeviceUse(scheduler, EngineId(1))
         use._step_seconds = step
         return use._due([LAST_TOKEN + 1, LAST_TOKEN], limits) - LAST_TOKEN
 

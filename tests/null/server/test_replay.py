@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 for package in ("starlette", "pydantic"):
     pytest.importorskip(package)
 
-from staticllm.server.ray_app.replay import DivergedError, EventReplay, lost_event, seeded  # noqa: E402
+from staticllm.pipelines.daemon_client.delivered import DivergedError  # noqa: E402
+from staticllm.server.ray_app.replay import EventReplay, lost_event, seeded  # noqa: E402
 
 
 def event(chunk):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import sys
@@ -18,14 +19,17 @@ from staticllm.wire.channel import MAX_FRAMES, Channel
 from staticllm.wire.messages import (
     MAX_BODIES,
     MAX_FRAME,
+    MAX_PIPED,
     MAX_TEXT,
     Kind,
     Message,
     ProtocolError,
     decode,
     encode,
+    read_message,
     text_of,
     whole_of,
+    write_message,
 )  # fmt: skip
 
 JSON = st.recursive(
@@ -296,3 +300,20 @@ def test_a_message_that_ends_early_is_the_end(channels, count):
     theirs.close()
     with pytest.raises(EOFError):
         ours.receive()
+
+
+def test_a_message_comes_through_a_pipe_whole_or_is_refused():
+    pipe = io.BytesIO()
+    write_message(pipe, Message(Kind.INFER, body={"a": 1}, payload=b"body"))
+    whole = pipe.getvalue()
+    read = read_message(io.BytesIO(whole * 2))
+    assert (read.kind, read.body, bytes(read.payload)) == (Kind.INFER, {"a": 1}, b"body")
+    assert read_message(io.BytesIO()) is None
+    for cut in range(4, len(whole)):
+        with pytest.raises(ProtocolError, match="ended within"):
+            read_message(io.BytesIO(whole[:cut]))
+    for start in (whole[:3], b"print(1) \n" * 3, struct.pack("!i", MAX_PIPED + 1), struct.pack("!i", -1)):
+        with pytest.raises(ProtocolError, match="not the start"):
+            read_message(io.BytesIO(start))
+    with pytest.raises(ProtocolError, match="the limit is"):
+        write_message(pipe, Message(Kind.INFER, payload=memoryview(np.zeros(MAX_PIPED, np.uint8))))

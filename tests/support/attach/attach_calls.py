@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import openvino as ov
+from attach_models import counting_model, dynamic_model, half_model, slow_model, static_model
 from openvino import opset13 as ops
-from support.attach.attach_models import counting_model, dynamic_model, half_model, slow_model, static_model
 
 SEEN = {}
 

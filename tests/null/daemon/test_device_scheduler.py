@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.daemon.sharing.device_turns import MIN_CALL_SHARE, Ask, ClientId, DeviceTurns, EngineId, Share
-from staticllm.daemon.sharing.device_use import DeviceUse
+from staticllm.daemon.sharing.device_scheduler import (
+    MIN_CALL_SHARE,
+    ClientId,
+    DeviceRequest,
+    DeviceScheduler,
+    DeviceUse,
+    EngineId,
+    Share,
+)
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.scheduling.request_table import Limits
 
@@ -30,12 +37,12 @@ class World:
 
     def __init__(self):
         self.clock = Clock()
-        self.turns = DeviceTurns(self.clock)
+        self.scheduler = DeviceScheduler(self.clock)
         self.asks = []
 
     def ask(self, owner, seconds, **more):
-        ask = Ask(owner, seconds, **more)
-        thread = threading.Thread(target=self.turns.take, args=(ask,))
+        ask = DeviceRequest(owner, seconds, **more)
+        thread = threading.Thread(target=self.scheduler.acquire, args=(ask,))
         thread.start()
         self.asks.append((ask, thread))
         while not self._has(ask):
@@ -43,21 +50,21 @@ class World:
         return ask
 
     def _has(self, ask):
-        with self.turns._lock:  # an ask that comes is granted, or not, while it is held
-            return ask in self.turns._waiting or ask in self.turns._running
+        with self.scheduler._lock:  # an ask that comes is granted, or not, while it is held
+            return ask in self.scheduler._waiting or ask in self.scheduler._running
 
     def give(self, ask, seconds=None, due=None):
         self.clock.now += ask.seconds if seconds is None else seconds
-        self.turns.give(ask, ask.seconds if seconds is None else seconds, due)
+        self.scheduler.release(ask, ask.seconds if seconds is None else seconds, due)
 
     @property
     def running(self):
-        return list(self.turns._running)
+        return list(self.scheduler._running)
 
     def end(self):
         for _ in range(1000):
             self.clock.now += 1
-            self.turns.set_due(9, None)
+            self.scheduler.set_due(9, None)
             if not self.running:
                 break
             self.give(self.running[0], 0.0)
@@ -70,9 +77,9 @@ class World:
 def world():
     world = World()
     yield world
-    world.turns._due.clear()
+    world.scheduler._due.clear()
     world.clock.now += 1
-    world.turns.set_due(0, None)
+    world.scheduler.set_due(0, None)
     world.end()
 
 
@@ -119,7 +126,7 @@ def test_calls_of_one_model_run_together_in_its_streams(world):
     assert len(world.running) == 2 or world.running == [asks[1]]
     while world.running:
         world.give(world.running[0])
-    assert other not in world.turns._waiting
+    assert other not in world.scheduler._waiting
 
 
 def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
@@ -140,14 +147,14 @@ def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
         engine = world.ask(-1, 0.02)
     wanted = 0.2 * (1 - MIN_CALL_SHARE) / MIN_CALL_SHARE
     assert steps[-1] == pytest.approx(wanted, abs=0.1)
-    assert short not in world.turns._waiting  # it fits between two tokens
+    assert short not in world.scheduler._waiting  # it fits between two tokens
     engine_next = world.ask(-1, 0.02)
     world.give(call)
     again = world.ask(1, 0.2)
     for ask in list(world.running):
         world.give(ask, due=world.clock.now + 0.1 if ask.owner == -1 else None)
-    assert again in world.turns._waiting  # the next one waits its share again
-    assert engine_next not in world.turns._waiting or engine_next in world.running
+    assert again in world.scheduler._waiting  # the next one waits its share again
+    assert engine_next not in world.scheduler._waiting or engine_next in world.running
 
 
 def test_an_engine_without_running_requests_delays_nobody(world):
@@ -162,36 +169,36 @@ def test_an_owner_who_goes_is_forgotten(world):
     world.give(engine, due=world.clock.now)
     call = world.ask(1, 5.0)
     assert world.running == []
-    world.turns.forget(-1)
+    world.scheduler.forget(-1)
     assert world.running == [call]
 
 
 def test_an_engine_says_when_it_needs_the_device_again():
-    turns = DeviceTurns()
-    use = DeviceUse(turns, EngineId(1))
+    scheduler = DeviceScheduler()
+    use = DeviceUse(scheduler, EngineId(1))
     worker = Worker([100.0, 90.0], Demand(3))
     posted = worker.posted
     with use.turn(worker, Limits(4, tpot_ms=50.0)):
-        assert turns.is_busy
-        assert turns._due == {}
+        assert scheduler.is_busy
+        assert scheduler._due == {}
     assert posted == []  # nobody else had the device
-    assert turns._due[EngineId(1)].moment == pytest.approx(90.0 + 0.05 - use._step_seconds)
-    assert turns._due[EngineId(1)].priority == 3
+    assert scheduler._due[EngineId(1)].moment == pytest.approx(90.0 + 0.05 - use._step_seconds)
+    assert scheduler._due[EngineId(1)].priority == 3
     with use.turn(Worker(), Limits(4)):
         pass
-    assert turns._due == {}
-    held = Ask(1, 0.1)
-    turns.take(held)
+    assert scheduler._due == {}
+    held = DeviceRequest(1, 0.1)
+    scheduler.acquire(held)
     thread = threading.Thread(target=_use, args=(use, worker))
     thread.start()
-    while not turns.is_wanted:
+    while not scheduler.is_wanted:
         pass
     assert posted == [1]  # tokens are posted before it waits
-    turns.give(held, 0.1)
+    scheduler.release(held, 0.1)
     thread.join(5)
     with pytest.raises(KeyError), use.turn(Worker(), Limits(4)):
         raise KeyError
-    assert not turns.is_busy
+    assert not scheduler.is_busy
     use.close()
 
 
@@ -213,25 +220,25 @@ def test_a_higher_priority_does_not_wait_for_the_tokens_of_lower_ones_and_a_lowe
     world.clock.now += 1000
     world.give(engine, due=world.clock.now + 0.05)
     assert world.running == []  # its share is long due, but of a lower priority it has none
-    world.turns.set_due(-1, None)
+    world.scheduler.set_due(-1, None)
     assert world.running == [low]
 
 
 def test_an_engine_goes_first_by_the_client_who_used_least_and_each_pays_for_its_rows(world):
     heavy = world.ask(1, 1.0)
     world.give(heavy, 9.0)
-    world.turns._used[2] = 0.0
+    world.scheduler._used[2] = 0.0
     held = world.ask(3, 1.0)
     mine, engine = world.ask(1, 1.0), world.ask(-5, 1.0, payers=(1, 2))
     world.give(held, 0.0)
     assert world.running == [engine]  # for client 2
     world.clock.now += 4.0
-    world.turns.give(engine, 4.0, None, [Share(1, "decode", 1.0, 1), Share(2, "prefill", 3.0, 3)])
-    assert (world.turns._used[1], world.turns._used[2]) == (10.0, 3.0)
-    assert world.turns._used.get(-5, 0.0) == 0.0  # it has paid nothing itself
+    world.scheduler.release(engine, 4.0, None, [Share(1, "decode", 1.0, 1), Share(2, "prefill", 3.0, 3)])
+    assert (world.scheduler._used[1], world.scheduler._used[2]) == (10.0, 3.0)
+    assert world.scheduler._used.get(-5, 0.0) == 0.0  # it has paid nothing itself
     assert world.running == []  # client 2 has still used less, and may come back
     world.clock.now += 0.003
-    world.turns.set_due(9, None)
+    world.scheduler.set_due(9, None)
     assert world.running == [mine]
 
 
@@ -243,11 +250,11 @@ def test_plain_calls_of_one_client_and_sequences_of_another_use_the_same_time(wo
         client = 1 if held is asks[1] else 2
         used[client] += held.seconds
         world.clock.now += held.seconds
-        world.turns.give(held, held.seconds, None, [Share(2, "decode", 0.02, 1)] if client == 2 else ())
+        world.scheduler.release(held, held.seconds, None, [Share(2, "decode", 0.02, 1)] if client == 2 else ())
         asks[client] = world.ask(1, 0.3) if client == 1 else world.ask(-5, 0.02, payers=(2,))
         if not world.running:  # whoever was waited for has come back, but has used more
             world.clock.now += 0.003
-            world.turns.set_due(9, None)
+            world.scheduler.set_due(9, None)
     assert used[1] == pytest.approx(used[2], rel=0.15)
 
 
@@ -269,8 +276,8 @@ def wait_until(condition):
 def test_an_engine_that_waits_asks_again_for_a_request_of_a_higher_priority(world):
     held = world.ask(1, 1.0)
     engine, other = world.ask(-5, 1.0, payers=(2,)), world.ask(3, 1.0, priority=1)
-    world.turns.hurry(-5, 4, (7,))
-    world.turns.hurry(-5, 2, (8,))  # not lower again
+    world.scheduler.raise_priority(-5, 4, (7,))
+    world.scheduler.raise_priority(-5, 2, (8,))  # not lower again
     world.give(held)
     assert world.running == [engine]
     assert (engine.priority, engine.payers) == (4, (7,))
@@ -281,7 +288,7 @@ def test_an_engine_that_waits_asks_again_for_a_request_of_a_higher_priority(worl
 def test_owners_who_are_as_new_are_forgotten(world):
     for owner in (*range(1, 200), 1, 1):
         world.give(world.ask(owner, 1.0))
-    assert len(world.turns._used) <= 65
+    assert len(world.scheduler._used) <= 65
 
 
 def test_rows_and_demand_are_those_of_clients_and_phases():
@@ -298,8 +305,8 @@ def test_rows_and_demand_are_those_of_clients_and_phases():
     assert (demand.priority, sorted(demand.owners)) == (5, [2, 3])
     assert demand_of([]) == Demand(0, ())
     uses = []
-    turns = DeviceTurns(on_use=lambda ask, seconds, shares: uses.append((seconds, shares)))
-    with DeviceUse(turns, EngineId(1), weight_bytes=80).turn(Worker(rows=rows_of(batch, 10)), Limits(4)):
+    scheduler = DeviceScheduler(on_use=lambda ask, seconds, shares: uses.append((seconds, shares)))
+    with DeviceUse(scheduler, EngineId(1), weight_bytes=80).turn(Worker(rows=rows_of(batch, 10)), Limits(4)):
         pass
     ((seconds, shares),) = uses
     assert [(each.owner, each.rows, each.num_bytes) for each in shares] == [
@@ -336,10 +343,10 @@ class Worker:
 )
 def test_an_idle_device_is_granted_at_once_as_after_the_longer_look(uses):
     clock = Clock()
-    short, long = DeviceTurns(clock), DeviceTurns(clock)
+    short, long = DeviceScheduler(clock), DeviceScheduler(clock)
     for owner, seconds, priority, pause in uses:
         clock.now += pause
-        one, other = Ask(owner, seconds, priority), Ask(owner, seconds, priority)
+        one, other = DeviceRequest(owner, seconds, priority), DeviceRequest(owner, seconds, priority)
         one.arrival = other.arrival = clock.now
         long._used[owner] = max(long._used.get(owner, 0.0), long._floor)
         long._waiting.append(other)
@@ -350,19 +357,20 @@ def test_an_idle_device_is_granted_at_once_as_after_the_longer_look(uses):
             clock.now += 0.003
             long._grant()
             one.arrival = clock.now
-            assert short._is_idle_for(one) and other.is_granted
+            assert short._is_idle_for(one)
+            assert other.is_granted
         assert (short._used, short._floor, short._held) == (long._used, long._floor, long._held)
         clock.now += seconds
-        short.give(one, seconds)
-        long.give(other, seconds)
+        short.release(one, seconds)
+        long.release(other, seconds)
         assert (short._used, short._floor) == (long._used, long._floor)
 
 
 def test_an_idle_device_that_a_token_needs_soon_takes_the_longer_look(world):
-    world.turns.set_due(-1, 0.1)
+    world.scheduler.set_due(-1, 0.1)
     late = world.ask(1, 0.5)
     assert world.running == []
-    world.turns.set_due(-1, None)
+    world.scheduler.set_due(-1, None)
     assert world.running == [late]
     early = world.ask(2, 0.5)
     assert world.running == [late]

@@ -1,0 +1,89 @@
+"""Tests child processes: they are asked over pipes, end within a bounded time, and say how they ended."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from staticllm.children import child as module
+from staticllm.children.child import Child, ChildLostError, start_daemon
+from staticllm.wire.endpoint import EndpointError
+from staticllm.wire.messages import Kind, Message
+
+ECHO = """
+from staticllm.children.child import take_pipes
+from staticllm.wire.messages import read_message, write_message
+questions, answers = take_pipes()
+print("what a compiler prints is no answer")
+while (message := read_message(questions)) is not None:
+    write_message(answers, message)
+"""
+
+
+def child_of(code, **more):
+    paths = f"import sys; sys.path[:] = {sys.path!r}\n"
+    return Child([sys.executable, "-c", paths + code], has_pipes=True, **more)
+
+
+def test_a_child_answers_and_ends_with_its_pipes(tmp_path):
+    child = child_of(ECHO, errors=tmp_path / "err", environment={"STATICLLM_MARK": "1"})
+    body = {"text": "x" * 3000}
+    for payload in (b"", bytes(range(256)) * 8000):  # 2 MB, more than a message on a socket may have
+        answer = child.ask(Message(Kind.INFER, 1, 2, body=body, payload=payload), 60)
+        assert (answer.kind, answer.handle, answer.number, answer.body) == (Kind.INFER, 1, 2, body)
+        assert bytes(answer.payload) == payload
+    assert child.is_usable
+    assert child.end(60) == 0
+    assert not child.is_usable
+    assert "what a compiler prints" in (tmp_path / "err").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("sys.exit(3)", "with code 3, it closed its pipe"),
+        ("print('not a message' * 9, flush=True); sys.stdin.read()", "is not the start of a message"),
+        ("sys.stdout.buffer.write(b'\\0\\0\\0\\x40half'); sys.stdout.flush(); sys.exit(0)", "ended within a message"),
+    ],
+)
+def test_a_child_that_gives_no_answer_says_how_it_ended(code, how, monkeypatch):
+    child = child_of(code)
+    with pytest.raises(ChildLostError, match=how) as lost:
+        child.ask(Message(Kind.PING))
+    assert lost.value.code == child.exit_code
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
+def test_a_child_that_is_killed_or_late_is_lost():
+    child = child_of("sys.stdin.read()")
+    threading.Timer(0.2, child.kill).start()
+    with pytest.raises(ChildLostError, match="by signal 9"):
+        child.ask(Message(Kind.PING))
+    late = child_of("import time; time.sleep(600)")
+    with pytest.raises(TimeoutError):
+        late.ask(Message(Kind.PING), 0.3)
+    assert late.exit_code == -9
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
+def test_a_child_that_does_not_end_is_killed():
+    child = child_of("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    assert child.end(0.5) == -9
+
+
+def test_waiting_for_a_child_ends_when_it_is_ready_has_ended_or_is_late():
+    child = child_of("sys.stdin.read()")
+    looks = iter((False, False, True))
+    assert child.wait_until(lambda: next(looks), 60)
+    assert not child.wait_until(lambda: False, 0.1)
+    child.end(60)
+    assert not child.wait_until(lambda: True, 60)
+
+
+def test_a_daemon_that_cannot_start_says_where_and_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "OTHER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "daemon_command", lambda: [sys.executable, "-c", "raise SystemExit('no device')"])
+    with pytest.raises(EndpointError, match=r"does not listen after 0 s: see .*daemon\.log; no device"):
+        start_daemon(tmp_path)
