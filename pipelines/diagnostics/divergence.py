@@ -31,7 +31,7 @@ MOST_DIVERGENCE = 2e-4
 """The largest mean divergence (KL, nats per token) of a setting that may be chosen without being asked for."""
 TEXTS, TEXT_LEN = 8, 64
 """Texts and their tokens. The mean divergence of one text of 128 tokens is up to 8 times that of another
-(docs/benchmarks.md), so a few long texts say less than many short ones."""
+(docs/lab/benchmarks.md), so a few long texts say less than many short ones."""
 PEERS: dict[str, dict[str, Any]] = {
     "the original, plugin's defaults (as GenAI)": {},
     "the original, f32 (as GenAI with f32)": {PRECISION: "f32"},

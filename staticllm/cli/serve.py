@@ -50,7 +50,7 @@ class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
 
 
 _OPTIONS = (
-    click.option("--ray", is_flag=True, help="Serve on the machines of a Ray cluster; see docs/cluster.md."),
+    click.option("--ray", is_flag=True, help="Serve on the machines of a Ray cluster; see docs/server.md."),
     click.option(
         "--ray-address", metavar="ADDRESS", help="The cluster; auto for this machine's.  [this machine alone]"
     ),
