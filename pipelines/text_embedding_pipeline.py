@@ -117,8 +117,8 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             on_progress: Is called with each part of loading.
             properties: OpenVINO's properties of the device, fields of ``Config``, those of ``StaticLLMPipeline`` about blobs
                 (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``, and those of several devices
-                (docs/windve.md): ``HETEROGENEOUS``, ``LATENCY_MS``, ``QUEUE_POLICY``, ``QUEUE_DEPTHS``, ``DEVICE_PROPERTIES``,
-                ``SEPARATE_PROCESS``.
+                (docs/embeddings.md): ``HETEROGENEOUS``, ``LATENCY_MS``, ``QUEUE_POLICY``, ``QUEUE_DEPTHS``,
+                ``DEVICE_PROPERTIES``, ``SEPARATE_PROCESS``.
 
         Raises:
             ModelError: a file of the model is missing or damaged, or it cannot be lowered.

@@ -134,7 +134,7 @@ class StaticRerankPipeline(EncoderPipeline):
             on_progress: Is called with each part of loading.
             properties: OpenVINO's properties of the device, fields of ``Config``, and those of ``StaticLLMPipeline`` about blobs
                 (``CACHE_DIR``, ``BLOB_PATH`` …), ``PROGRAMS`` and ``WEIGHTS_PATH``, and those of several devices
-                (docs/windve.md).
+                (docs/embeddings.md).
 
         Raises:
             ModelError: a file of the model is missing or damaged, it cannot be lowered, or it gives no scores.

@@ -1,4 +1,4 @@
-"""Writes the API page and the table of errors from signatures and docstrings, for cog in docs/api.md and docs/errors.md."""
+"""Writes the API page and the tree of errors, for cog in docs/reference/api.md and docs/errors.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def api() -> str:
 
 
 def errors() -> str:
-    """Return the tree of errors: one line per error, with the first sentence of its docstring."""
+    """Return the tree of public errors: one line per error, with the first sentence of its docstring."""
     lines = ["```text", *_branch(StaticLLMError, ""), "```"]
     return "\n".join(lines)
 
@@ -42,7 +42,8 @@ def is_error(thing: Any) -> bool:
 def _branch(error: type[Exception], indent: str) -> list[str]:
     name = f"{indent}{error.__name__}"
     lines = [f"{name:<30}{_first_sentence(error)}"]
-    for child in sorted(error.__subclasses__(), key=lambda child: child.__name__):
+    public = [child for child in error.__subclasses__() if child.__module__ == StaticLLMError.__module__]
+    for child in sorted(public, key=lambda child: child.__name__):
         lines += _branch(child, indent + "  ")
     return lines
 

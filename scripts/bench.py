@@ -3,7 +3,7 @@
     pip install ".[plot,train]" psutil
     python scripts/bench.py            # about an hour on two cores, 24 GiB
     python scripts/bench.py --quick    # under 3 minutes: fewer peers, lengths and rounds
-    python scripts/bench.py --docs     # writes the section of this kind of processor in docs/benchmarks.md as well
+    python scripts/bench.py --docs     # writes the section of this kind of processor in docs/lab/benchmarks.md as well
     python scripts/bench.py --peers ours "ours shared" genai "genai f32" batching "batching f32"   # the layout with one copy
 
 Each peer is a process of its own. All of them load their models first and then take turns, so that a change of the machine's
@@ -103,7 +103,7 @@ def main() -> None:
     show(figures, options, names, is_same)
     plot(result, options.output / "bench.png")
     if options.docs:
-        print(f"wrote the section {write_docs(result)!r} of docs/benchmarks.md")
+        print(f"wrote the section {write_docs(result)!r} of docs/lab/benchmarks.md")
 
 
 def read_options() -> argparse.Namespace:
@@ -113,7 +113,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2-0.5b", help="[qwen2-0.5b]")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="[all]")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench", help="where JSON and plot go")
-    parser.add_argument("--docs", action="store_true", help="replace this processor's section of docs/benchmarks.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="replace this processor's section of docs/lab/benchmarks.md"
+    )
     parser.add_argument("--kind", choices=list(KINDS), help="kind of processor  [found by its flags on Linux]")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5)

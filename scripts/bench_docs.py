@@ -1,4 +1,4 @@
-"""Writes the results of ``bench.py`` into docs/benchmarks.md: one section for each kind of processor and model.
+"""Writes the results of ``bench.py`` into docs/lab/benchmarks.md: one section for each kind of processor and model.
 
     python scripts/bench_docs.py build/bench/bench.json
 
@@ -19,7 +19,7 @@ from bench_figures import Figures
 from bench_machine import KINDS, Machine
 from bench_targets import judge
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "lab" / "benchmarks.md"
 BEGIN, END, NEW = "<!-- bench: {} -->", "<!-- bench: end of {} -->", "<!-- bench: new sections -->"
 
 

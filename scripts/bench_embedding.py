@@ -3,7 +3,7 @@
     pip install ".[embed-test,plot,train]" fastembed onnx onnxruntime onnxscript psutil
     python scripts/bench_embedding.py             # all engines, 1 to 256 clients, 5 rounds
     python scripts/bench_embedding.py --quick     # fewer engines, clients and rounds
-    python scripts/bench_embedding.py --docs      # writes the section of this kind of processor in docs/benchmarks.md as well
+    python scripts/bench_embedding.py --docs      # writes the section of this kind of processor in docs/lab/benchmarks.md as well
 
 Each engine is a process of its own, and engines take turns. Clients send one text each, all at once; the next texts are sent
 after all answers. Figures are medians over the rounds, ratios are medians of the ratios of each round. Before that, the vectors
@@ -106,7 +106,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=num_cores(), help="of every engine  [the cores]")
     parser.add_argument("--no-chat", action="store_true", help="skip the chat beside documents")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench", help="where JSON and picture go")
-    parser.add_argument("--docs", action="store_true", help="replace this processor's section of docs/benchmarks.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="replace this processor's section of docs/lab/benchmarks.md"
+    )
     parser.add_argument("--kind", choices=list(KINDS), help="kind of processor  [found by its flags on Linux]")
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
@@ -250,7 +252,7 @@ def write_docs(result: dict[str, Any], page: Path = bench_docs.PAGE) -> None:
     key = f"{result['machine']['kind']} embeddings {result['model']}"
     text = bench_docs.replaced(page.read_text(encoding="utf-8"), key, report.section(result))
     page.write_text(text, encoding="utf-8", newline="\n")
-    print(f"wrote the section {key!r} of docs/benchmarks.md")
+    print(f"wrote the section {key!r} of docs/lab/benchmarks.md")
 
 
 if __name__ == "__main__":

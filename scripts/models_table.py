@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md, which say for each architecture whether it computes what the original computes.
+"""Writes docs/reference/architectures.md, which says for each architecture whether it computes what the original computes.
 
     python scripts/models_table.py ../shared/zoo
     python scripts/models_table.py ../shared/zoo --more zoo     # and others, made by scripts/make_zoo.py
@@ -15,22 +15,25 @@ from pathlib import Path
 from staticllm.errors import UnsupportedModelError
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-HEAD = """# Models
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "reference" / "architectures.md"
+HEAD = """# Architectures
 
-Each tiny export has random weights and is compared with its original stateful IR on the CPU in f32, in 24 checks. There are
-six for each of four configurations (separate and shared programs, chunks of 16 and 64 tokens): the logits of 96 given
-tokens, at most 1e-3 of their range off, for the sequence alone, interleaved with a second sequence, and as a draft that is
-accepted in part; and 48 greedy tokens after prompts of 5, 40 and 300 tokens, with KV lengths that the generation outgrows.
-Models with recurrent states run one sequence per call and have 16 checks. `staticllm verify MODEL` runs the same checks on
-a model of yours; `scripts/models_table.py` writes these tables, and `tests/zoo` holds the first one to the truth.
+These models are tiny exports with random weights. Each is compared with its original stateful IR on the CPU in f32, in four
+configurations: separate and shared programs, with chunks of 16 and 64 tokens. Each configuration has six checks:
+
+- Three checks compare the logits of 96 given tokens, which may differ by at most 1e-3 of their range. The sequence runs
+  alone, interleaved with a second sequence, and as a draft that is accepted in part.
+- Three checks compare 48 greedy tokens after prompts of 5, 40 and 300 tokens. The generation outgrows the first KV length.
+
+Models with recurrent states run one sequence per call and have 16 checks instead of 24. `scripts/models_table.py` writes these
+tables, and `tests/zoo` checks the first one.
 
 """
-EXPORT, OTHERS = "\n## Export\n", "\n## Others\n"
+OTHERS = "\n## Others\n"
 MORE = """
-Made by `scripts/make_zoo.py` (transformers 5.5.4, or an older version where optimum-intel asks for it), checked once and not in
-every run of the tests, before drafts were a check. Mamba exports run token by token, and are compared with the original run in
-the same way ([decisions](decisions.md)).
+These models were made by `scripts/make_zoo.py`, with transformers 5.5.4 or an older version if optimum-intel requires it. They
+were checked once, before drafts were added to the checks, and are not part of the test suite. Mamba exports run token by token,
+and are compared with the original running token by token ([decisions](../decisions.md#passes)).
 
 """
 COLUMNS = "| model | checks passed | | logits off by, share of the range |\n|---|---|---|---|\n"
@@ -42,9 +45,8 @@ def main() -> None:
     parser.add_argument("--more", type=Path, help="a folder of further models")
     options = parser.parse_args()
     page = TARGET.read_text(encoding="utf-8")
-    export, _, others = page[page.index(EXPORT) :].partition(OTHERS)
-    more = MORE + table(options.more) if options.more else others
-    TARGET.write_text(HEAD + table(options.folder) + export + OTHERS + more, encoding="utf-8")
+    more = MORE + table(options.more) if options.more else page.partition(OTHERS)[2]
+    TARGET.write_text(HEAD + table(options.folder) + OTHERS + more, encoding="utf-8")
     print(f"wrote {TARGET}")
 
 

@@ -1,4 +1,4 @@
-"""Makes the pictures of the web page in docs/: a chat in light and in dark, the scheduler under load, and a phone.
+"""Makes the pictures of the web page in docs/images/: a chat in light and in dark, the scheduler under load, and a phone.
 
 python scripts/page_screenshots.py [FOLDER]
 
@@ -90,7 +90,7 @@ def shoot(page: Page, path: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
     folder.mkdir(exist_ok=True)
     with serving() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

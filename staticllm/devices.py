@@ -102,7 +102,7 @@ def check_device(core: ov.Core, device: object) -> str:
     if not available:
         raise DeviceError(
             f"device {device!r} cannot be used: OpenVINO found no device at all, not even a CPU, so its plugins are missing; "
-            "an application made with PyInstaller must collect them (docs/packaging.md)"
+            "an application made with PyInstaller must collect them (docs/desktop.md)"
         )
     raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available)}")
 

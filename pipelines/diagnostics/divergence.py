@@ -29,7 +29,7 @@ from staticllm.pipelines.programs.warm_up import make_runner
 MOST_DIVERGENCE = 2e-4
 """The largest mean divergence (KL, nats per token) of a setting that may be chosen without being asked for."""
 TEXTS, TEXT_LEN = 8, 64
-"""Number of texts, and their tokens: means of texts differ up to 8 times (docs/benchmarks.md), so many short ones are used."""
+"""Number of texts, and their tokens: short ones, because means of texts differ up to 8 times (docs/lab/benchmarks.md)."""
 PEERS: dict[str, dict[str, Any]] = {
     "the original, plugin's defaults (as GenAI)": {},
     "the original, f32 (as GenAI with f32)": {PRECISION: "f32"},

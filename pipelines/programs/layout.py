@@ -15,7 +15,7 @@ SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
 """In bytes. Weights below the second limit may be in memory twice."""
 BASE_BYTES, PROGRAM_BYTES, PACKED_SHARE = 330 * 10**6, 40 * 10**6, 1.1
 """Bytes of interpreter, libraries, tokenizer and buffers; bytes of each program's graph; packed weights as a share of their
-file. ``staticllm plan --measured`` prints them (docs/measurements.md)."""
+file. ``staticllm plan --measured`` prints them (docs/decisions.md)."""
 HIDDEN_VALUES, INNER_VALUES = 16, 6
 """f32 values that a program keeps per row of its largest call, as multiples of the model's two widths."""
 LARGEST_CALL, DEFAULT_WIDTHS = 1024, (2048, 8192)

@@ -59,7 +59,7 @@ def warm_up(
     """Run each program at least once, so that no request waits for a first inference, and return the first costs.
 
     A shared program runs with ``FIRST_ROWS``, and at other sizes, with small and large KV lengths, until ``TOTAL_SECONDS`` have
-    passed: its first run at a new size costs 10 % more than the next one (docs/measurements.md). With ``known_costs`` (seconds),
+    passed: its first run at a new size costs 10 % more than the next one (docs/decisions.md). With ``known_costs`` (seconds),
     each program runs once, to pack its weights. ``kept_costs`` (seconds) are stable costs of an earlier process.
     """
     if known_costs or kept_costs:

@@ -50,7 +50,7 @@ class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
 
 
 _OPTIONS = (
-    flag("--ray", "Serve on the machines of a Ray cluster; see docs/cluster.md."),
+    flag("--ray", "Serve on the machines of a Ray cluster; see docs/server.md."),
     value("--ray-address", None, "The cluster; auto for this machine's.  [this machine alone]", metavar="ADDRESS"),
     value("--replicas", Replicas(), "Replicas of each kind of model.  [1]"),
     value("--target-requests", float, "Requests of a replica above which another one is added.  [8]"),

@@ -2,7 +2,7 @@
 
 A program whose calls grow frees small buffers and allocates larger ones. glibc raises the size from which a block is a mapping of
 its own (up to 32 MiB) with every such block that is freed, so later ones come from its heaps and leave holes: 100 to 150 MB for a
-0.5B model (docs/measurements.md).
+0.5B model (docs/decisions.md).
 """
 
 from __future__ import annotations

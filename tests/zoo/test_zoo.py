@@ -1,6 +1,7 @@
 """Compares every model in the zoo with its original: logits and greedy tokens, with separate and shared programs.
 
-``STATICLLM_ZOO`` names the folder: any other may be tried with the same checks. ``docs/models.md`` must say what is found here.
+``STATICLLM_ZOO`` names the folder: any other may be tried with the same checks. What is found must be in
+``docs/reference/architectures.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/openvino_model.xml"))
 
 
 def table_row(name):
-    """Return the cells of a model's line in docs/models.md; None if the model is not in the table."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    """Return the cells of a model's line in docs/reference/architectures.md; None if the model is not in the table."""
+    text = (ROOT / "docs" / "reference" / "architectures.md").read_text(encoding="utf-8")
     found = re.search(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.MULTILINE)
     return found and [cell.strip() for cell in found[1].split("|")]
 

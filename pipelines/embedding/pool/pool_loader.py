@@ -54,7 +54,7 @@ POOL_PROPERTIES = (
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """The properties of a pipeline on several devices; docs/windve.md describes them.
+    """The properties of a pipeline on several devices; docs/embeddings.md describes them.
 
     ``policy`` is None for ``predicted`` with a latency limit (seconds), and for ``plain`` without.
     """

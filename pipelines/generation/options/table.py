@@ -1,7 +1,7 @@
 """The one table of options that are numbers: what each may be in a program, over HTTP and from another process.
 
-A row makes the pipeline's check, the field of each HTTP API, the daemon's check and the line in ``docs/generation.md``. A new
-sampling option is a field of ``SamplingParams`` here, and the code that acts on it (``sampler.py`` or ``logits_processors.py``).
+A row makes the pipeline's check, the field of each HTTP API, the daemon's check and the line in ``docs/reference/options.md``. A
+new sampling option is a field of ``SamplingParams`` here, and code that acts on it (``sampler.py`` or ``logits_processors.py``).
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def http_fields(api: Api) -> dict[str, str]:
 
 
 def markdown() -> str:
-    """Return the rows that GenAI does not document, as a table of ``docs/generation.md``."""
+    """Return the rows that GenAI does not document, as a table of ``docs/reference/options.md``."""
     lines = ["| option | default | bounds | meaning |", "|---|---|---|---|"]
     for name, row in OPTIONS.items():
         if row.meaning:

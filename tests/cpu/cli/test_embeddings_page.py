@@ -1,4 +1,4 @@
-"""Tests the snippets of docs/embeddings.md and the example that searches a folder, each in a process of its own."""
+"""Tests the snippets of docs/embeddings.md and the examples for embeddings, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SNIPPETS = [
 ]
 """What each snippet needs, and what it prints."""
 FIRST_ADAPTER = 3
+ADAPTERS = ("sentence_transformers", "langchain", "llama_index")
 CHECKS = [
     """
 import numpy as np
@@ -100,7 +101,9 @@ def folder(tmp_path_factory):
 
 
 def snippets(root):
-    return re.findall(r"```python\n(.*?)```", (root / "docs" / "embeddings.md").read_text(encoding="utf-8"), re.S)
+    """The snippets of the page, then the adapters of the examples."""
+    found = re.findall(r"```python\n(.*?)```", (root / "docs" / "embeddings.md").read_text(encoding="utf-8"), re.S)
+    return found + [(root / "examples" / f"embedding_{name}.py").read_text(encoding="utf-8") for name in ADAPTERS]
 
 
 def needs(module, extra):

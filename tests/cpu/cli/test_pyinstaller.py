@@ -1,4 +1,4 @@
-"""Tests what the PyInstaller hook collects. Building an application (docs/packaging.md) would take a minute and 270 MB."""
+"""Tests what the PyInstaller hook collects. Building an application (docs/desktop.md) would take a minute and 270 MB."""
 
 from __future__ import annotations
 

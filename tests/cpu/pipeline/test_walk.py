@@ -59,7 +59,8 @@ def qualified(frame):
 
 def test_a_prompt_becomes_text_as_structure_md_says(pipe, root):
     page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\d+\. `(\w+\.\w+)` \(`([\w/]+)\.py`, (caller|engine|reader)'s thread\)", page, re.MULTILINE)
+    journey = page.split("## From a prompt to its text\n")[1].split("\n## ")[0]
+    told = re.findall(r"^\d+\. `(\w+\.\w+)` \(`([\w/]+)\.py`, (caller|engine|reader)'s thread\)", journey, re.MULTILINE)
     assert len(told) - 1 <= MAX_HOPS, "too many hops from a prompt to its text"
     with Follower() as follower:
         answer = pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)

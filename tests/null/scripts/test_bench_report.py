@@ -162,4 +162,4 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, root):
 def test_the_page_has_a_place_for_new_sections(root):
     import bench_docs
 
-    assert (root / "docs" / "benchmarks.md").read_text(encoding="utf-8").count(bench_docs.NEW) == 1
+    assert (root / "docs" / "lab" / "benchmarks.md").read_text(encoding="utf-8").count(bench_docs.NEW) == 1

@@ -1,4 +1,4 @@
-"""Tests that docs/generation.md tells of every field of openvino_genai's GenerationConfig, and names a test or a reason."""
+"""Tests that docs/migration.md tells of every field of openvino_genai's GenerationConfig, and names a test or a reason."""
 
 import re
 
@@ -6,8 +6,8 @@ import openvino_genai as genai
 
 
 def test_every_field_has_a_test_or_a_reason(root):
-    page = (root / "docs" / "generation.md").read_text(encoding="utf-8")
-    table = page.split("## Every field of GenAI's `GenerationConfig`")[1]
+    page = (root / "docs" / "migration.md").read_text(encoding="utf-8")
+    table = page.split("### Every field of GenAI's `GenerationConfig`")[1].split("\n## ")[0]
     held = {}
     for names, by in re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", table, re.MULTILINE):
         held.update(dict.fromkeys(re.findall(r"`(\w+)`", names), by))
