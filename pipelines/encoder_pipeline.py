@@ -19,7 +19,6 @@ from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
 from staticllm.pipelines.engine.jobs import JobHost
@@ -76,7 +75,7 @@ class EncoderPipeline:
     def __init__(self, served: ServedEncoder, tokenizer: genai.Tokenizer, overflow: Overflow) -> None:
         """Take an encoder that serves; it is closed if its tokenizer cannot be used."""
         self._pid = os.getpid()
-        self._served, self._queue, self._engine = served, served.queue, served.engine
+        self._served, self._driver, self._engine = served, served.driver, served.engine
         self._begun: dict[str, EmbeddingRequest] = {}
         try:
             info = served.info
@@ -107,7 +106,7 @@ class EncoderPipeline:
     @property
     def is_usable(self) -> bool:
         """Whether a device works, or is being started again; a pipeline without one has to be loaded anew."""
-        return not isinstance(self._queue, EmbeddingPool) or self._queue.is_usable
+        return self._driver.is_usable
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of each text with its special ones, before it is truncated to ``max_length``.
@@ -151,7 +150,7 @@ class EncoderPipeline:
 
     def _submitted(self, request: EmbeddingRequest) -> EmbeddingRequest:
         if request.texts:
-            self._queue.submit(request)
+            self._driver.submit(request)
         else:
             request.future.set_result(request.vectors)
         return request

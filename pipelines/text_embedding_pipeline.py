@@ -29,7 +29,7 @@ from staticllm.pipelines.embedding.output_types import (
     ranges_of,
 )
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
+from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text, lower_case
 from staticllm.pipelines.encoder_pipeline import (

@@ -18,7 +18,7 @@ from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
+from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
 from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
 from staticllm.pipelines.embedding.text_tokenizer import Overflow

@@ -145,6 +145,12 @@ class EmbeddingRequest:
             self.future.set_exception(error)
         self.has_progressed.set()
 
+    def tell_cancelled(self) -> None:
+        """Wake the threads that wait for the request, if it was cancelled; ``cancel`` of a future does not."""
+        if self.future.cancelled():
+            self._may_end()
+            self.has_progressed.set()
+
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
         """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
 

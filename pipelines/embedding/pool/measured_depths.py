@@ -12,7 +12,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Instance
-from staticllm.pipelines.embedding.windve.device_load import LENGTH
+from staticllm.pipelines.embedding.queue.loads import LENGTH
 from staticllm.pipelines.embedding.windve.queue_depth import (
     STEP,
     Estimate,

@@ -11,20 +11,20 @@ from staticllm.core import OnProgress
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.load import LoadedEncoder, load_encoder
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import PoolOptions, choices_by_device, load_pool, needs_pool
+from staticllm.pipelines.embedding.pool.pool_loader import load_pool
+from staticllm.pipelines.embedding.pool.pool_plan import PoolOptions, choices_by_device, needs_pool
+from staticllm.pipelines.embedding.queue.drivers import JobDriver, QueueDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
 
 @dataclass
 class ServedEncoder:
-    """An encoder that takes requests by its ``queue``. ``engine`` owns the only device; None for a pool of devices.
+    """An encoder that takes requests by its ``driver``. ``engine`` owns the only device; None for a pool of devices.
 
     ``tokenizer`` is None after ``close``. ``own_engine`` ends with the encoder; None if the engine was given.
     """
@@ -32,16 +32,18 @@ class ServedEncoder:
     info: EncoderInfo
     tokenizer: genai.Tokenizer | None
     files: EncoderFiles
-    queue: EmbeddingQueue | EmbeddingPool
+    driver: QueueDriver
     engine: JobHost | None
-    own_engine: JobEngine | EmbeddingPool | None
+    own_engine: JobEngine | None = None
 
     def close(self) -> None:
         """Release the device and drop the programs; texts that wait get a ``ClosedError``. A second call does nothing."""
-        if self.engine is not None and isinstance(self.queue, EmbeddingQueue):
-            self.engine.remove_jobs(self.queue)
+        if self.engine is not None and isinstance(self.driver, JobDriver):
+            self.engine.remove_jobs(self.driver)
         if self.own_engine is not None:
             self.own_engine.close()
+        if self.engine is None:
+            self.driver.close()
         self.tokenizer = None
 
 
@@ -74,7 +76,7 @@ def serve_encoder(
             "SEPARATE_PROCESS"
         )
     found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options, on_progress)
-    return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)
+    return ServedEncoder(found.info, found.tokenizer, found.files, found.driver, None)
 
 
 def _actual(device: str) -> str:
@@ -95,8 +97,8 @@ def serve_loaded(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) 
     Raises:
         ClosedError: the host was closed.
     """
-    queue = EmbeddingQueue(loaded.runner, max_waiting)
+    driver = JobDriver(loaded.runner, max_waiting)
     own = JobEngine() if host is None else None
     engine: JobHost = own or checked_host(host)
-    engine.add_jobs(queue)
-    return ServedEncoder(EncoderInfo.of(loaded), loaded.tokenizer, loaded.files, queue, engine, own)
+    engine.add_jobs(driver)
+    return ServedEncoder(EncoderInfo.of(loaded), loaded.tokenizer, loaded.files, driver, engine, own)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.pipelines.embedding.windve.queue_depth import MAX_DEPTH, Estimate
 from staticllm.system.files import read_regular, write_whole
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import nonnegative_least_squares
-from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.queue.loads import Line
 
 NUM_LEVELS, NUM_REPEATS = 5, 5
 """Concurrencies that are profiled, and runs at each of them. The paper says "a limited number" of runs."""

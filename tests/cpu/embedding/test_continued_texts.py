@@ -8,10 +8,10 @@ from support.encoders.long_texts import CHUNKS, SMALL, Original, embedder, runne
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import ClosedError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import embed_texts
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_limit_of_time_makes_chunks_shorter(folder):
 
 
 def queue_of(folder):
-    return EmbeddingQueue(runner_of(folder / "openvino_model.xml", (*SMALL, *CHUNKS), True), 100)
+    return JobDriver(runner_of(folder / "openvino_model.xml", (*SMALL, *CHUNKS), True), 100)
 
 
 def a_request(*lengths, **options):

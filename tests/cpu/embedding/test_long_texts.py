@@ -111,7 +111,7 @@ def test_short_chunks_never_end_where_no_program_goes_on(demo, demo_alone):
     """A limit of time, as beside a chat, makes chunks of any size, after a beginning of any size."""
     with StaticEmbeddingPipeline(demo, "CPU", **F32) as pipe:
         after_some_queries(pipe)
-        runner, tokenizer, rng = pipe._served.queue.runner, genai.Tokenizer(demo), np.random.default_rng(0)
+        runner, tokenizer, rng = pipe._served.driver.runner, genai.Tokenizer(demo), np.random.default_rng(0)
         for count in (40, 200, 600, 1900, 5000):
             text = words(30) + words(count, 9)
             chunk = runner.continued(TokenizedText(tokenizer.encode(text).input_ids.data[0][:2000]))

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError
+from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
-from staticllm.pipelines.embedding.windve.device_load import Line
 from staticllm.pipelines.embedding.windve.queue_depth import (
     MAX_DEPTH,
     Estimate,
