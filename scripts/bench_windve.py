@@ -31,13 +31,13 @@ from staticllm.errors import BusyError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.pipelines.embedding.pool.failures import DevicePool
 from staticllm.pipelines.embedding.pool.instances import Instance
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, measure_depths, run_alone
 from staticllm.pipelines.embedding.pool.pool_loader import load_instances, make_pool
 from staticllm.pipelines.embedding.pool.pool_plan import PolicyName, PoolPlan
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
 from staticllm.pipelines.embedding.queue.device_queue import Busy, Query
-from staticllm.pipelines.embedding.queue.drivers import ThreadDriver
-from staticllm.pipelines.embedding.queue.failures import DevicePool
 from staticllm.pipelines.embedding.queue.loads import LENGTH
 from staticllm.pipelines.embedding.queue.text_queue import TextQueue
 from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice

@@ -202,7 +202,7 @@ def _devices(options: dict[str, Any]) -> list[_Device]:
 
 
 def _read(path: str, limit_s: float | None) -> tuple[Estimate, ...]:
-    from staticllm.pipelines.embedding.windve.depth_file import read_estimates
+    from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 
     found = read_estimates(path)
     if not found:

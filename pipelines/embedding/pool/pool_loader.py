@@ -21,19 +21,18 @@ from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encod
 from staticllm.pipelines.embedding.encoder_job import OPTIONS
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.load import load_encoder
+from staticllm.pipelines.embedding.pool.failures import HANG_SECONDS, DevicePool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
 from staticllm.pipelines.embedding.pool.pool_plan import PolicyName, PoolOptions, PoolPlan, plan_pool
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
 from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue
-from staticllm.pipelines.embedding.queue.drivers import ThreadDriver
-from staticllm.pipelines.embedding.queue.failures import HANG_SECONDS, DevicePool
 from staticllm.pipelines.embedding.queue.loads import LENGTH, load_of
 from staticllm.pipelines.embedding.queue.policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
 from staticllm.pipelines.embedding.queue.text_queue import TextQueue
-from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
 from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
-from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration, read_estimates, write_estimates
 
 _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""

@@ -24,8 +24,8 @@ from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.measured_depths import measure_depths, run_alone, run_together
 from staticllm.pipelines.embedding.pool.pool_loader import load_instances
 from staticllm.pipelines.embedding.windve.affinity import unsupported
-from staticllm.pipelines.embedding.windve.depth_file import read_estimates
 from staticllm.pipelines.embedding.windve.detector import UsedDevice
+from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 pytestmark = pytest.mark.skipif(

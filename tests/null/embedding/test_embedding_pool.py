@@ -9,10 +9,10 @@ import pytest
 from support.encoders.fake_instances import COSTS, NAN, POISON, Adder, request, sums
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
+from staticllm.pipelines.embedding.pool import failures
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.pool_loader import make_pool
-from staticllm.pipelines.embedding.queue import failures
-from staticllm.pipelines.embedding.queue.drivers import ThreadDriver
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
 
 SECONDS = 20
 

@@ -8,10 +8,11 @@ import pytest
 from support.encoders.fake_instances import Adder, request, sums
 
 from staticllm.errors import ClosedError, DeviceError, StaticLLMError
+from staticllm.pipelines.embedding.pool import failures
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.pool_loader import make_pool
-from staticllm.pipelines.embedding.queue import drivers, failures, text_queue
-from staticllm.pipelines.embedding.queue.drivers import ThreadDriver
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
+from staticllm.pipelines.embedding.queue import drivers, text_queue
 
 SECONDS = 30
 

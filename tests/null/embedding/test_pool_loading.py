@@ -17,8 +17,7 @@ from staticllm.pipelines.embedding.pool.pool_loader import depths_key, make_pool
 from staticllm.pipelines.embedding.pool.pool_plan import devices_of, needs_pool, take_options
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec
 from staticllm.pipelines.embedding.queue.loads import Line
-from staticllm.pipelines.embedding.windve.depth_file import write_estimates
-from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune, write_estimates
 from staticllm.wire.messages import Kind, Message, read_message, write_message
 
 
