@@ -16,7 +16,7 @@ from staticllm.core import EncoderShape, EncoderVariant, Part, Pooling, ProgramM
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError
 from staticllm.model_dir import read_model
-from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS
+from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.programs.compile import CompileOptions, CompilePlan
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants

@@ -9,13 +9,19 @@ import numpy as np
 import openvino as ov
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling
-from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText, Rows, chunk_variant
+from staticllm.pipelines.embedding.packing.chunks import (
+    MOST_TOKENS,
+    ChunkBuffers,
+    ChunkCache,
+    ContinuedText,
+    Rows,
+    chunk_variant,
+    new_presents,
+)
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
-from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS, KeptBeginnings
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.ports import past_names
 
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
 """Seconds of a call from which on it is measured once at loading, because noise is small beside it, and not apart from its first
@@ -36,26 +42,12 @@ class EncoderProgram(BoundRequest):
         self.buffers = buffers
 
 
-class ContinuedProgram(EncoderProgram):
-    """A variant that continues a text. The text owns the past rows, which are bound before each call."""
+class ChunkProgram(EncoderProgram):
+    """A variant that continues a text: its past rows are those of the arena."""
 
-    def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers, past: Sequence[Rows]) -> None:
-        self._names = past_names(buffers.shape)
-        buffers.arrays.update(zip(self._names, past, strict=True))
+    def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers) -> None:
         super().__init__(compiled, buffers)
         self.chunk_buffers = buffers
-        self._is_static = not any(port.partial_shape.is_dynamic for port in compiled.inputs)
-
-    def bind_past(self, past: Sequence[Rows]) -> None:
-        """Let the next calls read these rows."""
-        for name, array in zip(self._names, past, strict=True):
-            self.buffers.arrays[name] = array
-            self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
-
-    def release_past(self) -> None:
-        """Forget the rows, where the program allows it, so that their memory is freed with the text."""
-        if not self._is_static:
-            self.bind_past([np.zeros((1, heads, 0, size), np.float32) for heads, size in self.buffers.shape.past])
 
 
 class EncoderRunner:
@@ -74,15 +66,18 @@ class EncoderRunner:
     ) -> None:
         self.shape = shape
         self.pooling: Pooling = shape.pooling or pooling
-        self._compiled, self._pad_id = dict(compiled), pad_id
+        self._compiled = dict(compiled)
+        self._pad_id = pad_id
         self._bound: dict[EncoderVariant, EncoderProgram] = {}
-        self._present: dict[int, list[Rows]] = {}  # for so many rows
+        self._chunk_programs: dict[EncoderVariant, ChunkProgram] = {}
+        self._presents: dict[int, list[Rows]] = {}  # by the rows of the variant
         self._seconds: dict[EncoderVariant, float] = {}
-        self._beginnings = KeptBeginnings()
         self.variants = tuple(sorted(variant for variant in self._compiled if not variant.past))
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
         """The variants that continue a text."""
+        self.chunks = ChunkCache(shape, self.continuing) if self.continuing else None
+        """The keys and values of texts that run in chunks; None if none does."""
         self.max_tokens = shape.longest or max(variant.rows + variant.past for variant in self._compiled)
         """The most tokens of one text."""
 
@@ -168,14 +163,14 @@ class EncoderRunner:
 
     def continued(self, text: TokenizedText) -> ContinuedText:
         """Return a text that ``run_chunk`` runs, after the tokens that are kept of an earlier text, if it begins like one."""
-        return ContinuedText(self.shape, text, start=self._beginnings.find(text))
+        return self._chunks.continued(text)
 
     def resumed(self, text: TokenizedText) -> ContinuedText | None:
         """Return a text that comes alone for ``run_chunk`` if its beginning is kept or worth keeping; None if it runs whole."""
         if not any(variant.past <= MOST_TOKENS for variant in self.continuing):
             return None
-        num_kept = self._beginnings.to_keep(text)
-        chunk = self.continued(text)
+        num_kept = self._chunks.worth_keeping(text)
+        chunk = self._chunks.continued(text)
         is_learning = num_kept >= chunk.num_done + LEAST_SHARED
         if not chunk.num_done and not is_learning:
             return None
@@ -200,33 +195,33 @@ class EncoderRunner:
         self, chunk: ContinuedText, variant: EncoderVariant, meanwhile: Callable[[], None] | None = None
     ) -> Vectors | None:
         """Run the next tokens of a text, and return its vector ``[width]`` after the last ones, else None."""
+        sequence = self._chunks.enter(chunk, variant)
         count = min(variant.rows, chunk.num_left)
         is_last = count == chunk.num_left
-        chunk.reserve(variant.past)
-        program = self._continued_program(variant, chunk.past)
+        program = self._chunk_program(variant)
         buffers = program.chunk_buffers
-        try:
-            buffers.fill_chunk(chunk, count, self.pooling)
-            self._measure(variant, program.run(meanwhile))
-            if not is_last:
-                chunk.append(buffers.present, count)
-                return None
-            vector: Vectors = buffers.output[0].copy()
-            if chunk.num_kept and np.isfinite(vector).all():
-                chunk.append(buffers.present, count)
-                self._keep_beginning(chunk)
-            return vector
-        finally:
-            program.release_past()
+        buffers.fill_chunk(chunk, sequence, count, self.pooling)
+        self._measure(variant, program.run(meanwhile))
+        if not is_last:
+            self._chunks.commit(chunk, buffers.presents, count)
+            return None
+        vector: Vectors = buffers.output[0].copy()
+        self._chunks.end(chunk, buffers.presents, bool(np.isfinite(vector).all()))
+        return vector
 
     def close(self) -> None:
         """Drop the programs, their inference requests and what is kept of texts. Nothing can run afterwards."""
-        self._compiled, self._bound, self._present, self._beginnings = {}, {}, {}, KeptBeginnings()
+        self._compiled = {}
+        self._bound = {}
+        self._chunk_programs = {}
+        self._presents = {}
+        if self.chunks is not None:
+            self.chunks.release()
 
-    def _keep_beginning(self, chunk: ContinuedText) -> None:
-        chunk.num_done = chunk.num_kept
-        chunk.reserve(min(each.past for each in self.continuing if each.past >= chunk.num_kept))
-        self._beginnings.keep(chunk, chunk.num_kept)
+    @property
+    def _chunks(self) -> ChunkCache:
+        assert self.chunks is not None, "no variant continues a text"
+        return self.chunks
 
     def _measure(self, variant: EncoderVariant, seconds: float) -> None:
         known = self._seconds.get(variant)
@@ -243,25 +238,18 @@ class EncoderRunner:
         ends = [max(each for each in self.continuing if each.past == past) for past in {few, min(many, default=few)}]
         return sorted({self.continuing[0], *ends})
 
-    def _continued_program(self, variant: EncoderVariant, past: Sequence[Rows]) -> ContinuedProgram:
-        found = self._bound.get(variant)
-        if isinstance(found, ContinuedProgram):
-            found.bind_past(past)
-            return found
-        present = self._present.setdefault(
-            variant.rows, [np.zeros((1, heads, variant.rows, size), np.float32) for heads, size in self.shape.past]
-        )
-        program = ContinuedProgram(
-            self._compiled[variant], ChunkBuffers(self.shape, variant, self._pad_id, present), past
-        )
-        self._bound[variant] = program
-        return program
+    def _chunk_program(self, variant: EncoderVariant) -> ChunkProgram:
+        if variant not in self._chunk_programs:
+            cache, rows = self._chunks.kv, variant.rows
+            if rows not in self._presents:
+                self._presents[rows] = new_presents(cache, rows)
+            buffers = ChunkBuffers(self.shape, variant, self._pad_id, cache, self._presents[rows])
+            self._chunk_programs[variant] = ChunkProgram(self._compiled[variant], buffers)
+        return self._chunk_programs[variant]
 
     def _program(self, variant: EncoderVariant) -> EncoderProgram:
         if variant.past:
-            text = self.continued(TokenizedText(np.zeros(1, np.int64)))
-            text.reserve(variant.past)
-            return self._continued_program(variant, text.past)
+            return self._chunk_program(variant)
         if variant not in self._bound:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)

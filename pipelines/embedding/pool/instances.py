@@ -12,7 +12,7 @@ from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.load import LoadedEncoder
-from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
+from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups

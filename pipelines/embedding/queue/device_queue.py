@@ -10,7 +10,7 @@ from itertools import islice
 
 from staticllm.errors import BusyError, PromptError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
+from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.queue.loads import NewLoad
 

@@ -10,7 +10,7 @@ from typing import cast
 from staticllm.core import EncoderVariant
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
+from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText

@@ -9,6 +9,7 @@ from support.encoders.long_texts import CHUNKS, SMALL, Original, embedder, runne
 from staticllm.core import EncoderVariant
 from staticllm.errors import ClosedError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.packing.chunks import MOST_KEPT, MOST_TOKENS
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import embed_texts
 from staticllm.pipelines.embedding.queue.drivers import JobDriver
@@ -96,7 +97,7 @@ def test_few_beginnings_are_kept_and_each_is_right(folder, original):
     for number in range(40):
         text = begun(int(rng.integers(1, 9)), number, stems[number // 2 % 6 if number < 24 else int(rng.integers(6))])
         assert np.abs(embed_texts(runner, [text])[0] - original(text.ids)).max() <= 1e-6
-    assert len(runner._beginnings._kept) <= 4
+    assert 20 <= runner.chunks.num_kept_tokens <= MOST_KEPT * MOST_TOKENS
 
 
 def test_vectors_that_are_not_finite_keep_nothing(folder):
@@ -104,11 +105,11 @@ def test_vectors_that_are_not_finite_keep_nothing(folder):
     runner._seconds = {variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)}
     embed_texts(runner, [begun(3, 1)])
     chunk = runner.resumed(begun(3, 2))
-    program = runner._continued_program(runner.next_chunk(chunk), chunk.past)
+    program = runner._program(runner.next_chunk(chunk))
     old = program.run
     program.run = lambda meanwhile=None: (old(meanwhile), program.buffers.output.fill(np.nan))[0]
     assert not np.isfinite(runner.run_chunk(chunk, runner.next_chunk(chunk))).all()
-    assert not runner._beginnings._kept
+    assert not runner.chunks.num_kept_tokens
 
 
 def test_a_limit_of_time_makes_chunks_shorter(folder):
