@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import openvino as ov
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.embedding.packing.chunks import (
     MOST_TOKENS,
     ChunkBuffers,
@@ -26,10 +26,6 @@ from staticllm.pipelines.programs.bind import BoundRequest
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
 """Seconds of a call from which on it is measured once at loading, because noise is small beside it, and not apart from its first
 run, because preparing is small beside it: loading should not take minutes."""
-NEW_SHARE = 0.1
-"""The weight of a new measurement in the cost of a variant."""
-COSTLY_PAST = 4096
-"""So many past rows are taken to double a call's time, until one was measured."""
 
 
 class EncoderProgram(BoundRequest):
@@ -71,7 +67,7 @@ class EncoderRunner:
         self._bound: dict[EncoderVariant, EncoderProgram] = {}
         self._chunk_programs: dict[EncoderVariant, ChunkProgram] = {}
         self._presents: dict[int, list[Rows]] = {}  # by the rows of the variant
-        self._seconds: dict[EncoderVariant, float] = {}
+        self.costs = CostModel[EncoderVariant]()
         self.variants = tuple(sorted(variant for variant in self._compiled if not variant.past))
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
@@ -87,34 +83,8 @@ class EncoderRunner:
         return max(variant.rows for variant in self.variants)
 
     def cost(self, variant: EncoderVariant) -> float:
-        """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
-        if variant in self._seconds:
-            return self._seconds[variant]
-        if variant.past:
-            return self._cost_to_continue(variant)
-        size = _size(variant)
-        whole = [known for known in self._seconds if not known.past]
-        if not whole:
-            return 1e-3 + 1e-4 * size
-        below = max((known for known in whole if _size(known) <= size), key=_size, default=None)
-        above = min((known for known in whole if _size(known) >= size), key=_size, default=None)
-        if below is None:
-            assert above is not None
-            return self._seconds[above]  # few rows take hardly less time, because all weights are read
-        if above is None or _size(below) == _size(above):
-            return self._seconds[below] * size / _size(below)
-        share = (size - _size(below)) / (_size(above) - _size(below))
-        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
-
-    def _cost_to_continue(self, variant: EncoderVariant) -> float:
-        """Return the seconds of a variant that was not measured: attention takes time for each pair of a row and a past row."""
-        alone = self.cost(replace(variant, past=0))
-        known = [each for each in self._seconds if each.past]
-        if not known:
-            return alone * (1 + variant.past / COSTLY_PAST)
-        near = max(known, key=lambda each: each.rows * each.past)  # that with the most pairs is the surest
-        more = max(0.0, self._seconds[near] - self.cost(replace(near, past=0)))
-        return alone + more * (variant.rows * variant.past) / (near.rows * near.past)
+        """Return the seconds of a call of this variant, measured or estimated."""
+        return self.costs(variant)
 
     def cost_of_text(self, num_tokens: int) -> float:
         """Return the seconds of all chunks of a text that runs in chunks."""
@@ -130,19 +100,22 @@ class EncoderRunner:
 
         ``known``: seconds per call that need not be measured again.
         """
-        self._seconds |= {variant: seconds for variant, seconds in (known or {}).items() if variant in self._compiled}
+        for variant, seconds in (known or {}).items():
+            if variant in self._compiled:
+                self.costs.set(variant, seconds)
         for variant in (*self.variants, *self._continuing_to_measure()):
             program = self._program(variant)
-            slowest = program.run()  # the first run prepares
-            seconds = self._seconds.get(variant)
-            if seconds is None and slowest < VERY_SLOW_RUN:
-                seconds = min(program.run() for _ in range(num_runs if slowest < SLOW_RUN else 1))
-            self._seconds[variant] = slowest if seconds is None else seconds
+            seconds = program.run()  # the first run prepares
+            if variant in self.costs.measured:
+                continue
+            if seconds < VERY_SLOW_RUN:
+                seconds = min(program.run() for _ in range(num_runs if seconds < SLOW_RUN else 1))
+            self.costs.set(variant, seconds)
 
     @property
     def measured_costs(self) -> dict[EncoderVariant, float]:
         """The seconds per call of each variant that was measured."""
-        return dict(self._seconds)
+        return self.costs.measured
 
     @property
     def stable_costs(self) -> dict[EncoderVariant, float]:
@@ -224,11 +197,8 @@ class EncoderRunner:
         return self.chunks
 
     def _measure(self, variant: EncoderVariant, seconds: float) -> None:
-        known = self._seconds.get(variant)
-        if known is None:  # the first run prepares, so it says only that the variant takes no longer
-            self._seconds[variant] = min(seconds, self.cost(variant))
-        else:
-            self._seconds[variant] = known + NEW_SHARE * (seconds - known)
+        is_first = variant not in self.costs.measured  # it prepares, so it says only that the variant takes no longer
+        self.costs.update(variant, min(seconds, self.cost(variant)) if is_first else seconds)
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
         """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""
@@ -254,8 +224,3 @@ class EncoderRunner:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)
         return self._bound[variant]
-
-
-def _size(variant: EncoderVariant) -> int:
-    """Return the rows of all sequences of a call."""
-    return variant.batch * variant.rows

@@ -249,9 +249,9 @@ class TextQueue:
             del self._held[query.id]
         while self._deadlines and self._deadlines[0][0] <= now:
             _, query_id = heapq.heappop(self._deadlines)
-            query, _ = self._places.get(query_id, (None, 0))
-            if query is not None and self.cancel(query_id):
-                expired.append(query)
+            late, _ = self._places.get(query_id, (None, 0))
+            if late is not None and self.cancel(query_id):
+                expired.append(late)
         return expired
 
     def end_late(self, now: float) -> list[Ending]:
