@@ -240,13 +240,15 @@ class StaticEmbeddingPipeline(EncoderPipeline):
     def _prompted(
         self, texts: Sequence[str], prompt: str | None, priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingRequest:
-        given, files = self._check_call(texts, priority, deadline_ms), self._served.files
+        given = self._check_call(texts, priority, deadline_ms)
+        files = self._served.files
         prompt = files.default_prompt if prompt is None else prompt
         check_text(prompt, "the prompt")
         if prompt:  # the tokenizer refuses what is no str
             given = [prompt + text if isinstance(text, str) else text for text in given]
         if files.is_lower_cased:
-            prompt, given = lower_case(prompt), [lower_case(t) if isinstance(t, str) else t for t in given]
+            prompt = lower_case(prompt)
+            given = [lower_case(t) if isinstance(t, str) else t for t in given]
         num_prompt = 0 if files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
         return self._request(self._tokenizer.encode(given, num_prompt), priority, deadline_ms)
 

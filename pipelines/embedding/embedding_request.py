@@ -180,5 +180,6 @@ class EmbeddingRequest:
     def _may_end(self) -> bool:
         """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
         with self._lock:  # devices, and a thread that closes the queue, may end a request at the same time
-            is_first, self._is_ending = not self._is_ending, True
+            is_first = not self._is_ending
+            self._is_ending = True
         return is_first and self.future.set_running_or_notify_cancel()

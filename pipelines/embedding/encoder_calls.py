@@ -34,7 +34,8 @@ def random_texts(shape: EncoderShape, variant: EncoderVariant) -> dict[str, NDAr
 
     The values are the same in every process.
     """
-    random, num_ids = np.random.default_rng(0), min(FEW_IDS, shape.vocab_size or FEW_IDS)
+    random = np.random.default_rng(0)
+    num_ids = min(FEW_IDS, shape.vocab_size or FEW_IDS)
     if variant.past:
         return _random_chunk(shape, variant, num_ids)
     per_sequence = min(variant.texts // variant.batch, 2, variant.rows) if shape.is_packable else 1
@@ -50,7 +51,8 @@ def random_texts(shape: EncoderShape, variant: EncoderVariant) -> dict[str, NDAr
 
 def _random_chunk(shape: EncoderShape, variant: EncoderVariant, num_ids: int) -> dict[str, NDArray[Any]]:
     """Return the inputs of a call that continues a random text after random keys and values."""
-    random, num_done = np.random.default_rng(0), min(variant.past, MOST_PAST)
+    random = np.random.default_rng(0)
+    num_done = min(variant.past, MOST_PAST)
     cache = ChunkCache(shape, [variant])
     chunk = ContinuedText(TokenizedText(random.integers(0, num_ids, num_done + variant.rows)), 0)
     sequence = cache.enter(chunk, variant)

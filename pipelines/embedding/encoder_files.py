@@ -82,9 +82,11 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     pooling: Pooling | None = None
     dense: list[Dense] = []
     kinds: list[str] = []
-    is_prompt_pooled, score_tokens = True, tuple[int, ...]()
+    is_prompt_pooled = True
+    score_tokens = tuple[int, ...]()
     for module in modules:
-        kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
+        kind = str(_field(module, "type")).rsplit(".", 1)[-1]
+        path = str(module.get("path", ""))
         folder = _folder(directory, path)
         kinds.append(kind)
         if kind == "Pooling":
@@ -134,7 +136,8 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     """
     name = next((name for name in SENTENCE_CONFIGS if os.path.lexists(directory / name)), SENTENCE_CONFIGS[0])
     found = _read_json(directory / name, dict)
-    length, is_lower_cased = found.get("max_seq_length"), found.get("do_lower_case", False)
+    length = found.get("max_seq_length")
+    is_lower_cased = found.get("do_lower_case", False)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(f"{name}: max_seq_length is {length!r}: must be a whole number from 1")
     if not isinstance(is_lower_cased, bool):
@@ -175,7 +178,8 @@ def _folder(directory: Path, path: str) -> Path:
         ModelError: it is outside the model directory, or no folder can have this path.
     """
     try:
-        found, home = (directory / path).resolve(), directory.resolve()
+        found = (directory / path).resolve()
+        home = directory.resolve()
         found.is_dir()  # a path that is too long is refused here
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a surrogate, a loop of links
         raise ModelError(

@@ -88,7 +88,8 @@ class EncoderRunner:
 
     def cost_of_text(self, num_tokens: int) -> float:
         """Return the seconds of all chunks of a text that runs in chunks."""
-        seconds, num_done = 0.0, 0
+        seconds = 0.0
+        num_done = 0
         while num_done < num_tokens:
             variant = chunk_variant(self.continuing, num_done, num_tokens - num_done)
             seconds += self.cost(variant)
@@ -204,13 +205,15 @@ class EncoderRunner:
         """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""
         if not self.continuing:
             return []
-        few, many = self.continuing[0].past, [each.past for each in self.continuing if each.past >= self.max_rows]
+        few = self.continuing[0].past
+        many = [each.past for each in self.continuing if each.past >= self.max_rows]
         ends = [max(each for each in self.continuing if each.past == past) for past in {few, min(many, default=few)}]
         return sorted({self.continuing[0], *ends})
 
     def _chunk_program(self, variant: EncoderVariant) -> ChunkProgram:
         if variant not in self._chunk_programs:
-            cache, rows = self._chunks.kv, variant.rows
+            cache = self._chunks.kv
+            rows = variant.rows
             if rows not in self._presents:
                 self._presents[rows] = new_presents(cache, rows)
             buffers = ChunkBuffers(self.shape, variant, self._pad_id, cache, self._presents[rows])

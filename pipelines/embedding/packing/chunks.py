@@ -52,7 +52,8 @@ class ContinuedText:
     @property
     def keys(self) -> list[int]:
         """What the text's tokens are compared by: their ids and types."""
-        ids, types = self.text.ids, self.text.types
+        ids = self.text.ids
+        types = self.text.types
         keys: list[int] = (ids if types is None else ids | (types << _TYPE_BITS)).tolist()
         return keys
 
@@ -85,7 +86,8 @@ class ChunkCache:
 
     def worth_keeping(self, text: TokenizedText) -> int:
         """Return how many tokens of a lone text are worth keeping: those with which the lone text before it began, too."""
-        previous, self._previous = self._previous, text
+        previous = self._previous
+        self._previous = text
         if previous is not text:  # else it is planned once more
             count = 0 if previous is None else min(num_common(text, previous), MOST_TOKENS, len(text) - 1)
             self._num_common = count if count >= LEAST_SHARED else 0
@@ -133,7 +135,8 @@ class ChunkCache:
 
     def _begun(self, chunk: ContinuedText) -> KVSequence:
         """Return the sequence of a text that enters the arena: swapped, from a kept beginning, or empty."""
-        stored, length = chunk.stored, chunk.num_done
+        stored = chunk.stored
+        length = chunk.num_done
         chunk.stored = None
         if stored is None and length:
             stored, common = self._kept.longest(chunk.keys[:length])
@@ -168,7 +171,8 @@ class ChunkBuffers(EncoderBuffers):
 
     def fill_chunk(self, chunk: ContinuedText, sequence: KVSequence, count: int, pooling: Pooling) -> None:
         """Write the next ``count`` tokens of a text, what they see, and the weight of the last token in its vector."""
-        text, start = chunk.text, chunk.num_done
+        text = chunk.text
+        start = chunk.num_done
         end = start + count
         for name in {TOKEN_TYPE_IDS, POOL} & self.arrays.keys():
             self.arrays[name].fill(0)

@@ -168,7 +168,8 @@ def _divide(
     num_texts = [0, *accumulate(len(found.texts) for found in bins)]
     least: list[tuple[float, EncoderVariant | None]] = [(0.0, None)]  # from the i-th last sequence on: cost, first call
     for start in range(len(bins) - 1, -1, -1):
-        used, left = bins[start].used, len(bins) - start
+        used = bins[start].used
+        left = len(bins) - start
 
         def holds(variant: EncoderVariant, start: int = start, left: int = left) -> bool:
             return not is_packable or num_texts[start + min(left, variant.batch)] - num_texts[start] <= variant.texts

@@ -10,8 +10,8 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
+from staticllm.pipelines.embedding.encoder_job import LoadedEncoder
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.load import LoadedEncoder
 from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
@@ -89,7 +89,8 @@ class LocalInstance:
     """An instance in this process."""
 
     def __init__(self, name: str, runner: EncoderRunner, info: EncoderInfo) -> None:
-        self.name, self.info = name, info
+        self.name = name
+        self.info = info
         self._runner = runner
 
     @property
@@ -177,9 +178,11 @@ def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedTe
     Raises:
         ValueError: the sizes do not fit together.
     """
-    num_texts, num_types = int(header["num_texts"]), int(bool(header["has_types"]))
+    num_texts = int(header["num_texts"])
+    num_types = int(bool(header["has_types"]))
     sizes = np.frombuffer(body, "<i4", min(2 * num_texts, len(body) // 4))
-    lengths, prompts = sizes[:num_texts], sizes[num_texts:]
+    lengths = sizes[:num_texts]
+    prompts = sizes[num_texts:]
     num_tokens = int(lengths.sum())
     if lengths.min(initial=1) < 1 or len(body) != 8 * num_texts + 8 * num_tokens * (1 + num_types):
         raise ValueError(f"a message of {len(body)} bytes with {num_texts} texts")

@@ -114,7 +114,8 @@ def measure_depths(
         StaticLLMError: a device failed.
     """
     runs = [run_alone(instance, length) for instance in instances]
-    estimates, stress = [], []
+    estimates = []
+    stress = []
     for instance, run in zip(instances, runs, strict=True):
         on_stage(f"profiling {instance.name}")
         estimates.append(estimate(instance.name, run, limit_s))

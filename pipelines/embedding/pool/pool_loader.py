@@ -18,9 +18,8 @@ from staticllm.errors import ConfigError, as_ours
 from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
-from staticllm.pipelines.embedding.encoder_job import OPTIONS
+from staticllm.pipelines.embedding.encoder_job import OPTIONS, load_encoder
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.load import load_encoder
 from staticllm.pipelines.embedding.pool.failures import HANG_SECONDS, DevicePool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress

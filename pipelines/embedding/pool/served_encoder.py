@@ -13,8 +13,8 @@ from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
+from staticllm.pipelines.embedding.encoder_job import LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.load import LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
 from staticllm.pipelines.embedding.pool.pool_loader import load_pool
 from staticllm.pipelines.embedding.pool.pool_plan import PoolOptions, choices_by_device, needs_pool

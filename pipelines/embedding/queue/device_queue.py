@@ -245,7 +245,8 @@ class DeviceQueue:
 
     def finish(self) -> tuple[Query, ...]:
         """End the running batch, and return it."""
-        batch, self._running = self._running, ()
+        batch = self._running
+        self._running = ()
         return batch
 
     def clear(self) -> tuple[Query, ...]:

@@ -206,7 +206,8 @@ class CallPlanner:
 
     def _variants(self, planned: Sequence[EncoderVariant]) -> Sequence[EncoderVariant]:
         """Return the variants that keep the limit; those of the plan keep it as long as they nearly do."""
-        runner, limit = self._runner, self._max_seconds
+        runner = self._runner
+        limit = self._max_seconds
         if limit is None:
             return runner.variants
         return tuple(v for v in runner.variants if runner.cost(v) <= limit * (NEARLY if v in planned else 1))

@@ -214,7 +214,8 @@ class Predicted:
         alone = queue.alone(num_tokens)
         if alone > room:
             return math.inf
-        left, waiting = queue.left(now), queue.timed_seconds
+        left = queue.left(now)
+        waiting = queue.timed_seconds
         if queue.num_timed:  # until they begin, the oldest of them decides
             return left + max(0.0, waiting + alone - room)
         return max(0.0, left + alone - room)

@@ -206,7 +206,8 @@ class _Tuning:
             tried = [*depths[:device], depths[device] + step, *depths[device + 1 :]]
             found = self._spare(tried)
             if min(found) >= 0:
-                depths, spare = tried, found
+                depths = tried
+                spare = found
             elif step == 1:
                 return depths
             else:

@@ -76,7 +76,7 @@ def ids(instance, number=30):
 
 
 def test_instances_embed_as_an_encoder_alone(directory, loaded):
-    from staticllm.pipelines.embedding.load import load_encoder
+    from staticllm.pipelines.embedding.encoder_job import load_encoder
     from staticllm.pipelines.embedding.pool.instances import embed_texts
 
     texts = ids(loaded.instances[0])

@@ -12,8 +12,7 @@ from support.encoders.long_texts import Original, demo_embedder, hidden_states, 
 from staticllm.errors import BlobError
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.encoder_plan import continuing_for
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, continuing_for
 from staticllm.pipelines.embedding.packing.chunks import chunk_variant
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.loading.export import export_set
