@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.core import Pooling
-from staticllm.errors import ModelError, last_line
+from staticllm.errors import AdapterError, ModelError, last_line
 from staticllm.model_dir import max_positions
 from staticllm.system.files import read_regular
 
@@ -267,30 +267,18 @@ def _dense(folder: Path) -> Dense:
 def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of a file in the format of safetensors, as f32."""
     try:
-        data = read_regular(path, MAX_DENSE_BYTES)
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
-        body = memoryview(data)[8 + length :]
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = _as_f32(path, name, entry["dtype"], body[begin:end]).reshape(entry["shape"])
-    except (OSError, MemoryError) as error:
+        tensors = parse_safetensors(read_regular(path, MAX_DENSE_BYTES)).tensors
+    except (OSError, MemoryError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {last_line(error)}") from None
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except AdapterError as error:
         raise ModelError(f"{path}: is not a file of safetensors ({error})") from None
+    found = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = tensor.to_f32()
+        except ValueError:
+            raise ModelError(f"{path}: {name} has the type {tensor.dtype}, only F32, F16 and BF16 are read") from None
     return found
-
-
-def _as_f32(path: Path, name: str, dtype: str, data: memoryview) -> NDArray[np.float32]:
-    if dtype == "F32":
-        return np.frombuffer(data, np.float32).copy()
-    if dtype == "F16":
-        return np.frombuffer(data, np.float16).astype(np.float32)
-    if dtype == "BF16":  # the upper half of an f32
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    raise ModelError(f"{path}: {name} has the type {dtype}, only F32, F16 and BF16 are read")
 
 
 def _field(module: Any, name: str) -> Any:
