@@ -42,7 +42,7 @@ MORE_ROWS = (12, 20, 24, 28, 36, 40, 44, 48, 56, 72, 80, 88, 96, 112, 160, 192, 
 SHARED_SIZES = (*SIZES, *((1, rows) for rows in MORE_ROWS))
 """The same where one program runs all sizes, so that another one costs no memory: a text alone has fewer idle rows."""
 TOKENS_PER_TEXT = 8
-"""A call holds at most one text for so many of its tokens."""
+"""The least tokens of a call for each of its texts."""
 CHUNK_ROWS, SHORT_CHUNKS = 512, (64, 256)
 """The rows of calls that continue a text, and of others for its end, where another size costs no memory."""
 REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKENS)

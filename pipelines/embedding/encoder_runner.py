@@ -24,8 +24,7 @@ from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
 
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
-"""Seconds of a call from which on it is measured once at loading, because noise is small beside it, and not apart from its first
-run, because preparing is small beside it: loading should not take minutes."""
+"""Calls above these times, in seconds, are measured once at loading, and by their first run: noise and preparation are small."""
 
 
 class EncoderProgram(BoundRequest):

@@ -26,7 +26,7 @@ from staticllm.ports import INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE
 
 Rows = NDArray[np.float32]
 MOST_KEPT, MOST_TOKENS = 4, 128
-"""The most tokens of a beginning that is kept, and how many of this length are."""
+"""The number of beginnings of the largest length that are kept, and this length in tokens."""
 _TYPE_BITS = 40
 """The bit of a token's key in the cache from which on its type counts."""
 

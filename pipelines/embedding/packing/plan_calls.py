@@ -13,9 +13,9 @@ from staticllm.pipelines.embedding.packing.prefix_groups import CommonPrefixes, 
 Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""
 FEW_TEXTS = 16
-"""Up to so many texts, every size of sequences is tried."""
+"""For up to this many texts, every size of sequences is tried."""
 BULK_SIZES = 3
-"""For more texts, so many sizes are tried: those with the cheapest tokens, because cheap tokens do not help if more stay idle."""
+"""The number of sizes that are tried for more texts: those with the cheapest tokens."""
 
 
 @dataclass(frozen=True)

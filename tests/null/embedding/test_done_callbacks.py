@@ -116,7 +116,7 @@ def test_the_thread_of_callbacks_ends(queue):
 
 
 def test_callbacks_in_quick_succession_share_a_thread_that_holds_nothing_while_it_waits(queue, monkeypatch):
-    monkeypatch.setattr(embedding_request, "LINGER_SECONDS", SECONDS)
+    monkeypatch.setattr(embedding_request, "IDLE_SECONDS", SECONDS)
     names, ended = [], threading.Event()
 
     class Held:
