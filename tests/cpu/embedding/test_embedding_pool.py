@@ -23,8 +23,9 @@ from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.measured_depths import measure_depths, run_alone, run_together
 from staticllm.pipelines.embedding.pool.pool_loader import load_instances
+from staticllm.pipelines.embedding.pool.pool_plan import PoolPlan
 from staticllm.pipelines.embedding.windve.affinity import unsupported
-from staticllm.pipelines.embedding.windve.detector import UsedDevice
+from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice
 from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
@@ -56,13 +57,13 @@ def directory(request, tmp_path_factory):
 
 
 def devices():
-    return [UsedDevice(name, "CPU", (int(name[4:]),)) for name in groups().split(",")]
+    return tuple(UsedDevice(name, "CPU", (int(name[4:]),)) for name in groups().split(","))
 
 
 @pytest.fixture(scope="module")
 def loaded(directory):
     choices = EncoderChoices(max_length=40, properties=F32)
-    found = load_instances(directory, devices(), lambda _: choices)
+    found = load_instances(directory, PoolPlan(Detection(devices()), {used.name: choices for used in devices()}))
     yield found
     found.close()
 
