@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,11 +202,17 @@ class KVCache:
                 stored.append(self._to_host(segment, buffers, rows) if count and segment.to_host else None)
                 if not count or segment.to_host:
                     continue
-                slots = self._allocate(count)
-                self.arena.write(as_index(slots), buffers.presents, rows)
-                segment.sequence.append(segment.tokens[:count].tolist(), slots)
+                self.append(segment.sequence, segment.tokens[:count].tolist(), buffers.presents, rows)
                 self.states.commit()
         return stored
+
+    def append(
+        self, sequence: KVSequence, tokens: Sequence[int], presents: Sequence[NDArray[Any]], rows: slice
+    ) -> None:
+        """Add tokens to a sequence, with rows ``rows`` of each group's presents, ``[n, heads, S, head_dim]``."""
+        slots = self._allocate(len(tokens))
+        self.arena.write(as_index(slots), presents, rows)
+        sequence.append(tokens, slots)
 
     def _to_host(self, segment: Segment, buffers: StepBuffers, rows: slice) -> StoredSequence:
         """Return a stored sequence with the tokens of a segment and with rows ``rows`` of the program's outputs."""

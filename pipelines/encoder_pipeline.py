@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-import numbers
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import openvino_genai as genai
 
 from staticllm.errors import ConfigError, shown
+from staticllm.pipelines.embedding.embedding_config import is_whole
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
-from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder
-from staticllm.pipelines.embedding.text_tokenizer import Overflow, TextTokenizer
+from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
+from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder, Serving, serve_encoder
+from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
 from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.system.heap import return_free_memory
 from staticllm.system.threads import check_process, close_when_collected
@@ -35,13 +36,15 @@ Result = TypeVar("Result")
 Pipeline = TypeVar("Pipeline", bound="EncoderPipeline")
 
 
-class EncoderHandle(ABC, Generic[Result]):
+class EncoderHandle(Generic[Result]):
     """What was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
 
-    def __init__(self, request: EmbeddingRequest, pipeline: EncoderPipeline) -> None:
-        self._request, self._pipeline = request, pipeline  # a pipeline that is deleted closes
+    def __init__(self, request: EmbeddingRequest, pipeline: EncoderPipeline, read: Callable[[Vectors], Result]) -> None:
+        """Take what was submitted, and the function that makes its result of what the device computes, ``[n, width]``."""
+        self._request = request
+        self._pipeline = pipeline  # a pipeline that is deleted closes
+        self._read = read
 
-    @abstractmethod
     def result(self, timeout: float | None = None) -> Result:
         """Return the result.
 
@@ -50,6 +53,7 @@ class EncoderHandle(ABC, Generic[Result]):
             TimeoutError: it took longer than ``timeout`` seconds.
             concurrent.futures.CancelledError: it was cancelled.
         """
+        return self._read(self._request.future.result(timeout))
 
     def cancel(self) -> bool:
         """Give it up. Return whether that was possible: False if the result was there already."""
@@ -73,16 +77,33 @@ class EncoderHandle(ABC, Generic[Result]):
 class EncoderPipeline:
     """An encoder that serves calls of any number of threads. It ends when it is closed, left by ``with``, or deleted."""
 
-    def __init__(self, served: ServedEncoder, tokenizer: genai.Tokenizer, overflow: Overflow) -> None:
-        """Take an encoder that serves; it is closed if its tokenizer cannot be used."""
+    _options: ClassVar[tuple[str, ...]] = ("engine", "overflow", "max_waiting", "on_progress", *POOL_PROPERTIES)
+    """The options of the constructor that are no properties of OpenVINO, beside those of the config."""
+
+    def __init__(
+        self,
+        models_path: str | os.PathLike[str],
+        device: str,
+        choices: EncoderChoices,
+        serving: Serving,
+        properties: dict[str, object],
+        tokenizer: genai.Tokenizer | None = None,
+    ) -> None:
+        """Load an encoder and serve it. ``tokenizer``: another one than that of its directory."""
         self._pid = os.getpid()
-        self._served, self._queue, self._engine = served, served.queue, served.engine
+        options = take_options(properties)
+        names = (*choices.names, *self._options)
+        choices = replace(choices, properties=properties or None, names=names)
+        served, own = serve_encoder(models_path, device, choices, serving, options)
+        self._served = served
+        self._driver = served.driver
+        self._engine = served.engine
         self._begun: dict[str, EmbeddingRequest] = {}
         try:
             info = served.info
-            self._tokenizer = TextTokenizer(tokenizer, info.max_length, info.vocab_size, overflow)
+            self._tokenizer = TextTokenizer(tokenizer or own, info.max_length, info.vocab_size, serving.overflow)
         except BaseException:
-            served.close()
+            served.release()
             raise
         close_when_collected(self, _close, served, self._tokenizer)
 
@@ -107,7 +128,7 @@ class EncoderPipeline:
     @property
     def is_usable(self) -> bool:
         """Whether a device works, or is being started again; a pipeline without one has to be loaded anew."""
-        return not isinstance(self._queue, EmbeddingPool) or self._queue.is_usable
+        return self._driver.is_usable
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of each text with its special ones, before it is truncated to ``max_length``.
@@ -151,7 +172,7 @@ class EncoderPipeline:
 
     def _submitted(self, request: EmbeddingRequest) -> EmbeddingRequest:
         if request.texts:
-            self._queue.submit(request)
+            self._driver.submit(request)
         else:
             request.future.set_result(request.vectors)
         return request
@@ -177,28 +198,9 @@ class EncoderPipeline:
 
 
 def _close(served: ServedEncoder, tokenizer: TextTokenizer) -> None:
-    served.close()
+    served.release()
     tokenizer.close()
     return_free_memory()
-
-
-def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number, which ``True`` is not; those of numpy are."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def check_serving(overflow: object, max_waiting: object, on_progress: object) -> None:
-    """Check the options that are about no model.
-
-    Raises:
-        ConfigError: one of them is impossible.
-    """
-    if overflow not in ("truncate", "refuse"):
-        raise ConfigError(f"overflow={overflow!r}: must be 'truncate' or 'refuse'")
-    if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
-        raise ConfigError(f"max_waiting={max_waiting!r}: must be a whole number from 1")
-    if on_progress is not None and not callable(on_progress):
-        raise ConfigError(f"on_progress={on_progress!r}: must be a function of one ProgressEvent, or None")
 
 
 def _is_time(value: object) -> bool:

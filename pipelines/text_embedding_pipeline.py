@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal, overload
 
 import numpy as np
@@ -16,6 +16,7 @@ from staticllm.pipelines.embedding.embedding_config import (
     POOLINGS,
     EmbeddingConfig,
     PoolingType,
+    is_whole,
     resolved_config,
 )
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
@@ -29,61 +30,18 @@ from staticllm.pipelines.embedding.output_types import (
     ranges_of,
 )
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
-from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
+from staticllm.pipelines.embedding.pool.served_encoder import Serving
 from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text, lower_case
-from staticllm.pipelines.encoder_pipeline import (
-    QUERY_PRIORITY,
-    EncoderHandle,
-    EncoderPipeline,
-    OnTexts,
-    check_serving,
-    is_whole,
-)
+from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
 from staticllm.pipelines.engine.jobs import JobHost
-
-_NAMES = (
-    *(item.name for item in fields(EmbeddingConfig)), *POOL_PROPERTIES, "engine", "overflow", "max_waiting", "on_progress",
-)  # fmt: skip
-"""The options of the constructor that are no properties of OpenVINO."""
 
 
 class EmbeddingHandle(EncoderHandle[Vectors]):
-    """The vector of a text that was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
-
-    def result(self, timeout: float | None = None) -> Vectors:
-        """Return the vector ``[width]``.
-
-        Raises:
-            StaticLLMError: the text failed, or its deadline passed.
-            TimeoutError: it took longer than ``timeout`` seconds.
-            concurrent.futures.CancelledError: it was cancelled.
-        """
-        vectors = self._request.future.result(timeout)
-        return np.asarray(vectors[0], np.float32)
+    """The vector ``[width]`` of a text that was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
 
 
 class EmbeddingsHandle(EncoderHandle[Vectors]):
-    """The vectors of texts that were submitted together: ``result`` waits for them, ``await`` too; ``cancel`` gives them up."""
-
-    _pipeline: StaticEmbeddingPipeline
-
-    def __init__(
-        self, request: EmbeddingRequest, pipeline: StaticEmbeddingPipeline, dimensions: int | None = None
-    ) -> None:
-        super().__init__(request, pipeline)
-        self._dimensions = dimensions
-
-    def result(self, timeout: float | None = None) -> Vectors:
-        """Return the vectors ``[n, width]``.
-
-        Raises:
-            StaticLLMError: a text failed, or its deadline passed.
-            TimeoutError: they took longer than ``timeout`` seconds.
-            concurrent.futures.CancelledError: they were cancelled.
-        """
-        vectors = np.asarray(self._request.future.result(timeout), np.float32)
-        return vectors if self._dimensions is None else self._pipeline._cut(vectors, self._dimensions)
+    """The vectors ``[n, width]`` of texts that were submitted: ``result`` waits for them, ``await`` too; ``cancel`` gives up."""
 
 
 class StaticEmbeddingPipeline(EncoderPipeline):
@@ -126,21 +84,9 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             DeviceError: the device is missing, or cannot compile or run the model.
             BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
-        check_serving(overflow, max_waiting, on_progress)
-        own = {item.name: properties.pop(item.name) for item in fields(EmbeddingConfig) if item.name in properties}
-        self._config = resolved_config(config, own)
-        options = take_options(properties)
-        served = serve_encoder(
-            models_path,
-            device,
-            _choices(self._config, properties),
-            engine=engine,
-            max_waiting=max_waiting,
-            options=options,
-            on_progress=on_progress or (lambda event: None),
-        )
-        assert served.tokenizer is not None, "it was just loaded"
-        super().__init__(served, served.tokenizer, overflow)
+        serving = Serving(engine, overflow, max_waiting, on_progress)
+        self._config = resolved_config(EmbeddingConfig, config, properties)
+        super().__init__(models_path, device, _choices(self._config), serving, properties)
 
     @property
     def width(self) -> int:
@@ -225,7 +171,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         ranges = None if given is None else ranges_of(given)
         prompt = self._named(prompt_name) if prompt is None and prompt_name is not None else prompt
         vectors = self._run(self._prompted(texts, prompt, priority, deadline_ms), on_progress)
-        return convert(vectors if dimensions is None else self._cut(vectors, dimensions), output_type, ranges)
+        return convert(self._cut(vectors, dimensions), output_type, ranges)
 
     def start_embed_documents_async(self, texts: Sequence[str]) -> None:
         """Begin to embed documents; ``wait_embed_documents`` returns their vectors.
@@ -268,7 +214,8 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             PromptError: the text is not valid.
             BusyError: too many texts wait.
         """
-        return EmbeddingHandle(self._submitted(self._prompted([text], prompt, priority, deadline_ms)), self)
+        request = self._submitted(self._prompted([text], prompt, priority, deadline_ms))
+        return EmbeddingHandle(request, self, lambda vectors: vectors[0])
 
     def submit_texts(
         self,
@@ -288,18 +235,20 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         """
         self._check_dimensions(dimensions)
         request = self._submitted(self._prompted(texts, prompt, priority, deadline_ms))
-        return EmbeddingsHandle(request, self, dimensions)
+        return EmbeddingsHandle(request, self, partial(self._cut, dimensions=dimensions))
 
     def _prompted(
         self, texts: Sequence[str], prompt: str | None, priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingRequest:
-        given, files = self._check_call(texts, priority, deadline_ms), self._served.files
+        given = self._check_call(texts, priority, deadline_ms)
+        files = self._served.files
         prompt = files.default_prompt if prompt is None else prompt
         check_text(prompt, "the prompt")
         if prompt:  # the tokenizer refuses what is no str
             given = [prompt + text if isinstance(text, str) else text for text in given]
         if files.is_lower_cased:
-            prompt, given = lower_case(prompt), [lower_case(t) if isinstance(t, str) else t for t in given]
+            prompt = lower_case(prompt)
+            given = [lower_case(t) if isinstance(t, str) else t for t in given]
         num_prompt = 0 if files.is_prompt_pooled else self._tokenizer.count_prompt(prompt)
         return self._request(self._tokenizer.encode(given, num_prompt), priority, deadline_ms)
 
@@ -322,17 +271,23 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         if not is_whole(dimensions) or not 1 <= dimensions <= self.width:
             raise ConfigError(f"dimensions={dimensions!r}: must be a whole number from 1 to {self.width}")
 
-    def _cut(self, vectors: Vectors, dimensions: int) -> Vectors:
+    def _cut(self, vectors: Vectors, dimensions: int | None) -> Vectors:
+        """Return the leading ``dimensions``, all for None, normalised again if vectors are."""
+        if dimensions is None:
+            return vectors
         cut = vectors[:, :dimensions]
         if not self._config.normalize:
             return cut
         return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
 
 
-def _choices(config: EmbeddingConfig, properties: Mapping[str, object]) -> EncoderChoices:
-    pooling = None if config.pooling_type is None else POOLINGS[config.pooling_type]
+def _choices(config: EmbeddingConfig) -> EncoderChoices:
     return EncoderChoices(
-        pooling, config.normalize, config.max_length, properties=properties or None, output="embeddings", names=_NAMES
+        pooling=None if config.pooling_type is None else POOLINGS[config.pooling_type],
+        is_normalised=config.normalize,
+        max_length=config.max_length,
+        output="embeddings",
+        names=tuple(vars(config)),
     )
 
 

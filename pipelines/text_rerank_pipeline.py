@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 
 import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.config import as_whole
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.model_dir import check_model_dir
+from staticllm.pipelines.embedding.embedding_config import RerankConfig, resolved_config
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import POOL_PROPERTIES, take_options
-from staticllm.pipelines.embedding.pool.served_encoder import serve_encoder
+from staticllm.pipelines.embedding.pool.served_encoder import Serving
 from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
 from staticllm.pipelines.embedding.text_tokenizer import Overflow
-from staticllm.pipelines.encoder_pipeline import (
-    QUERY_PRIORITY,
-    EncoderHandle,
-    EncoderPipeline,
-    OnTexts,
-    check_serving,
-    is_whole,
-)
+from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
 from staticllm.pipelines.engine.jobs import JobHost
 
 SCORE_WORDS = ("no", "yes")
@@ -37,54 +28,13 @@ Scores = NDArray[np.float32]
 Ranking = list[tuple[int, float]]
 
 
-@dataclass
-class RerankConfig:
-    """The options of ``openvino_genai.TextRerankPipeline.Config``; None for what the model's files say.
+class RerankHandle(EncoderHandle[Ranking]):
+    """The ranking of texts that were submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up.
 
-    Attributes:
-        top_n: The number of texts that ``rerank`` returns.
-        max_length: The most tokens of a query with a text; longer texts are truncated.
-        pad_to_max_length, padding_side: Accepted and ignored: texts are packed, not padded.
+    It has the indices of the best texts and their scores, the best first.
     """
 
-    top_n: int = 3
-    max_length: int | None = None
-    pad_to_max_length: bool | None = None
-    padding_side: str | None = None
-
-    def validate(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
-        if not is_whole(self.top_n) or self.top_n < 1:
-            raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
-        if self.max_length is not None and (not is_whole(self.max_length) or self.max_length < 1):
-            raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
-
-
-_NAMES = (
-    *(item.name for item in fields(RerankConfig)), *POOL_PROPERTIES,
-    "activation", "score_words", "engine", "overflow", "max_waiting", "on_progress",
-)  # fmt: skip
-"""The options of the constructor that are no properties of OpenVINO."""
-
-
-class RerankHandle(EncoderHandle[Ranking]):
-    """The ranking of texts that were submitted: ``result`` waits for it, ``await`` too, and ``cancel`` gives it up."""
-
     _pipeline: StaticRerankPipeline
-
-    def result(self, timeout: float | None = None) -> Ranking:
-        """Return the indices of the best texts and their scores, the best first.
-
-        Raises:
-            StaticLLMError: a text failed, or its deadline passed.
-            TimeoutError: it took longer than ``timeout`` seconds.
-            concurrent.futures.CancelledError: it was cancelled.
-        """
-        return self._pipeline._ranked(self._request.future.result(timeout))
 
     def scores(self, timeout: float | None = None) -> Scores:
         """Return the score of each text, ``[n]``, in the order of the texts.
@@ -92,7 +42,7 @@ class RerankHandle(EncoderHandle[Ranking]):
         Raises:
             StaticLLMError, TimeoutError, concurrent.futures.CancelledError: as for ``result``.
         """
-        return self._pipeline._scored(self._request.future.result(timeout))
+        return self._pipeline._scored(self.future.result(timeout))
 
 
 class StaticRerankPipeline(EncoderPipeline):
@@ -142,31 +92,28 @@ class StaticRerankPipeline(EncoderPipeline):
             DeviceError: the device is missing, or cannot compile or run the model.
             BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
-        check_serving(overflow, max_waiting, on_progress)
+        serving = Serving(engine, overflow, max_waiting, on_progress)
         _check_scoring(activation, score_words)
-        own = {item.name: properties.pop(item.name) for item in fields(RerankConfig) if item.name in properties}
-        self._config = _resolved(config, own)
+        self._config = resolved_config(RerankConfig, config, properties)
         directory = check_model_dir(models_path)
         tokenizer = _paired_tokenizer(directory)
         words = score_words or SCORE_WORDS
         tokens = (() if score_words else read_encoder_files(directory).score_tokens) or _tokens(tokenizer, words)
-        options = take_options(properties)
-        served = serve_encoder(
-            directory,
-            device,
-            EncoderChoices("last", False, self._config.max_length, None, properties or None, tokens, names=_NAMES),
-            engine=engine,
-            max_waiting=max_waiting,
-            options=options,
-            on_progress=on_progress or (lambda event: None),
+        choices = EncoderChoices(
+            pooling="last",
+            is_normalised=False,
+            max_length=self._config.max_length,
+            score_tokens=tokens,
+            names=(*vars(self._config), "activation", "score_words"),
         )
+        super().__init__(directory, device, choices, serving, properties, tokenizer)
+        info = self._served.info
         try:
-            self._activation: Activation = chosen_activation(activation, directory, _num_labels(served.info, words))
+            self._activation: Activation = chosen_activation(activation, directory, _num_labels(info, words))
         except BaseException:
-            served.close()
+            self.close()
             raise
-        self._is_paired = served.info.output == "scores" and tokenizer.supports_paired_input()
-        super().__init__(served, tokenizer, overflow)
+        self._is_paired = info.output == "scores" and tokenizer.supports_paired_input()
 
     @property
     def is_paired(self) -> bool:
@@ -223,7 +170,7 @@ class StaticRerankPipeline(EncoderPipeline):
             PromptError: a text is not valid.
             BusyError: too many texts wait.
         """
-        return RerankHandle(self._submitted(self._pairs(query, texts, priority, deadline_ms)), self)
+        return RerankHandle(self._submitted(self._pairs(query, texts, priority, deadline_ms)), self, self._ranked)
 
     def start_rerank_async(self, query: str, texts: Sequence[str]) -> None:
         """Begin to rank texts; ``wait_rerank`` returns the ranking.
@@ -315,20 +262,3 @@ def _check_scoring(activation: object, words: object) -> None:
     is_pair = isinstance(words, (tuple, list)) and len(words) == 2 and all(isinstance(word, str) for word in words)
     if words is not None and not is_pair:
         raise ConfigError(f"score_words={words!r}: must be two words, of a bad and of a good text")
-
-
-def _resolved(config: object, own: Mapping[str, object]) -> RerankConfig:
-    """Return the config with the keywords in it.
-
-    Raises:
-        ConfigError: a value is impossible.
-    """
-    if isinstance(config, genai.TextRerankPipeline.Config):
-        config = RerankConfig(**{item.name: getattr(config, item.name) for item in fields(RerankConfig)})
-    elif config is None:
-        config = RerankConfig()
-    elif not isinstance(config, RerankConfig):
-        raise ConfigError(f"config is a {type(config).__name__}: must be a StaticRerankPipeline.Config")
-    found = RerankConfig(**{name: as_whole(value) for name, value in {**vars(config), **own}.items()})
-    found.validate()
-    return found

@@ -76,7 +76,7 @@ class Ours(Engine):
         self._pipe = StaticEmbeddingPipeline(path, "CPU", INFERENCE_NUM_THREADS=self.threads, **properties)
         self._calls: list[tuple[float, int, int]] = []  # seconds, tokens of texts, rows
         self._path = Path(path)
-        run, runner, calls = EncoderProgram.run, self._pipe._queue.runner, self._calls
+        run, runner, calls = EncoderProgram.run, self._pipe._driver.runner, self._calls
         run_texts, last = runner.run, [0.0]
 
         def timed(program: Any, meanwhile: Any = None) -> float:
@@ -117,7 +117,7 @@ class Ours(Engine):
 
     def peak(self) -> dict[str, Any]:
         """Return the GFLOP/s of a call of the most rows of 128, and of the plugin's products of these matrices alone."""
-        runner = self._pipe._queue.runner
+        runner = self._pipe._driver.runner
         variant = max((v for v in runner.variants if v.rows == 128), key=lambda v: v.batch)
         ids = [np.full(128, 1000, np.int64)]
         from staticllm.compiler_passes.lower_encoder import lower_encoder
@@ -134,7 +134,7 @@ class Ours(Engine):
                 self.threads), "shape": f"[{variant.batch},128]"}  # fmt: skip
 
     def _precision(self) -> str:
-        compiled = next(iter(self._pipe._queue.runner._compiled.values()))
+        compiled = next(iter(self._pipe._driver.runner._compiled.values()))
         return str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
 
 

@@ -31,15 +31,16 @@ from staticllm.errors import BusyError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool.failures import DevicePool
 from staticllm.pipelines.embedding.pool.instances import Instance
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, measure_depths, run_alone
-from staticllm.pipelines.embedding.pool.pool_loader import PolicyName, load_instances, make_state
-from staticllm.pipelines.embedding.pool.pool_state import PoolState
-from staticllm.pipelines.embedding.windve.detector import UsedDevice
-from staticllm.pipelines.embedding.windve.device_load import LENGTH
-from staticllm.pipelines.embedding.windve.device_queue import Busy, Query
-from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
+from staticllm.pipelines.embedding.pool.pool_loader import load_instances, make_pool
+from staticllm.pipelines.embedding.pool.pool_plan import PolicyName, PoolPlan
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
+from staticllm.pipelines.embedding.queue.device_queue import Busy, Query
+from staticllm.pipelines.embedding.queue.loads import LENGTH
+from staticllm.pipelines.embedding.queue.text_queue import TextQueue
+from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice
 
 FAST_SIZES = ((1, 75), (1, 150), (2, 150), (4, 150))
 SLOW_SIZES = ((1, 149),)
@@ -49,29 +50,29 @@ STEPS = 8, 2
 """Steps of the stress tests of A and B, as in the paper's own figures."""
 
 
-def manager_seconds(state: PoolState, arrivals: NDArray[np.float64]) -> float:
+def manager_seconds(queue: TextQueue, arrivals: NDArray[np.float64]) -> float:
     """Return the processor seconds that a manager takes per query by itself, on a virtual clock with the state's costs.
 
     In service, the few calls of each query run with cold caches, and a virtual machine counts the time of others as its own:
     there the same calls seem to take several times as long.
     """
-    devices = state.manager.devices
+    devices = queue.devices
     ends: dict[int, float] = {}
     start = time.process_time()
     for number, now in enumerate(arrivals.tolist()):
         while ends and min(ends.values()) <= now:
             device = min(ends, key=ends.__getitem__)
-            state.manager.finish(device)
-            _begin(state.manager, device, ends.pop(device), ends)
-        place = state.manager.admit(Query(number, now, LENGTH), now)
+            queue.finish(device)
+            _begin(queue, device, ends.pop(device), ends)
+        place = queue.place(Query(number, now, LENGTH), now)
         if not isinstance(place, Busy) and not devices[place].running:
-            _begin(state.manager, place, now, ends)
+            _begin(queue, place, now, ends)
     return (time.process_time() - start) / len(arrivals)
 
 
-def _begin(manager: QueueManager, device: int, now: float, ends: dict[int, float]) -> None:
-    if manager.begin(device, now):
-        ends[device] = now + manager.devices[device].left(now)
+def _begin(queue: TextQueue, device: int, now: float, ends: dict[int, float]) -> None:
+    if queue.begin(device, now):
+        ends[device] = now + queue.devices[device].left(now)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def main() -> None:
     if first == last:
         sys.exit("two cores are needed, one per device")
     a, b = UsedDevice(f"CPU#{last}", "CPU", (last,)), UsedDevice(f"CPU#{first}", "CPU", (first,))
-    loaded = load_instances(options.model, [a, b], partial(choices_of, a))
+    plan = PoolPlan(Detection((a, b)), {used.name: choices_of(a, used) for used in (a, b)})
+    loaded = load_instances(options.model, plan)
     try:
         figures = measure(loaded.instances, options)
     finally:
@@ -152,10 +154,10 @@ def measure(instances: Sequence[Instance], options: argparse.Namespace) -> dict[
                 used, found = instances[:count], estimates[:count]
                 gaps = np.random.default_rng(repeat).exponential(1 / rate, round(rate * options.seconds))
                 manager_s = min(
-                    manager_seconds(make_state(used, policy, limit_s, 1 << 20, found), np.cumsum(gaps))
+                    manager_seconds(make_pool(used, policy, limit_s, 1 << 20, found).queue, np.cumsum(gaps))
                     for _ in range(5)
                 )
-                state = make_state(used, policy, limit_s, 1 << 20, found)
+                state = make_pool(used, policy, limit_s, 1 << 20, found)
                 runs.append(run_poisson(state, policy, limit_s, gaps, manager_s))
     loads = [median_of([run for run in runs if (run.policy, run.devices) == key]) for key in keys_of(runs)]
     for load in loads:
@@ -235,12 +237,12 @@ class Answers:
 
 
 def run_poisson(
-    state: PoolState, policy: PolicyName, limit_s: float, gaps: NDArray[np.float64], manager_s: float
+    state: DevicePool, policy: PolicyName, limit_s: float, gaps: NDArray[np.float64], manager_s: float
 ) -> Load:
     """Serve queries with ``gaps`` in s between them. The instances stay open, so that all runs have the same ones."""
     info = state.devices[0].instance.info
     text = TokenizedText(np.random.default_rng(0).integers(0, info.vocab_size or 100, LENGTH))
-    pool, answers, num_busy, service = EmbeddingPool(state), Answers(), 0, list[float]()
+    pool, answers, num_busy, service = ThreadDriver(state), Answers(), 0, list[float]()
     begin = time.perf_counter() + 0.1
     try:
         for due in begin + np.cumsum(gaps):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         ContentDelta,
         ReasoningDelta,
     )
-    from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig
+    from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig, RerankConfig
     from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
     from staticllm.pipelines.generation.logits_processors import LogitsProcessor
     from staticllm.pipelines.launch.draft_source import draft_model
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
     from staticllm.pipelines.text.handle import GenerationHandle
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
-    from staticllm.pipelines.text_rerank_pipeline import RerankConfig, RerankHandle, StaticRerankPipeline
+    from staticllm.pipelines.text_rerank_pipeline import RerankHandle, StaticRerankPipeline
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
@@ -129,8 +129,8 @@ _LAZY = {
         ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
         "conversation.events",
     ),
-    **dict.fromkeys(("RerankConfig", "RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
-    "EmbeddingConfig": "embedding.embedding_config",
+    **dict.fromkeys(("RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
+    **dict.fromkeys(("EmbeddingConfig", "RerankConfig"), "embedding.embedding_config"),
     **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
     **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
 }

@@ -30,8 +30,13 @@ from staticllm.pipelines.diagnostics.reports import (
 )
 from staticllm.pipelines.diagnostics.settings import label_of
 from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
-from staticllm.pipelines.embedding.encoder_plan import EncoderPlan, default_pooling
+from staticllm.pipelines.embedding.encoder_kind import (
+    EncoderChoices,
+    EncoderJob,
+    EncoderKind,
+    EncoderPlan,
+    default_pooling,
+)
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText

@@ -1,12 +1,12 @@
-"""The options of an embedding pipeline: those of GenAI's class, where None stands for what the model's files say."""
+"""The options of the pipelines of encoders: those of GenAI's classes, where None stands for what the model's files say."""
 
 from __future__ import annotations
 
+import numbers
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import openvino_genai as genai
 
@@ -63,26 +63,66 @@ class EmbeddingConfig:
             raise ConfigError(f"pooling_type={self.pooling_type!r}: must be a PoolingType: CLS, MEAN or LAST_TOKEN")
 
 
-def resolved_config(config: object, own: Mapping[str, object]) -> EmbeddingConfig:
-    """Return the config with the keywords in it.
+@dataclass
+class RerankConfig:
+    """The options of ``openvino_genai.TextRerankPipeline.Config``; None for what the model's files say.
+
+    Attributes:
+        top_n: The number of texts that ``rerank`` returns.
+        max_length: The most tokens of a query with a text; longer texts are truncated.
+        pad_to_max_length, padding_side: Accepted and ignored: texts are packed, not padded.
+    """
+
+    top_n: int = 3
+    max_length: int | None = None
+    pad_to_max_length: bool | None = None
+    padding_side: str | None = None
+
+    def validate(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
+        if not is_whole(self.top_n) or self.top_n < 1:
+            raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
+        if self.max_length is not None and (not is_whole(self.max_length) or self.max_length < 1):
+            raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
+
+
+AnyConfig = TypeVar("AnyConfig", EmbeddingConfig, RerankConfig)
+
+
+def resolved_config(kind: type[AnyConfig], given: object, properties: dict[str, object]) -> AnyConfig:
+    """Return the config with the keywords among ``properties`` in it, which are removed from these.
 
     Raises:
         ConfigError: a value is impossible.
     """
-    if isinstance(config, genai.TextEmbeddingPipeline.Config):
-        values = {item.name: getattr(config, item.name) for item in fields(EmbeddingConfig)}
-        if values["pooling_type"] == PoolingType.CLS:  # its default: GenAI cannot say whether it was given
+    names = [item.name for item in fields(kind)]
+    own = {name: properties.pop(name) for name in names if name in properties}
+    if isinstance(given, _GENAI[kind]):
+        values = {name: getattr(given, name) for name in names}
+        if values.get("pooling_type") == PoolingType.CLS:  # its default: GenAI cannot say whether it was given
             values["pooling_type"] = None
             warnings.warn(
                 "pooling_type CLS of GenAI's Config is its default: the model's own pooling is used; give "
                 "pooling_type=PoolingType.CLS as a keyword if CLS is meant",
                 stacklevel=3,
             )
-        config = EmbeddingConfig(**values)
-    elif config is None:
-        config = EmbeddingConfig()
-    elif not isinstance(config, EmbeddingConfig):
-        raise ConfigError(f"config is a {type(config).__name__}: must be a StaticEmbeddingPipeline.Config")
-    found = EmbeddingConfig(**{name: as_whole(value) for name, value in {**vars(config), **own}.items()})
+    elif given is None or isinstance(given, kind):
+        values = {} if given is None else vars(given)
+    else:
+        pipeline = "StaticEmbeddingPipeline" if kind is EmbeddingConfig else "StaticRerankPipeline"
+        raise ConfigError(f"config is a {type(given).__name__}: must be a {pipeline}.Config")
+    found = kind(**{name: as_whole(value) for name, value in {**values, **own}.items()})
     found.validate()
     return found
+
+
+_GENAI = {EmbeddingConfig: genai.TextEmbeddingPipeline.Config, RerankConfig: genai.TextRerankPipeline.Config}
+
+
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number, which ``True`` is not; those of numpy are."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -20,16 +20,16 @@ from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.system.threads import check_may_wait
 
 POLL_SECONDS = 0.5
-"""The longest single wait of a caller: where Ctrl-C cannot interrupt a wait, it takes effect after this time."""
+"""The longest single wait of a caller: Ctrl-C takes effect after this time where it cannot interrupt a wait."""
 
-LINGER_SECONDS = 0.05
-"""How long the thread of callbacks waits for another one. Starting a thread for each would take as long as tokenizing a text."""
+IDLE_SECONDS = 0.05
+"""Idle time after which the thread of callbacks ends: starting one for each would take as long as tokenizing a text."""
 
 _numbers = count(1)
 
 
 class _DoneCallbacks:
-    """Runs the done-callbacks of users, one after another, on a thread that ends ``LINGER_SECONDS`` after the last one.
+    """Runs the done-callbacks of users, one after another, on a thread that ends ``IDLE_SECONDS`` after the last one.
 
     The thread is no daemon: the interpreter waits for callbacks, as it does for those of a ``ThreadPoolExecutor``.
     """
@@ -49,22 +49,22 @@ class _DoneCallbacks:
                 return
             self._is_running = True
         try:
-            threading.Thread(target=self._run, args=(LINGER_SECONDS,), name="staticllm-callbacks", daemon=False).start()
+            threading.Thread(target=self._run, args=(IDLE_SECONDS,), name="staticllm-callbacks", daemon=False).start()
         except RuntimeError:  # the interpreter ends, or the system has no more threads
             self._run(0.0)
 
-    def _run(self, linger_seconds: float) -> None:
-        while (function := self._next(linger_seconds)) is not None:
+    def _run(self, idle_seconds: float) -> None:
+        while (function := self._next(idle_seconds)) is not None:
             with contextlib.suppress(
                 BaseException
             ):  # the future has logged an Exception; SystemExit must not stop the others
                 function()
             function = None  # what it holds must not live as long as the thread
 
-    def _next(self, linger_seconds: float) -> Callable[[], None] | None:
+    def _next(self, idle_seconds: float) -> Callable[[], None] | None:
         with self._condition:
             if not self._waiting:
-                self._condition.wait(linger_seconds)
+                self._condition.wait(idle_seconds)
             self._is_running = False  # first: what the garbage collector adds from here on finds a thread
             if not self._waiting:
                 return None
@@ -145,6 +145,12 @@ class EmbeddingRequest:
             self.future.set_exception(error)
         self.has_progressed.set()
 
+    def tell_cancelled(self) -> None:
+        """Wake the threads that wait for the request, if it was cancelled; ``cancel`` of a future does not."""
+        if self.future.cancelled():
+            self._may_end()
+            self.has_progressed.set()
+
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
         """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
 
@@ -174,5 +180,6 @@ class EmbeddingRequest:
     def _may_end(self) -> bool:
         """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""
         with self._lock:  # devices, and a thread that closes the queue, may end a request at the same time
-            is_first, self._is_ending = not self._is_ending, True
+            is_first = not self._is_ending
+            self._is_ending = True
         return is_first and self.future.set_running_or_notify_cancel()

@@ -11,7 +11,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderShape, EncoderVariant
-from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText
+from staticllm.pipelines.embedding.packing.chunks import ChunkBuffers, ChunkCache, ContinuedText, new_presents
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import (
@@ -34,7 +34,8 @@ def random_texts(shape: EncoderShape, variant: EncoderVariant) -> dict[str, NDAr
 
     The values are the same in every process.
     """
-    random, num_ids = np.random.default_rng(0), min(FEW_IDS, shape.vocab_size or FEW_IDS)
+    random = np.random.default_rng(0)
+    num_ids = min(FEW_IDS, shape.vocab_size or FEW_IDS)
     if variant.past:
         return _random_chunk(shape, variant, num_ids)
     per_sequence = min(variant.texts // variant.batch, 2, variant.rows) if shape.is_packable else 1
@@ -50,15 +51,16 @@ def random_texts(shape: EncoderShape, variant: EncoderVariant) -> dict[str, NDAr
 
 def _random_chunk(shape: EncoderShape, variant: EncoderVariant, num_ids: int) -> dict[str, NDArray[Any]]:
     """Return the inputs of a call that continues a random text after random keys and values."""
-    random, num_done = np.random.default_rng(0), min(variant.past, MOST_PAST)
-    chunk = ContinuedText(shape, TokenizedText(random.integers(0, num_ids, num_done + variant.rows)))
-    chunk.reserve(variant.past)
-    chunk.num_done = num_done
-    for rows in chunk.past:
-        rows[:, :, :num_done] = random.standard_normal((*rows.shape[:2], num_done, rows.shape[3]), np.float32)
-    buffers = ChunkBuffers(shape, variant, 0, [np.zeros(0, np.float32)] * len(shape.past))
-    buffers.fill_chunk(chunk, variant.rows, "last")
-    return {**_inputs(shape, buffers), **dict(zip(past_names(shape), chunk.past, strict=True))}
+    random = np.random.default_rng(0)
+    num_done = min(variant.past, MOST_PAST)
+    cache = ChunkCache(shape, [variant])
+    chunk = ContinuedText(TokenizedText(random.integers(0, num_ids, num_done + variant.rows)), 0)
+    sequence = cache.enter(chunk, variant)
+    earlier = [random.standard_normal(group.shape(num_done), np.float32) for group in cache.kv.arena.groups]
+    cache.commit(chunk, earlier, num_done)
+    buffers = ChunkBuffers(shape, variant, 0, cache.kv, new_presents(cache.kv, variant.rows))
+    buffers.fill_chunk(chunk, sequence, variant.rows, "last")
+    return _inputs(shape, buffers)
 
 
 def _inputs(shape: EncoderShape, buffers: EncoderBuffers) -> dict[str, NDArray[Any]]:

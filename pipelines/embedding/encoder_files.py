@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.core import Pooling
-from staticllm.errors import ModelError, last_line
+from staticllm.errors import AdapterError, ModelError, last_line
 from staticllm.model_dir import max_positions
 from staticllm.system.files import read_regular
 
@@ -82,9 +82,11 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
     pooling: Pooling | None = None
     dense: list[Dense] = []
     kinds: list[str] = []
-    is_prompt_pooled, score_tokens = True, tuple[int, ...]()
+    is_prompt_pooled = True
+    score_tokens = tuple[int, ...]()
     for module in modules:
-        kind, path = str(_field(module, "type")).rsplit(".", 1)[-1], str(module.get("path", ""))
+        kind = str(_field(module, "type")).rsplit(".", 1)[-1]
+        path = str(module.get("path", ""))
         folder = _folder(directory, path)
         kinds.append(kind)
         if kind == "Pooling":
@@ -134,7 +136,8 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     """
     name = next((name for name in SENTENCE_CONFIGS if os.path.lexists(directory / name)), SENTENCE_CONFIGS[0])
     found = _read_json(directory / name, dict)
-    length, is_lower_cased = found.get("max_seq_length"), found.get("do_lower_case", False)
+    length = found.get("max_seq_length")
+    is_lower_cased = found.get("do_lower_case", False)
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(f"{name}: max_seq_length is {length!r}: must be a whole number from 1")
     if not isinstance(is_lower_cased, bool):
@@ -175,7 +178,8 @@ def _folder(directory: Path, path: str) -> Path:
         ModelError: it is outside the model directory, or no folder can have this path.
     """
     try:
-        found, home = (directory / path).resolve(), directory.resolve()
+        found = (directory / path).resolve()
+        home = directory.resolve()
         found.is_dir()  # a path that is too long is refused here
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a surrogate, a loop of links
         raise ModelError(
@@ -263,30 +267,18 @@ def _dense(folder: Path) -> Dense:
 def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of a file in the format of safetensors, as f32."""
     try:
-        data = read_regular(path, MAX_DENSE_BYTES)
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
-        body = memoryview(data)[8 + length :]
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = _as_f32(path, name, entry["dtype"], body[begin:end]).reshape(entry["shape"])
-    except (OSError, MemoryError) as error:
+        tensors = parse_safetensors(read_regular(path, MAX_DENSE_BYTES)).tensors
+    except (OSError, MemoryError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {last_line(error)}") from None
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except AdapterError as error:
         raise ModelError(f"{path}: is not a file of safetensors ({error})") from None
+    found = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = tensor.to_f32()
+        except ValueError:
+            raise ModelError(f"{path}: {name} has the type {tensor.dtype}, only F32, F16 and BF16 are read") from None
     return found
-
-
-def _as_f32(path: Path, name: str, dtype: str, data: memoryview) -> NDArray[np.float32]:
-    if dtype == "F32":
-        return np.frombuffer(data, np.float32).copy()
-    if dtype == "F16":
-        return np.frombuffer(data, np.float16).astype(np.float32)
-    if dtype == "BF16":  # the upper half of an f32
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    raise ModelError(f"{path}: {name} has the type {dtype}, only F32, F16 and BF16 are read")
 
 
 def _field(module: Any, name: str) -> Any:

@@ -1,24 +1,29 @@
-"""A job describes which encoder is loaded for which device, with everything that the user and the model's files choose."""
+"""Checks and loads an encoder: a job says which one on which device, with all that the user and the model's files choose."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import openvino as ov
+import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import OnProgress
+from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, get_core, known_properties
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, DeviceError, enough_memory
 from staticllm.model_dir import check_model_dir, max_positions
 from staticllm.pipelines.artifacts.blob_set import is_ours
-from staticllm.pipelines.embedding.encoder_files import read_encoder_files
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+from staticllm.pipelines.launch.arguments import read_tokenizer
 from staticllm.pipelines.launch.genai_properties import from_genai
-from staticllm.pipelines.loading.kind import LoadJob
+from staticllm.pipelines.loading.kind import LoadJob, Origin
+from staticllm.pipelines.loading.load import load_job
 from staticllm.properties import resolve
 
 MAX_LENGTH = 512
@@ -59,7 +64,8 @@ def encoder_job(
     config = encoder_config(name, choices.properties or {}, choices.names)
     is_encrypted = config.weights_decryption_callback is not None
     directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
-    files, limit = read_encoder_files(directory), max_positions(directory)
+    files = read_encoder_files(directory)
+    limit = max_positions(directory)
     if choices.max_length is not None and choices.max_length > MOST_TOKENS:
         raise ConfigError(
             f"max_length={choices.max_length}: must be at most {MOST_TOKENS}, because masks grow with its square; split the texts"
@@ -83,3 +89,45 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
     if resolved.config.programs not in ("auto", "separate", "shared"):
         raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
     return resolved.config
+
+
+@dataclass(frozen=True)
+class LoadedEncoder:
+    """An encoder that is ready to run, its tokenizer, and what its files say. ``max_length`` is in tokens."""
+
+    runner: EncoderRunner
+    tokenizer: genai.Tokenizer
+    files: EncoderFiles
+    max_length: int
+    vocab_size: int | None
+    origin: Origin = "compiled"
+
+
+def load_encoder(
+    models_path: str | os.PathLike[str],
+    device: str,
+    choices: EncoderChoices,
+    on_progress: OnProgress = lambda event: None,
+) -> LoadedEncoder:
+    """Load an encoder and run each of its programs once.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged, or the model is no encoder.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is unknown, or impossible for this model.
+        DeviceError: the device is missing, or cannot compile or run the model.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
+    """
+    with enough_memory(DeviceError, f"the encoder on {device}"):
+        begin = time.perf_counter()
+        job = encoder_job(models_path, device, choices, on_progress)
+        directory = job.directory
+        config = job.config
+        check_model_dir(directory, True, config.weights_path, config.weights_decryption_callback is not None)
+        tokenizer = read_tokenizer(directory)
+        kind = replace(job.kind, pad_id=max(tokenizer.get_pad_token_id(), 0))
+        loaded = load_job(replace(job, kind=kind))
+        loaded.keep_costs()
+        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+    shape = loaded.programs.shape
+    return LoadedEncoder(loaded.runner, tokenizer, kind.files, shape.longest, shape.vocab_size, loaded.origin)

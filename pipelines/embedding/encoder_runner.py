@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import openvino as ov
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling
-from staticllm.pipelines.embedding.packing.continued_text import ChunkBuffers, ContinuedText, Rows, chunk_variant
+from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.embedding.packing.chunks import (
+    MOST_TOKENS,
+    ChunkBuffers,
+    ChunkCache,
+    ContinuedText,
+    Rows,
+    chunk_variant,
+    new_presents,
+)
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
-from staticllm.pipelines.embedding.packing.kept_beginnings import MOST_TOKENS, KeptBeginnings
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.ports import past_names
 
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
-"""Seconds of a call from which on it is measured once at loading, because noise is small beside it, and not apart from its first
-run, because preparing is small beside it: loading should not take minutes."""
-NEW_SHARE = 0.1
-"""The weight of a new measurement in the cost of a variant."""
-COSTLY_PAST = 4096
-"""So many past rows are taken to double a call's time, until one was measured."""
+"""Calls above these times, in seconds, are measured once at loading, and by their first run: noise and preparation are small."""
 
 
 class EncoderProgram(BoundRequest):
@@ -36,26 +37,12 @@ class EncoderProgram(BoundRequest):
         self.buffers = buffers
 
 
-class ContinuedProgram(EncoderProgram):
-    """A variant that continues a text. The text owns the past rows, which are bound before each call."""
+class ChunkProgram(EncoderProgram):
+    """A variant that continues a text: its past rows are those of the arena."""
 
-    def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers, past: Sequence[Rows]) -> None:
-        self._names = past_names(buffers.shape)
-        buffers.arrays.update(zip(self._names, past, strict=True))
+    def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers) -> None:
         super().__init__(compiled, buffers)
         self.chunk_buffers = buffers
-        self._is_static = not any(port.partial_shape.is_dynamic for port in compiled.inputs)
-
-    def bind_past(self, past: Sequence[Rows]) -> None:
-        """Let the next calls read these rows."""
-        for name, array in zip(self._names, past, strict=True):
-            self.buffers.arrays[name] = array
-            self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
-
-    def release_past(self) -> None:
-        """Forget the rows, where the program allows it, so that their memory is freed with the text."""
-        if not self._is_static:
-            self.bind_past([np.zeros((1, heads, 0, size), np.float32) for heads, size in self.buffers.shape.past])
 
 
 class EncoderRunner:
@@ -74,15 +61,18 @@ class EncoderRunner:
     ) -> None:
         self.shape = shape
         self.pooling: Pooling = shape.pooling or pooling
-        self._compiled, self._pad_id = dict(compiled), pad_id
+        self._compiled = dict(compiled)
+        self._pad_id = pad_id
         self._bound: dict[EncoderVariant, EncoderProgram] = {}
-        self._present: dict[int, list[Rows]] = {}  # for so many rows
-        self._seconds: dict[EncoderVariant, float] = {}
-        self._beginnings = KeptBeginnings()
+        self._chunk_programs: dict[EncoderVariant, ChunkProgram] = {}
+        self._presents: dict[int, list[Rows]] = {}  # by the rows of the variant
+        self.costs = CostModel[EncoderVariant]()
         self.variants = tuple(sorted(variant for variant in self._compiled if not variant.past))
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
         """The variants that continue a text."""
+        self.chunks = ChunkCache(shape, self.continuing) if self.continuing else None
+        """The keys and values of texts that run in chunks; None if none does."""
         self.max_tokens = shape.longest or max(variant.rows + variant.past for variant in self._compiled)
         """The most tokens of one text."""
 
@@ -92,38 +82,13 @@ class EncoderRunner:
         return max(variant.rows for variant in self.variants)
 
     def cost(self, variant: EncoderVariant) -> float:
-        """Return the seconds of a call of this variant: measured, or on a line through its neighbours that were measured."""
-        if variant in self._seconds:
-            return self._seconds[variant]
-        if variant.past:
-            return self._cost_to_continue(variant)
-        size = _size(variant)
-        whole = [known for known in self._seconds if not known.past]
-        if not whole:
-            return 1e-3 + 1e-4 * size
-        below = max((known for known in whole if _size(known) <= size), key=_size, default=None)
-        above = min((known for known in whole if _size(known) >= size), key=_size, default=None)
-        if below is None:
-            assert above is not None
-            return self._seconds[above]  # few rows take hardly less time, because all weights are read
-        if above is None or _size(below) == _size(above):
-            return self._seconds[below] * size / _size(below)
-        share = (size - _size(below)) / (_size(above) - _size(below))
-        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
-
-    def _cost_to_continue(self, variant: EncoderVariant) -> float:
-        """Return the seconds of a variant that was not measured: attention takes time for each pair of a row and a past row."""
-        alone = self.cost(replace(variant, past=0))
-        known = [each for each in self._seconds if each.past]
-        if not known:
-            return alone * (1 + variant.past / COSTLY_PAST)
-        near = max(known, key=lambda each: each.rows * each.past)  # that with the most pairs is the surest
-        more = max(0.0, self._seconds[near] - self.cost(replace(near, past=0)))
-        return alone + more * (variant.rows * variant.past) / (near.rows * near.past)
+        """Return the seconds of a call of this variant, measured or estimated."""
+        return self.costs(variant)
 
     def cost_of_text(self, num_tokens: int) -> float:
         """Return the seconds of all chunks of a text that runs in chunks."""
-        seconds, num_done = 0.0, 0
+        seconds = 0.0
+        num_done = 0
         while num_done < num_tokens:
             variant = chunk_variant(self.continuing, num_done, num_tokens - num_done)
             seconds += self.cost(variant)
@@ -135,19 +100,22 @@ class EncoderRunner:
 
         ``known``: seconds per call that need not be measured again.
         """
-        self._seconds |= {variant: seconds for variant, seconds in (known or {}).items() if variant in self._compiled}
+        for variant, seconds in (known or {}).items():
+            if variant in self._compiled:
+                self.costs.set(variant, seconds)
         for variant in (*self.variants, *self._continuing_to_measure()):
             program = self._program(variant)
-            slowest = program.run()  # the first run prepares
-            seconds = self._seconds.get(variant)
-            if seconds is None and slowest < VERY_SLOW_RUN:
-                seconds = min(program.run() for _ in range(num_runs if slowest < SLOW_RUN else 1))
-            self._seconds[variant] = slowest if seconds is None else seconds
+            seconds = program.run()  # the first run prepares
+            if variant in self.costs.measured:
+                continue
+            if seconds < VERY_SLOW_RUN:
+                seconds = min(program.run() for _ in range(num_runs if seconds < SLOW_RUN else 1))
+            self.costs.set(variant, seconds)
 
     @property
     def measured_costs(self) -> dict[EncoderVariant, float]:
         """The seconds per call of each variant that was measured."""
-        return dict(self._seconds)
+        return self.costs.measured
 
     @property
     def stable_costs(self) -> dict[EncoderVariant, float]:
@@ -168,14 +136,14 @@ class EncoderRunner:
 
     def continued(self, text: TokenizedText) -> ContinuedText:
         """Return a text that ``run_chunk`` runs, after the tokens that are kept of an earlier text, if it begins like one."""
-        return ContinuedText(self.shape, text, start=self._beginnings.find(text))
+        return self._chunks.continued(text)
 
     def resumed(self, text: TokenizedText) -> ContinuedText | None:
         """Return a text that comes alone for ``run_chunk`` if its beginning is kept or worth keeping; None if it runs whole."""
         if not any(variant.past <= MOST_TOKENS for variant in self.continuing):
             return None
-        num_kept = self._beginnings.to_keep(text)
-        chunk = self.continued(text)
+        num_kept = self._chunks.worth_keeping(text)
+        chunk = self._chunks.continued(text)
         is_learning = num_kept >= chunk.num_done + LEAST_SHARED
         if not chunk.num_done and not is_learning:
             return None
@@ -200,74 +168,61 @@ class EncoderRunner:
         self, chunk: ContinuedText, variant: EncoderVariant, meanwhile: Callable[[], None] | None = None
     ) -> Vectors | None:
         """Run the next tokens of a text, and return its vector ``[width]`` after the last ones, else None."""
+        sequence = self._chunks.enter(chunk, variant)
         count = min(variant.rows, chunk.num_left)
         is_last = count == chunk.num_left
-        chunk.reserve(variant.past)
-        program = self._continued_program(variant, chunk.past)
+        program = self._chunk_program(variant)
         buffers = program.chunk_buffers
-        try:
-            buffers.fill_chunk(chunk, count, self.pooling)
-            self._measure(variant, program.run(meanwhile))
-            if not is_last:
-                chunk.append(buffers.present, count)
-                return None
-            vector: Vectors = buffers.output[0].copy()
-            if chunk.num_kept and np.isfinite(vector).all():
-                chunk.append(buffers.present, count)
-                self._keep_beginning(chunk)
-            return vector
-        finally:
-            program.release_past()
+        buffers.fill_chunk(chunk, sequence, count, self.pooling)
+        self._measure(variant, program.run(meanwhile))
+        if not is_last:
+            self._chunks.commit(chunk, buffers.presents, count)
+            return None
+        vector: Vectors = buffers.output[0].copy()
+        self._chunks.end(chunk, buffers.presents, bool(np.isfinite(vector).all()))
+        return vector
 
     def close(self) -> None:
         """Drop the programs, their inference requests and what is kept of texts. Nothing can run afterwards."""
-        self._compiled, self._bound, self._present, self._beginnings = {}, {}, {}, KeptBeginnings()
+        self._compiled = {}
+        self._bound = {}
+        self._chunk_programs = {}
+        self._presents = {}
+        if self.chunks is not None:
+            self.chunks.release()
 
-    def _keep_beginning(self, chunk: ContinuedText) -> None:
-        chunk.num_done = chunk.num_kept
-        chunk.reserve(min(each.past for each in self.continuing if each.past >= chunk.num_kept))
-        self._beginnings.keep(chunk, chunk.num_kept)
+    @property
+    def _chunks(self) -> ChunkCache:
+        assert self.chunks is not None, "no variant continues a text"
+        return self.chunks
 
     def _measure(self, variant: EncoderVariant, seconds: float) -> None:
-        known = self._seconds.get(variant)
-        if known is None:  # the first run prepares, so it says only that the variant takes no longer
-            self._seconds[variant] = min(seconds, self.cost(variant))
-        else:
-            self._seconds[variant] = known + NEW_SHARE * (seconds - known)
+        is_first = variant not in self.costs.measured  # it prepares, so it says only that the variant takes no longer
+        self.costs.update(variant, min(seconds, self.cost(variant)) if is_first else seconds)
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
         """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""
         if not self.continuing:
             return []
-        few, many = self.continuing[0].past, [each.past for each in self.continuing if each.past >= self.max_rows]
+        few = self.continuing[0].past
+        many = [each.past for each in self.continuing if each.past >= self.max_rows]
         ends = [max(each for each in self.continuing if each.past == past) for past in {few, min(many, default=few)}]
         return sorted({self.continuing[0], *ends})
 
-    def _continued_program(self, variant: EncoderVariant, past: Sequence[Rows]) -> ContinuedProgram:
-        found = self._bound.get(variant)
-        if isinstance(found, ContinuedProgram):
-            found.bind_past(past)
-            return found
-        present = self._present.setdefault(
-            variant.rows, [np.zeros((1, heads, variant.rows, size), np.float32) for heads, size in self.shape.past]
-        )
-        program = ContinuedProgram(
-            self._compiled[variant], ChunkBuffers(self.shape, variant, self._pad_id, present), past
-        )
-        self._bound[variant] = program
-        return program
+    def _chunk_program(self, variant: EncoderVariant) -> ChunkProgram:
+        if variant not in self._chunk_programs:
+            cache = self._chunks.kv
+            rows = variant.rows
+            if rows not in self._presents:
+                self._presents[rows] = new_presents(cache, rows)
+            buffers = ChunkBuffers(self.shape, variant, self._pad_id, cache, self._presents[rows])
+            self._chunk_programs[variant] = ChunkProgram(self._compiled[variant], buffers)
+        return self._chunk_programs[variant]
 
     def _program(self, variant: EncoderVariant) -> EncoderProgram:
         if variant.past:
-            text = self.continued(TokenizedText(np.zeros(1, np.int64)))
-            text.reserve(variant.past)
-            return self._continued_program(variant, text.past)
+            return self._chunk_program(variant)
         if variant not in self._bound:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)
         return self._bound[variant]
-
-
-def _size(variant: EncoderVariant) -> int:
-    """Return the rows of all sequences of a call."""
-    return variant.batch * variant.rows

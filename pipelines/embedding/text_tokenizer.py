@@ -27,7 +27,8 @@ class TextTokenizer:
     def __init__(
         self, tokenizer: genai.Tokenizer, max_length: int, vocab_size: int | None, overflow: Overflow = "truncate"
     ) -> None:
-        self.max_length, self.overflow = max_length, overflow
+        self.max_length = max_length
+        self.overflow = overflow
         self._tokenizer: genai.Tokenizer | None = tokenizer
         self._vocab_size = vocab_size
         self._num_before, self._num_last = self._count_special()
@@ -106,14 +107,16 @@ class TextTokenizer:
         Raises:
             ModelError: the tokenizer changes the texts of a pair.
         """
-        (plain,), (pair,) = self._call_without_special("a"), self._call(["a"], "a")
+        (plain,) = self._call_without_special("a")
+        (pair,) = self._call(["a"], "a")
         size = len(plain)
         places = [at for at in range(len(pair) - size + 1) if np.array_equal(pair[at : at + size], plain)]
         if len(places) < 2 or places[0] + size > places[-1]:
             raise ModelError(
                 "the tokenizer does not put a query and a text one after the other: it cannot encode pairs"
             )
-        start, end = places[0], places[-1]
+        start = places[0]
+        end = places[-1]
         return pair[:start], pair[start + size : end], pair[end + size :]
 
     def _plain(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:

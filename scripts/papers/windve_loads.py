@@ -21,10 +21,10 @@ from windve_simulation import (
 )
 from windve_tables import LIMITS_S, PAIRS, PublishedDevice
 
-from staticllm.pipelines.embedding.windve.device_load import Line
-from staticllm.pipelines.embedding.windve.device_queue import Query
+from staticllm.pipelines.embedding.queue.device_queue import Query
+from staticllm.pipelines.embedding.queue.loads import Line
+from staticllm.pipelines.embedding.queue.policies import Predicted, QueuePolicy, Windve, WindveQueued
 from staticllm.pipelines.embedding.windve.queue_depth import depth
-from staticllm.pipelines.embedding.windve.queue_policies import Predicted, QueuePolicy, Windve, WindveQueued
 
 NUM_QUERIES = 8000
 OVERLOAD = 1.2

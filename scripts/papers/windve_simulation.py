@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.windve.device_load import LENGTH, NewLoad
-from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue, Query
-from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
-from staticllm.pipelines.embedding.windve.queue_policies import QueuePolicy, Windve
+from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, Query
+from staticllm.pipelines.embedding.queue.loads import LENGTH, NewLoad
+from staticllm.pipelines.embedding.queue.policies import QueuePolicy, Windve
+from staticllm.pipelines.embedding.queue.text_queue import TextQueue
 
 BURST = 16
 """Queries that arrive at once, on average, in ``bursts``."""
@@ -124,7 +124,7 @@ class _Clock:
 
     def __init__(self, devices: Sequence[SimulatedDevice], policy: QueuePolicy) -> None:
         self._devices = devices
-        self._manager = QueueManager([DeviceQueue(d.name, d.new_load, d.depth) for d in devices], policy)
+        self._manager = TextQueue([DeviceQueue(d.name, d.new_load, d.depth) for d in devices], policy)
         self._ends: list[tuple[float, int]] = []
         self._latencies: list[float] = []
 
@@ -137,7 +137,7 @@ class _Clock:
             while self._ends and self._ends[0][0] <= now:
                 self._finish()
             while place < len(queries) and queries[place].arrival <= now:
-                self._manager.admit(queries[place], now)
+                self._manager.place(queries[place], now)
                 place += 1
             self._begin(now)
         return self._latencies

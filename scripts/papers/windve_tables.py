@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from windve_simulation import SimulatedDevice, lockstep_concurrency, lockstep_seconds
 
+from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.pipelines.embedding.windve.deployment_cost import saving
-from staticllm.pipelines.embedding.windve.device_load import Line
 from staticllm.pipelines.embedding.windve.queue_depth import depth, stress_test
 
 LENGTH_EXPONENT = 1.15

@@ -182,7 +182,7 @@ def _devices(options: dict[str, Any]) -> list[_Device]:
         UsageError: ``--depths`` is not two whole numbers.
         ConfigError: the file of ``--estimates`` has no device.
     """
-    from staticllm.pipelines.embedding.windve.depth_file import read_estimates
+    from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 
     depths = options["depths"]
     path = options["estimates"]

@@ -38,7 +38,9 @@ class EncoderBuffers:
     """The host memory of one variant's ports, which ``fill`` overwrites before each call."""
 
     def __init__(self, shape: EncoderShape, variant: EncoderVariant, pad_id: int) -> None:
-        self.shape, self.variant, self.pad_id = shape, variant, pad_id
+        self.shape = shape
+        self.variant = variant
+        self.pad_id = pad_id
         self.arrays: dict[str, NDArray[Any]] = {}
         names = encoder_input_names(shape)
         if variant.past:  # the keys and values of a continued text have other owners
@@ -69,13 +71,16 @@ class EncoderBuffers:
             mask.fill(HIDDEN)
         number = 0
         for line, texts in enumerate(sequences):
-            start, before = 0, NO_ROWS
+            start = 0
+            before = NO_ROWS
             for text, num_shared in zip(texts, self._num_shared(texts), strict=True):
                 end = start + len(text) - num_shared
                 rows = np.concatenate((before[:num_shared], np.arange(start, end)))
                 self._place(line, rows, num_shared, text)
                 self._pool(number, line, rows, text, pooling)
-                start, before, number = end, rows, number + 1
+                start = end
+                before = rows
+                number = number + 1
 
     def _num_shared(self, texts: Sequence[TokenizedText]) -> list[int]:
         """Return how many tokens at its start each text has from the rows of the one before it."""
@@ -83,7 +88,8 @@ class EncoderBuffers:
 
     def _place(self, line: int, rows: Rows, num_shared: int, text: TokenizedText) -> None:
         """Write a text into its rows of a sequence; the first ``num_shared`` hold its tokens already."""
-        own, length = rows[num_shared:], len(text)
+        own = rows[num_shared:]
+        length = len(text)
         self.arrays[INPUT_IDS][line, own] = text.ids[num_shared:]
         if self.shape.has_positions:
             self.arrays[POSITION_IDS][line, own] = positions_of(self.shape, text.ids)[num_shared:]

@@ -13,9 +13,9 @@ from staticllm.pipelines.embedding.packing.prefix_groups import CommonPrefixes, 
 Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""
 FEW_TEXTS = 16
-"""Up to so many texts, every size of sequences is tried."""
+"""For up to this many texts, every size of sequences is tried."""
 BULK_SIZES = 3
-"""For more texts, so many sizes are tried: those with the cheapest tokens, because cheap tokens do not help if more stay idle."""
+"""The number of sizes that are tried for more texts: those with the cheapest tokens."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ def _divide(
     num_texts = [0, *accumulate(len(found.texts) for found in bins)]
     least: list[tuple[float, EncoderVariant | None]] = [(0.0, None)]  # from the i-th last sequence on: cost, first call
     for start in range(len(bins) - 1, -1, -1):
-        used, left = bins[start].used, len(bins) - start
+        used = bins[start].used
+        left = len(bins) - start
 
         def holds(variant: EncoderVariant, start: int = start, left: int = left) -> bool:
             return not is_packable or num_texts[start + min(left, variant.batch)] - num_texts[start] <= variant.texts

@@ -101,5 +101,6 @@ def _join(runs: dict[int, _Run], left: _Run, right: _Run, num_tokens: int) -> No
     joined = _Run(left.first, right.last, left.saved + right.saved, left.groups + right.groups)
     saved = (joined.last - joined.first) * num_tokens
     if saved >= joined.saved:
-        joined.saved, joined.groups = saved, [(joined.first, joined.last, num_tokens)]
+        joined.saved = saved
+        joined.groups = [(joined.first, joined.last, num_tokens)]
     runs[joined.first] = runs[joined.last] = joined

@@ -10,19 +10,17 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
+from staticllm.pipelines.embedding.encoder_job import LoadedEncoder
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.load import LoadedEncoder
-from staticllm.pipelines.embedding.packing.continued_text import ContinuedText
+from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.windve.device_load import NewLoad, ShapeCosts
+from staticllm.pipelines.embedding.queue.loads import Costs
 
 MAX_TEXTS = 1024
 """The most texts in one message to a worker process. Larger batches are divided."""
-Costs = Mapping[EncoderVariant, float]
-"""Seconds per call of each variant."""
 
 
 class WorkerLostError(DeviceError):
@@ -91,7 +89,8 @@ class LocalInstance:
     """An instance in this process."""
 
     def __init__(self, name: str, runner: EncoderRunner, info: EncoderInfo) -> None:
-        self.name, self.info = name, info
+        self.name = name
+        self.info = info
         self._runner = runner
 
     @property
@@ -139,7 +138,7 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
     A text whose vector is not finite runs again without others, because one of those may be the cause.
     """
     vectors = np.zeros((len(texts), runner.shape.width), np.float32)
-    if len(texts) == 1 and runner.continuing and (chunk := runner.resumed(texts[0])) is not None:
+    if len(texts) == 1 and (chunk := runner.resumed(texts[0])) is not None:
         return _in_chunks(runner, chunk)[None]
     is_long = [runner.max_rows < len(text) <= runner.max_tokens for text in texts]
     places = [index for index, long in enumerate(is_long) if not long]
@@ -163,36 +162,6 @@ def _in_chunks(runner: EncoderRunner, chunk: ContinuedText) -> Vectors:
     return vector
 
 
-def load_of(costs: Costs, is_packable: bool, ratio: float = 1.0) -> NewLoad:
-    """Return what predicts the seconds of texts on an instance whose calls take ``ratio`` times ``costs``.
-
-    The cheapest variant of each batch and length counts. Without ``is_packable`` a text takes a whole row.
-    """
-    seconds: dict[tuple[int, int], float] = {}
-    for variant, cost in costs.items():
-        size = variant.batch, variant.rows
-        seconds[size] = min(seconds.get(size, float("inf")), cost * ratio)
-    shapes = ShapeCosts(seconds)
-    return shapes.new_load if is_packable else lambda: _WholeRows(shapes)
-
-
-class _WholeRows:
-    """The load of a model that holds one text per row."""
-
-    def __init__(self, shapes: ShapeCosts) -> None:
-        self._shapes, self._load = shapes, shapes.new_load()
-
-    @property
-    def seconds(self) -> float:
-        return self._load.seconds
-
-    def seconds_with(self, num_tokens: int) -> float:
-        return self._load.seconds_with(self._shapes.row_len_of(num_tokens))
-
-    def add(self, num_tokens: int) -> None:
-        self._load.add(self._shapes.row_len_of(num_tokens))
-
-
 def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]:
     """Return texts as the body and the payload of a message."""
     typed = any(text.types is not None for text in texts)
@@ -209,9 +178,11 @@ def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedTe
     Raises:
         ValueError: the sizes do not fit together.
     """
-    num_texts, num_types = int(header["num_texts"]), int(bool(header["has_types"]))
+    num_texts = int(header["num_texts"])
+    num_types = int(bool(header["has_types"]))
     sizes = np.frombuffer(body, "<i4", min(2 * num_texts, len(body) // 4))
-    lengths, prompts = sizes[:num_texts], sizes[num_texts:]
+    lengths = sizes[:num_texts]
+    prompts = sizes[num_texts:]
     num_tokens = int(lengths.sum())
     if lengths.min(initial=1) < 1 or len(body) != 8 * num_texts + 8 * num_tokens * (1 + num_types):
         raise ValueError(f"a message of {len(body)} bytes with {num_texts} texts")

@@ -12,7 +12,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import Instance
-from staticllm.pipelines.embedding.windve.device_load import LENGTH
+from staticllm.pipelines.embedding.queue.loads import LENGTH
 from staticllm.pipelines.embedding.windve.queue_depth import (
     STEP,
     Estimate,
@@ -114,7 +114,8 @@ def measure_depths(
         StaticLLMError: a device failed.
     """
     runs = [run_alone(instance, length) for instance in instances]
-    estimates, stress = [], []
+    estimates = []
+    stress = []
     for instance, run in zip(instances, runs, strict=True):
         on_stage(f"profiling {instance.name}")
         estimates.append(estimate(instance.name, run, limit_s))

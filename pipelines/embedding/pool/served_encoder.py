@@ -3,78 +3,112 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import openvino_genai as genai
 
-from staticllm.core import OnProgress
+from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
+from staticllm.pipelines.embedding.encoder_job import LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.load import LoadedEncoder, load_encoder
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import PoolOptions, choices_by_device, load_pool, needs_pool
+from staticllm.pipelines.embedding.pool.pool_loader import load_pool
+from staticllm.pipelines.embedding.pool.pool_plan import PoolOptions, choices_by_device, needs_pool
+from staticllm.pipelines.embedding.queue.drivers import JobDriver, QueueDriver
+from staticllm.pipelines.embedding.text_tokenizer import Overflow
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 
 
-@dataclass
-class ServedEncoder:
-    """An encoder that takes requests by its ``queue``. ``engine`` owns the only device; None for a pool of devices.
+@dataclass(frozen=True)
+class Serving:
+    """How an encoder is served, whatever the model.
 
-    ``tokenizer`` is None after ``close``. ``own_engine`` ends with the encoder; None if the engine was given.
+    ``engine``: the engine of another pipeline on the same device; None for a device of its own.
+
+    Raises:
+        ConfigError: an option is impossible.
+    """
+
+    engine: JobHost | None
+    overflow: Overflow
+    max_waiting: int
+    on_progress: OnProgress | None
+
+    def __post_init__(self) -> None:
+        if self.overflow not in ("truncate", "refuse"):
+            raise ConfigError(f"overflow={self.overflow!r}: must be 'truncate' or 'refuse'")
+        if not isinstance(self.max_waiting, int) or isinstance(self.max_waiting, bool) or self.max_waiting < 1:
+            raise ConfigError(f"max_waiting={self.max_waiting!r}: must be a whole number from 1")
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise ConfigError(f"on_progress={self.on_progress!r}: must be a function of one ProgressEvent, or None")
+
+    def tell(self, event: ProgressEvent) -> None:
+        """Report a part of loading."""
+        if self.on_progress is not None:
+            self.on_progress(event)
+
+
+@dataclass(frozen=True)
+class ServedEncoder:
+    """An encoder that takes requests by its ``driver``. ``engine`` owns the only device; None for a pool of devices.
+
+    ``release`` drops the programs; texts that wait get a ``ClosedError``. A second call does nothing.
     """
 
     info: EncoderInfo
-    tokenizer: genai.Tokenizer | None
     files: EncoderFiles
-    queue: EmbeddingQueue | EmbeddingPool
+    driver: QueueDriver
     engine: JobHost | None
-    own_engine: JobEngine | EmbeddingPool | None
-
-    def close(self) -> None:
-        """Release the device and drop the programs; texts that wait get a ``ClosedError``. A second call does nothing."""
-        if self.engine is not None and isinstance(self.queue, EmbeddingQueue):
-            self.engine.remove_jobs(self.queue)
-        if self.own_engine is not None:
-            self.own_engine.close()
-        self.tokenizer = None
+    release: Callable[[], None]
 
 
 def serve_encoder(
-    models_path: str | os.PathLike[str],
-    device: str,
-    choices: EncoderChoices,
-    *,
-    engine: JobHost | None,
-    max_waiting: int,
-    options: PoolOptions,
-    on_progress: OnProgress,
-) -> ServedEncoder:
-    """Load an encoder, on several devices if ``device`` and ``options`` say so, and serve it.
+    models_path: str | os.PathLike[str], device: str, choices: EncoderChoices, serving: Serving, options: PoolOptions
+) -> tuple[ServedEncoder, genai.Tokenizer]:
+    """Load an encoder with its tokenizer, on several devices if ``device`` and ``options`` say so, and serve it.
 
     Raises:
         ModelError, DeviceError, BlobError: as for ``load_encoder``.
         ConfigError: as for ``load_encoder`` and ``load_pool``, or an engine is given for several devices.
     """
-    host = None if engine is None else checked_host(engine)
+    host = None if serving.engine is None else checked_host(serving.engine)
     if not isinstance(device, str):
         raise ConfigError(f"device is a {type(device).__name__}: must be the name of a device, for example CPU")
     device = _actual(device)
     if not needs_pool(device, options):
         own = choices_by_device(choices, options, [device.upper()])[device.upper()]
-        return serve_loaded(load_encoder(models_path, device, own, on_progress), host, max_waiting)
+        loaded = load_encoder(models_path, device, own, serving.tell)
+        return _serve_one(loaded, host, serving.max_waiting), loaded.tokenizer
     if host is not None:
         raise ConfigError(
             f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS, LATENCY_MS and "
             "SEPARATE_PROCESS"
         )
-    found = load_pool(check_model_dir(models_path), device, choices, max_waiting, options, on_progress)
-    return ServedEncoder(found.info, found.tokenizer, found.files, found.pool, None, found.pool)
+    pool = load_pool(check_model_dir(models_path), device, choices, serving.max_waiting, options, serving.tell)
+    return ServedEncoder(pool.info, pool.files, pool.driver, None, pool.driver.close), pool.tokenizer
+
+
+def _serve_one(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:
+    """Serve an encoder on one device, in ``host`` or in an engine of its own.
+
+    Raises:
+        ClosedError: the host was closed.
+    """
+    driver = JobDriver(loaded.runner, max_waiting)
+    engine: JobHost = host or JobEngine()
+    engine.add_jobs(driver)
+
+    def release() -> None:
+        engine.remove_jobs(driver)
+        if host is None:
+            engine.close()
+
+    return ServedEncoder(EncoderInfo.of(loaded), loaded.files, driver, engine, release)
 
 
 def _actual(device: str) -> str:
@@ -87,16 +121,3 @@ def _actual(device: str) -> str:
     if distributing == "MULTI":
         return ",".join(names)
     return next((name for name in names if is_present(get_core(), name)), names[0])
-
-
-def serve_loaded(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:
-    """Serve an encoder that was loaded, in ``host`` or in an engine of its own.
-
-    Raises:
-        ClosedError: the host was closed.
-    """
-    queue = EmbeddingQueue(loaded.runner, max_waiting)
-    own = JobEngine() if host is None else None
-    engine: JobHost = own or checked_host(host)
-    engine.add_jobs(queue)
-    return ServedEncoder(EncoderInfo.of(loaded), loaded.tokenizer, loaded.files, queue, engine, own)

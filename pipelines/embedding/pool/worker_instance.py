@@ -18,12 +18,12 @@ from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import (
     MAX_TEXTS,
-    Costs,
     EncoderInfo,
     WorkerLostError,
     decode_costs,
     encode_texts,
 )
+from staticllm.pipelines.embedding.queue.loads import Costs
 from staticllm.wire.messages import Kind, Message
 
 START_SECONDS = 600.0

@@ -21,8 +21,8 @@ from staticllm.pipelines.embedding.windve.affinity import bind_process
 from staticllm.wire.messages import Kind, Message, ProtocolError, read_message, write_message
 
 if TYPE_CHECKING:
+    from staticllm.pipelines.embedding.encoder_job import LoadedEncoder
     from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-    from staticllm.pipelines.embedding.load import LoadedEncoder
 
 
 def main() -> None:
@@ -60,8 +60,8 @@ def _read(questions: BinaryIO, messages: queue.SimpleQueue[Message]) -> None:
 
 def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
     """Load the encoder. The import loads OpenVINO, which takes over the cores to which the process is bound by now."""
+    from staticllm.pipelines.embedding.encoder_job import load_encoder
     from staticllm.pipelines.embedding.encoder_kind import EncoderChoices  # loads OpenVINO: after ``bind_process``
-    from staticllm.pipelines.embedding.load import load_encoder
 
     choices = dict(spec["choices"])
     if choices["sizes"] is not None:

@@ -110,7 +110,8 @@ def without_slow_cpu(found: Detection, limit_s: float, seconds_of_one: Callable[
     """
     if not found.is_heterogeneous:
         return found
-    devices, left_out = [], list(found.left_out)
+    devices = []
+    left_out = list(found.left_out)
     for used in found.devices:
         seconds = seconds_of_one(used) if kind(used.device) == "CPU" else 0.0
         if seconds <= limit_s:

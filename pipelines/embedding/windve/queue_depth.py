@@ -1,16 +1,20 @@
-"""WINDVE's queue depth estimator: how many queries at once a device can embed within the latency limit."""
+"""WINDVE's queue depths: how many queries at once a device embeds within the latency limit, and the file of estimates."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import nonnegative_least_squares
-from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.queue.loads import Line
+from staticllm.system.files import read_regular, write_whole
 
 NUM_LEVELS, NUM_REPEATS = 5, 5
 """Concurrencies that are profiled, and runs at each of them. The paper says "a limited number" of runs."""
@@ -23,6 +27,11 @@ NEW_SHARE = 0.1
 """Weight of a new batch in a recalibration: the line follows a throttled device within 20 batches."""
 _EPSILON = 1e-9
 """Rounding errors must not cost a query: (1 - 0.4) / 0.1 is less than 6."""
+
+VERSION = 1
+MAX_BYTES = 1 << 20
+MAX_SECONDS = 1e6
+_REMEDY = "delete the file, and the queue depths are measured again"
 
 Run = Callable[[int], float]
 """Runs so many queries at once on one device, and returns the seconds until the last one ends."""
@@ -197,7 +206,8 @@ class _Tuning:
             tried = [*depths[:device], depths[device] + step, *depths[device + 1 :]]
             found = self._spare(tried)
             if min(found) >= 0:
-                depths, spare = tried, found
+                depths = tried
+                spare = found
             elif step == 1:
                 return depths
             else:
@@ -233,3 +243,69 @@ class Recalibration:
         predicted = self._found.line.seconds(concurrency)
         if predicted > 0 and seconds > 0:
             self._ratio += NEW_SHARE * (seconds / predicted - self._ratio)
+
+
+def write_estimates(path: str | os.PathLike[str], key: str, estimates: Sequence[Estimate]) -> None:
+    """Write the estimates. ``key`` names everything that they depend on: model, machine, length of the texts.
+
+    Raises:
+        OSError: the file cannot be written; the previous file is unchanged.
+    """
+    devices = [
+        {"name": e.name, "alpha": e.line.alpha, "beta": e.line.beta, "exponent": e.line.exponent, "r2": e.r2,
+         "limit_s": e.limit_s, "tuned": e.tuned}
+        for e in estimates
+    ]  # fmt: skip
+    text = json.dumps({"version": VERSION, "key": key, "devices": devices}, indent=2, allow_nan=False)
+    write_whole(path, text.encode())
+
+
+def read_estimates(path: str | os.PathLike[str], key: str | None = None) -> tuple[Estimate, ...]:
+    """Return the estimates in a file; empty if there is no file, or if it was written with another ``key``.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged or holds impossible values; the error names the first.
+    """
+    place = Path(path)
+    try:
+        found = json.loads(read_regular(place, MAX_BYTES))
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ConfigError(f"{place.name}: cannot be read ({error.strerror or error}); {_REMEDY}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place.name}: is not JSON ({error}); {_REMEDY}") from None
+    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("devices"), list):
+        raise ConfigError(f"{place.name}: is not a list of queue depths of version {VERSION}; {_REMEDY}")
+    if key is not None and found.get("key") != key:
+        return ()
+    estimates = tuple(
+        _estimate(f"{place.name}, device {number}", entry) for number, entry in enumerate(found["devices"], 1)
+    )
+    if len({found.name for found in estimates}) < len(estimates):
+        raise ConfigError(f"{place.name}: names a device twice; {_REMEDY}")
+    return estimates
+
+
+def _estimate(place: str, entry: object) -> Estimate:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
+        raise ConfigError(f"{place}: has no name; {_REMEDY}")
+    alpha, beta, exponent = (_number(place, entry, name, 0.0) for name in ("alpha", "beta", "exponent"))
+    r2 = _number(place, entry, "r2", -MAX_SECONDS)
+    limit_s = _number(place, entry, "limit_s", 0.0)
+    tuned = entry.get("tuned")
+    is_depth = isinstance(tuned, int) and not isinstance(tuned, bool) and 0 <= tuned <= MAX_DEPTH
+    if tuned is not None and not is_depth:
+        raise ConfigError(f"{place}: tuned is {tuned!r}, must be a whole number from 0 to {MAX_DEPTH}; {_REMEDY}")
+    if limit_s == 0 or alpha + beta == 0:
+        raise ConfigError(f"{place}: limit_s and one of alpha and beta must be more than 0; {_REMEDY}")
+    return Estimate(entry["name"], Line(alpha, beta, exponent), r2, limit_s, tuned)
+
+
+def _number(place: str, entry: dict[str, object], name: str, least: float) -> float:
+    value = entry.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= MAX_SECONDS:
+        raise ConfigError(
+            f"{place}: {name} is {value!r}, must be a number from {least:g} to {MAX_SECONDS:g}; {_REMEDY}"
+        )
+    return float(value)

@@ -23,9 +23,10 @@ from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.measured_depths import measure_depths, run_alone, run_together
 from staticllm.pipelines.embedding.pool.pool_loader import load_instances
+from staticllm.pipelines.embedding.pool.pool_plan import PoolPlan
 from staticllm.pipelines.embedding.windve.affinity import unsupported
-from staticllm.pipelines.embedding.windve.depth_file import read_estimates
-from staticllm.pipelines.embedding.windve.detector import UsedDevice
+from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice
+from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 pytestmark = pytest.mark.skipif(
@@ -56,13 +57,13 @@ def directory(request, tmp_path_factory):
 
 
 def devices():
-    return [UsedDevice(name, "CPU", (int(name[4:]),)) for name in groups().split(",")]
+    return tuple(UsedDevice(name, "CPU", (int(name[4:]),)) for name in groups().split(","))
 
 
 @pytest.fixture(scope="module")
 def loaded(directory):
     choices = EncoderChoices(max_length=40, properties=F32)
-    found = load_instances(directory, devices(), lambda _: choices)
+    found = load_instances(directory, PoolPlan(Detection(devices()), {used.name: choices for used in devices()}))
     yield found
     found.close()
 
@@ -76,7 +77,7 @@ def ids(instance, number=30):
 
 
 def test_instances_embed_as_an_encoder_alone(directory, loaded):
-    from staticllm.pipelines.embedding.load import load_encoder
+    from staticllm.pipelines.embedding.encoder_job import load_encoder
     from staticllm.pipelines.embedding.pool.instances import embed_texts
 
     texts = ids(loaded.instances[0])
@@ -155,7 +156,7 @@ def test_a_pipeline_on_two_groups_of_cores(texts_directory):
         expected = alone.encode(TEXTS)
     with StaticEmbeddingPipeline(texts_directory, groups(), max_length=64, LATENCY_MS=5000, **F32) as pipe:
         assert np.abs(pipe.encode(TEXTS) - expected).max() < 1e-6
-        workers = [device.instance for device in pipe._queue._state.devices]
+        workers = [device.instance for device in pipe._driver.pool.devices]
         with ThreadPoolExecutor(200) as threads:
             futures = [threads.submit(pipe.encode, [text], priority=n % 2) for n, text in enumerate(TEXTS * 5)]
             os.kill(workers[0].pid, signal.SIGKILL)
@@ -178,7 +179,7 @@ def test_queue_depths_of_algorithm_1_are_measured_and_kept(texts_directory, tmp_
     options = {"LATENCY_MS": 20.0, "QUEUE_POLICY": "windve", "QUEUE_DEPTHS": path, "max_length": 64, **F32}
     with StaticEmbeddingPipeline(texts_directory, groups(), **options) as pipe:
         written = path.read_bytes()
-        queues = [device.queue for device in pipe._queue._state.devices]
+        queues = [device.queue for device in pipe._driver.pool.devices]
         assert all(queue.depth > 0 for queue in queues)
         with pytest.raises(PromptError, match="idle, the devices take only the first"):
             pipe.encode(TEXTS * (1 + sum(queue.depth for queue in queues) // len(TEXTS)), priority=1)
@@ -209,7 +210,7 @@ def test_workers_end_with_their_parent(texts_directory):
     code = (
         "import sys, time; from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline as P\n"
         f"pipe = P({str(texts_directory)!r}, {groups()!r}, max_length=64)\n"
-        "print(*(d.instance.pid for d in pipe._queue._state.devices), flush=True); time.sleep(600)"
+        "print(*(d.instance.pid for d in pipe._driver.pool.devices), flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -39,7 +39,7 @@ class Gate:
     def __init__(self, pipe, monkeypatch):
         self.open, self.began, self.num_texts = threading.Event(), threading.Event(), 0
         is_pool = pipe._engine is None
-        place, name = (pipe._queue._state.devices[0].instance, "embed") if is_pool else (pipe._queue.runner, "run")
+        place, name = (pipe._driver.pool.devices[0].instance, "embed") if is_pool else (pipe._driver.runner, "run")
         inner = getattr(place, name)
 
         def held(*arguments, **options):
@@ -88,7 +88,7 @@ def test_a_cancelled_text_does_not_run_and_a_late_one_ends_with_an_error(pipe, m
 
 
 def test_ctrl_c_between_adding_texts_and_waiting_for_them_gives_them_up(pipe, monkeypatch):
-    gate, submit = Gate(pipe, monkeypatch), pipe._queue.submit
+    gate, submit = Gate(pipe, monkeypatch), pipe._driver.submit
     running = pipe.submit(TEXTS[0])
     assert gate.began.wait(SECONDS)
 
@@ -96,10 +96,10 @@ def test_ctrl_c_between_adding_texts_and_waiting_for_them_gives_them_up(pipe, mo
         submit(request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipe._queue, "submit", interrupted)
+    monkeypatch.setattr(pipe._driver, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipe.encode(TEXTS)
-    monkeypatch.setattr(pipe._queue, "submit", submit)
+    monkeypatch.setattr(pipe._driver, "submit", submit)
     after = pipe.submit(TEXTS[2])
     gate.open.set()
     running.result(SECONDS)

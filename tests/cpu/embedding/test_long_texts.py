@@ -12,9 +12,8 @@ from support.encoders.long_texts import Original, demo_embedder, hidden_states, 
 from staticllm.errors import BlobError
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.encoder_plan import continuing_for
-from staticllm.pipelines.embedding.packing.continued_text import chunk_variant
+from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, continuing_for
+from staticllm.pipelines.embedding.packing.chunks import chunk_variant
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -111,7 +110,7 @@ def test_short_chunks_never_end_where_no_program_goes_on(demo, demo_alone):
     """A limit of time, as beside a chat, makes chunks of any size, after a beginning of any size."""
     with StaticEmbeddingPipeline(demo, "CPU", **F32) as pipe:
         after_some_queries(pipe)
-        runner, tokenizer, rng = pipe._served.queue.runner, genai.Tokenizer(demo), np.random.default_rng(0)
+        runner, tokenizer, rng = pipe._served.driver.runner, genai.Tokenizer(demo), np.random.default_rng(0)
         for count in (40, 200, 600, 1900, 5000):
             text = words(30) + words(count, 9)
             chunk = runner.continued(TokenizedText(tokenizer.encode(text).input_ids.data[0][:2000]))

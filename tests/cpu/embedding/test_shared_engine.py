@@ -12,7 +12,7 @@ from support.helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, Trace, demo_model_path
 from staticllm.errors import ClosedError, ConfigError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = [f"This is paragraph {i} of a document " * (1 + i % 7) for i in range(300)]
@@ -173,10 +173,10 @@ def test_a_deleted_pipeline_ends_its_thread_and_leaves_a_shared_engine(directory
     assert not thread.is_alive()
     shared = StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32)
     assert len(shared.embed_query("a text")) == shared.width
-    queues = sum(type(each) is EmbeddingQueue for each in gc.get_objects())
+    queues = sum(type(each) is JobDriver for each in gc.get_objects())
     del shared
     gc.collect()
-    assert sum(type(each) is EmbeddingQueue for each in gc.get_objects()) == queues - 1, "the engine keeps the model"
+    assert sum(type(each) is JobDriver for each in gc.get_objects()) == queues - 1, "the engine keeps the model"
 
 
 def test_the_last_call_of_on_progress_has_all_texts(embedder):

@@ -144,7 +144,7 @@ def test_queries_go_before_documents(served, monkeypatch):
     httpx.post(
         served.url + "/v1/embeddings", json={"model": "tiny", "input": "a"}, timeout=60
     )  # the model is loaded now
-    queue, priorities = served.pipeline("tiny")._queue, []
+    queue, priorities = served.pipeline("tiny")._driver, []
     submit = queue.submit
     monkeypatch.setattr(queue, "submit", lambda request: (priorities.append(request.priority), submit(request))[1])
     for kind in ("query", "document", None):

@@ -81,7 +81,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
     with serving(two_embedders(tmp_path), runs_in="worker") as served:
         expected = embedded(served, "one", texts)
         assert len(embedded(served, "two", "a")) == 1
-        worker_ids = {name: served.pipeline(name)._queue._state.devices[0].instance for name in ("one", "two")}
+        worker_ids = {name: served.pipeline(name)._driver.pool.devices[0].instance for name in ("one", "two")}
         other = worker_ids["two"].pid
 
         def keep_asking():

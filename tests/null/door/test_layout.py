@@ -42,6 +42,7 @@ LEVELS = (
     "pipelines.text pipelines.loading pipelines.embedding.packing",
     "pipelines.launch",
     "pipelines.embedding pipelines.daemon_client",
+    "pipelines.embedding.queue",
     "pipelines.embedding.windve",
     "pipelines.embedding.pool",
     "pipelines.encoder_pipeline",

@@ -5,9 +5,9 @@ import time
 import pytest
 from support.encoders.fake_encoders import Adder, request
 
-from staticllm.pipelines.embedding import batching_delay
-from staticllm.pipelines.embedding.batching_delay import LONGEST, SHARE, BatchingDelay
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.queue import planned_calls
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
+from staticllm.pipelines.embedding.queue.planned_calls import DELAY_SHARE, LONGEST_DELAY, BatchingDelay
 from staticllm.pipelines.engine.job_engine import JobEngine
 
 
@@ -22,14 +22,14 @@ def served(num_requests, seconds=0.1, is_last=True):
 def test_a_call_waits_until_as_many_have_come_as_were_served():
     found = served(3)
     for number in range(3):
-        assert found.seconds(5.0) == pytest.approx(0.1 * SHARE)
+        assert found.seconds(5.0) == pytest.approx(0.1 * DELAY_SHARE)
         found.come(request(number + 1))
     assert found.seconds(5.0) == 0.0
 
 
 def test_the_wait_has_an_end():
-    assert served(3, seconds=1.0).seconds(5.0) == pytest.approx(LONGEST)
-    assert served(3).seconds(5.0 + 0.1 * SHARE) == 0.0
+    assert served(3, seconds=1.0).seconds(5.0) == pytest.approx(LONGEST_DELAY)
+    assert served(3).seconds(5.0 + 0.1 * DELAY_SHARE) == 0.0
 
 
 @pytest.mark.parametrize("more", [{"priority": 1}, {"deadline": 9.0}])
@@ -58,9 +58,9 @@ def test_calls_one_after_another_serve_clients_that_came_together():
 @pytest.fixture
 def queue(monkeypatch):
     """The queue of an engine whose first call, of three requests, lasts until ``gate`` is called; waits last up to 20 s."""
-    monkeypatch.setattr(batching_delay, "SHARE", 1e9)
-    monkeypatch.setattr(batching_delay, "LONGEST", 20.0)
-    engine, found = JobEngine(), EmbeddingQueue(Adder(), 100)
+    monkeypatch.setattr(planned_calls, "DELAY_SHARE", 1e9)
+    monkeypatch.setattr(planned_calls, "LONGEST_DELAY", 20.0)
+    engine, found = JobEngine(), JobDriver(Adder(), 100)
     for number in (1, 2, 3):
         found.submit(request(number))
     engine.add_jobs(found)
@@ -82,7 +82,7 @@ def test_clients_that_ask_again_one_after_another_share_the_next_call(queue):
 
 
 def test_a_client_that_comes_alone_is_served_in_the_end(queue, monkeypatch):
-    monkeypatch.setattr(batching_delay, "LONGEST", 0.05)
+    monkeypatch.setattr(planned_calls, "LONGEST_DELAY", 0.05)
     first, second = request(4), request(5)
     queue.submit(first)
     first.future.result(20)

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from staticllm.cli import cli
 from staticllm.errors import ConfigError
+from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.pipelines.embedding.windve.deployment_cost import average_cost, peak_cost, saving
-from staticllm.pipelines.embedding.windve.depth_file import write_estimates
-from staticllm.pipelines.embedding.windve.device_load import Line
-from staticllm.pipelines.embedding.windve.queue_depth import Estimate, depth, sustained_rate
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, depth, sustained_rate, write_estimates
 
 
 @given(load=st.integers(0, 10**6), main=st.integers(1, 1000), helping=st.integers(0, 1000))

@@ -12,7 +12,7 @@ from support.encoders.fake_encoders import Adder, request
 
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.embedding import embedding_request
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.system import threads
 from staticllm.system.threads import close_when_collected
@@ -27,7 +27,7 @@ def adder():
 
 @pytest.fixture
 def queue(adder):
-    engine, queue = JobEngine(), EmbeddingQueue(adder, 1000)
+    engine, queue = JobEngine(), JobDriver(adder, 1000)
     engine.add_jobs(queue)
     yield queue
     engine.close()
@@ -116,7 +116,7 @@ def test_the_thread_of_callbacks_ends(queue):
 
 
 def test_callbacks_in_quick_succession_share_a_thread_that_holds_nothing_while_it_waits(queue, monkeypatch):
-    monkeypatch.setattr(embedding_request, "LINGER_SECONDS", SECONDS)
+    monkeypatch.setattr(embedding_request, "IDLE_SECONDS", SECONDS)
     names, ended = [], threading.Event()
 
     class Held:

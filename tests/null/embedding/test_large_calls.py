@@ -6,8 +6,9 @@ import pytest
 from support.encoders.fake_instances import Adder, request
 
 from staticllm.errors import BusyError, PromptError
-from staticllm.pipelines.embedding.pool.pool_loader import make_state
-from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.pool.pool_loader import make_pool
+from staticllm.pipelines.embedding.queue.device_queue import Health
+from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate
 
 LIMIT_S = 0.01
@@ -18,16 +19,16 @@ IN_TIME = 32
 def windve(policy="windve"):
     """A pool whose devices have the queue depths 2 and 3."""
     estimates = [Estimate(name, Line(1.0, 0.0), 1.0, LIMIT_S, depth) for name, depth in (("A", 2), ("B", 3))]
-    return make_state([Adder("A"), Adder("B")], policy, LIMIT_S, 1000, estimates)
+    return make_pool([Adder("A"), Adder("B")], policy, LIMIT_S, 1000, estimates)
 
 
 def predicted():
-    return make_state([Adder("A")], "predicted", LIMIT_S, 1000)
+    return make_pool([Adder("A")], "predicted", LIMIT_S, 1000)
 
 
 def admit(state, num_texts, now=0.0, **options):
     found = request(*range(20, 20 + num_texts), arrival=now, **{"priority": 1, **options})
-    state.admit(found, state.number(found, now), now)
+    state.queue.admit(found, state.queue.number(found, now), now)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +43,9 @@ def test_a_call_that_never_fits_is_told_how_many_texts_do(make, most):
         admit(state, most + 1)
     assert "\n" not in str(raised.value)
     assert not hasattr(raised.value, "retry_after")
-    assert state.num_waiting == 0
+    assert state.queue.num_waiting == 0
     admit(state, most)
-    assert state.num_waiting == most
+    assert state.queue.num_waiting == most
     with pytest.raises(BusyError) as busy:
         admit(state, 2)
     assert busy.value.retry_after < math.inf
@@ -62,7 +63,7 @@ def test_a_deadline_that_idle_devices_miss_is_never_met_later():
 
 def test_a_device_that_recovers_counts():
     state = windve()
-    state.devices[1].queue.is_alive, state.devices[1].is_recovering = False, True
+    state.devices[1].queue.health = Health.RECOVERING
     with pytest.raises(BusyError):
         admit(state, 5)
     with pytest.raises(PromptError, match="the first 5"):

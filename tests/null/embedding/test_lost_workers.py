@@ -8,18 +8,20 @@ import pytest
 from support.encoders.fake_instances import Adder, request, sums
 
 from staticllm.errors import ClosedError, DeviceError, StaticLLMError
-from staticllm.pipelines.embedding.pool import embedding_pool, pool_state
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool import failures
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
-from staticllm.pipelines.embedding.pool.pool_loader import make_state
+from staticllm.pipelines.embedding.pool.pool_loader import make_pool
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
+from staticllm.pipelines.embedding.queue import drivers, text_queue
 
 SECONDS = 30
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(pool_state, "RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(pool_state, "REST_SECONDS", 0.05)
+    monkeypatch.setattr(failures, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(failures, "REST_SECONDS", 0.05)
+    monkeypatch.setattr(text_queue, "REST_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def worker():
 
 @pytest.fixture
 def pool(worker):
-    found = EmbeddingPool(make_state([worker], "plain", None, 1 << 20))
+    found = ThreadDriver(make_pool([worker], "plain", None, 1 << 20))
     yield found
     worker.gate.set()
     found.close()
@@ -57,12 +59,12 @@ def test_a_worker_that_is_killed_while_it_is_started_again_loses_nothing(pool, w
     running = submit(pool, 20)
     assert worker.began.wait(SECONDS)
     waiting = submit(pool, 21, 22)
-    worker.problems = lost(pool_state.MAX_FAILURES + 1)  # more often than a device may fail
+    worker.problems = lost(failures.MAX_FAILURES + 1)  # more often than a device may fail
     worker.killed.set()
     worker.gate.set()
     assert running.result(SECONDS).tolist() == sums(20)
     assert waiting.result(SECONDS).tolist() == sums(21, 22)
-    assert worker.num_recovered == pool_state.MAX_FAILURES + 2
+    assert worker.num_recovered == failures.MAX_FAILURES + 2
 
 
 def test_a_worker_that_cannot_be_started_for_long_is_used_again_later(pool, worker):
@@ -91,7 +93,7 @@ def test_a_worker_that_cannot_be_started_for_long_is_used_again_later(pool, work
 
 
 def test_a_worker_that_is_killed_in_batch_after_batch_serves_on(pool, worker):
-    for number in range(20, 20 + 3 * pool_state.MAX_FAILURES):
+    for number in range(20, 20 + 3 * failures.MAX_FAILURES):
         worker.killed.set()
         assert submit(pool, number).result(SECONDS).tolist() == sums(number)
     assert pool.alive == ("A",)
@@ -117,11 +119,11 @@ def test_a_pool_closes_while_a_worker_is_being_started_again(pool, worker):
 
 
 def test_ctrl_c_while_texts_are_admitted_gives_them_up(pool, worker, monkeypatch):
-    monkeypatch.setattr(embedding_pool, "SLICE", 4)
+    monkeypatch.setattr(drivers, "SLICE", 4)
     worker.gate.clear()
     blocking = submit(pool, 20)
     assert worker.began.wait(SECONDS)
-    admit, calls = pool._state.admit, []
+    admit, calls = pool._queue.admit, []
 
     def interrupted(*given):
         calls.append(given)
@@ -129,7 +131,7 @@ def test_ctrl_c_while_texts_are_admitted_gives_them_up(pool, worker, monkeypatch
             raise KeyboardInterrupt
         admit(*given)
 
-    monkeypatch.setattr(pool._state, "admit", interrupted)
+    monkeypatch.setattr(pool._queue, "admit", interrupted)
     bulk = request(*range(21, 61))
     with pytest.raises(KeyboardInterrupt):
         pool.submit(bulk)
@@ -148,7 +150,7 @@ def test_what_the_garbage_collector_ends_inside_the_lock_does_not_lock_the_pool_
     running = submit(pool, 20)
     assert worker.began.wait(SECONDS)
     waiting, later = submit(pool, 21), submit(pool, 22)
-    begin, collected = pool._state.begin, threading.Event()
+    begin, collected = pool.pool.begin, threading.Event()
 
     def collecting(*given):
         found = begin(*given)
@@ -157,7 +159,7 @@ def test_what_the_garbage_collector_ends_inside_the_lock_does_not_lock_the_pool_
             (waiting.cancel if end == "cancel" else pool.close)()
         return found
 
-    monkeypatch.setattr(pool._state, "begin", collecting)
+    monkeypatch.setattr(pool.pool, "begin", collecting)
     worker.gate.set()
     assert running.result(SECONDS).tolist() == sums(20)
     if end == "cancel":

@@ -13,11 +13,11 @@ from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool import pool_loader
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, WorkerLostError, decode_texts, encode_texts
-from staticllm.pipelines.embedding.pool.pool_loader import depths_key, devices_of, make_state, needs_pool, take_options
+from staticllm.pipelines.embedding.pool.pool_loader import depths_key, make_pool
+from staticllm.pipelines.embedding.pool.pool_plan import devices_of, needs_pool, take_options
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec
-from staticllm.pipelines.embedding.windve.depth_file import write_estimates
-from staticllm.pipelines.embedding.windve.device_load import Line
-from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune
+from staticllm.pipelines.embedding.queue.loads import Line
+from staticllm.pipelines.embedding.windve.queue_depth import Estimate, fine_tune, write_estimates
 from staticllm.wire.messages import Kind, Message, read_message, write_message
 
 
@@ -122,7 +122,7 @@ def test_fine_tuned_depths_reach_the_queues_of_a_pipeline(tmp_path, monkeypatch)
     def depths(properties, **latency):
         options = take_options({"QUEUE_POLICY": "windve", "QUEUE_DEPTHS": path, **latency})
         found = pool_loader._estimates(tmp_path, devices, EncoderChoices(properties=properties), options)
-        return [queue.depth for queue in make_state(devices, "windve", options.limit_s, 9, found).manager.devices]
+        return [queue.depth for queue in make_pool(devices, "windve", options.limit_s, 9, found).queue.devices]
 
     alone = [
         Estimate(device.name, Line(alpha, 0.1), 1.0, 1.0) for device, alpha in zip(devices, (0.01, 0.02), strict=True)

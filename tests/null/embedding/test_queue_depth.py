@@ -10,8 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.windve.depth_file import read_estimates, write_estimates
-from staticllm.pipelines.embedding.windve.device_load import Line
+from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.pipelines.embedding.windve.queue_depth import (
     MAX_DEPTH,
     Estimate,
@@ -22,8 +21,10 @@ from staticllm.pipelines.embedding.windve.queue_depth import (
     fine_tune,
     fit,
     profile,
+    read_estimates,
     stress_test,
     sustained_rate,
+    write_estimates,
 )
 
 V100, XEON = Line(0.0179, 0.27), Line(0.082, 0.32)

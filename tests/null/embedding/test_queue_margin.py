@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from staticllm.pipelines.embedding.windve import queue_policies
-from staticllm.pipelines.embedding.windve.device_load import Line
-from staticllm.pipelines.embedding.windve.device_queue import DOCUMENT, Busy, DeviceQueue, Query
-from staticllm.pipelines.embedding.windve.queue_manager import QueueManager
-from staticllm.pipelines.embedding.windve.queue_policies import LATE_SHARE, MARGIN, MOST_MARGIN, Predicted
+from staticllm.pipelines.embedding.queue import policies
+from staticllm.pipelines.embedding.queue.device_queue import DOCUMENT, Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.queue.loads import Line
+from staticllm.pipelines.embedding.queue.policies import LATE_SHARE, MARGIN, MOST_MARGIN, Predicted
+from staticllm.pipelines.embedding.queue.text_queue import TextQueue
 
 LIMIT, COSTS = 1.0, Line(0.01, 0.05, 1.0)
 
@@ -20,14 +20,14 @@ def late_share(noise, num_queries=30_000):
     """
     rng, policy = random.Random(0), Predicted(LIMIT)
     queue = DeviceQueue("D", COSTS.new_load)
-    manager = QueueManager([queue], policy)
+    manager = TextQueue([queue], policy)
     now, end, ends, num_refused = 0.0, None, [], 0
     for number in range(num_queries):
         now += rng.expovariate(150.0)
         while end is not None and end <= now:
             ends += [end - query.arrival for query in manager.finish(0, end)]
             end = begun(manager, queue, end, rng.uniform(1.0, noise))
-        num_refused += isinstance(manager.admit(Query(number, now, 75), now), Busy)
+        num_refused += isinstance(manager.place(Query(number, now, 75), now), Busy)
         end = end if end is not None else begun(manager, queue, now, rng.uniform(1.0, noise))
     half = ends[len(ends) // 2 :]
     return sum(seconds > LIMIT for seconds in half) / len(half), num_refused / num_queries
@@ -40,14 +40,14 @@ def begun(manager, queue, now, factor):
 def test_few_queries_are_late_although_batches_take_longer_than_predicted(monkeypatch):
     late, _ = late_share(1.35)
     assert late <= 2 * LATE_SHARE
-    monkeypatch.setattr(queue_policies, "MARGIN_STEP", 0.0)
+    monkeypatch.setattr(policies, "MARGIN_STEP", 0.0)
     assert late_share(1.35)[0] > 0.03, "with a fixed margin"
 
 
 def test_costs_that_are_right_leave_hardly_any_margin(monkeypatch):
     late, refused = late_share(1.0)
     assert late == 0.0
-    monkeypatch.setattr(queue_policies, "MARGIN_STEP", 0.0)
+    monkeypatch.setattr(policies, "MARGIN_STEP", 0.0)
     assert refused <= late_share(1.0)[1]
 
 
@@ -71,7 +71,7 @@ def test_the_margin_has_limits():
     policy = Predicted(LIMIT)
     for _ in range(2000):
         policy.learn(Query(1, 0.0, 75), 2.0)
-    assert policy.limit(Query(2, 0.0, 75)) == queue_policies.LEAST_MARGIN * LIMIT
+    assert policy.limit(Query(2, 0.0, 75)) == policies.LEAST_MARGIN * LIMIT
     for _ in range(10_000):
         policy.learn(Query(1, 0.0, 75), 0.5)
     assert policy.limit(Query(2, 0.0, 75)) == MOST_MARGIN * LIMIT

@@ -15,9 +15,10 @@ from support.quick import examples
 
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
-from staticllm.pipelines.embedding import embedding_queue, embedding_request
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding import embedding_request
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.queue import drivers, planned_calls
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.scheduling.job_turns import BEHIND_SHARE
 
@@ -53,7 +54,7 @@ class Schedule:
     def __init__(self, clock, is_packable):
         runner = Adder()
         runner.shape = EncoderShape("embeddings", 2, (), 64, is_packable=is_packable)
-        self.clock, self.queue, self.refuses = clock, EmbeddingQueue(runner, 60), False
+        self.clock, self.queue, self.refuses = clock, JobDriver(runner, 60), False
         self.queue.attach(self.wake)
         self.requests, self.refused, self.next_id, self.ends = [], [], 20, Counter()
 
@@ -124,7 +125,7 @@ class Schedule:
             if not is_closed:
                 assert not isinstance(error, ClosedError)
         for each in self.refused:
-            assert not each.future.done()
+            assert each.future.cancelled()
         assert self.queue.num_waiting == 0
         assert not self.queue.has_jobs
         assert self.queue.next_job() is None
@@ -137,7 +138,7 @@ class Schedule:
 def test_every_text_ends_once_with_its_own_vector(operations, is_closed, is_packable):
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding_queue, "time", clock)
+        patch.setattr(drivers, "time", clock)
         patch.setattr(embedding_request, "time", clock)
         schedule = Schedule(clock, is_packable)
         for name, *values in operations:
@@ -155,7 +156,7 @@ def test_every_text_ends_once_with_its_own_vector(operations, is_closed, is_pack
 
 @pytest.mark.parametrize("seconds", [0.2, 0.001])
 def test_documents_run_beside_queries_that_never_end(seconds):
-    queue, ids = EmbeddingQueue(Adder(), 1 << 20), iter(range(20, 1 << 20))
+    queue, ids = JobDriver(Adder(), 1 << 20), iter(range(20, 1 << 20))
     costs = {variant: seconds * variant.batch for variant in Adder.variants}
     queue.runner.cost = costs.__getitem__
     bulk = request(*[next(ids) for _ in range(20)], length=60)
@@ -176,11 +177,11 @@ def test_documents_run_beside_queries_that_never_end(seconds):
 
 
 def test_a_lower_priority_waits_without_planning_until_its_turn(monkeypatch):
-    planned, original = [], embedding_queue.plan_calls
+    planned, original = [], planned_calls.plan_calls
     monkeypatch.setattr(
-        embedding_queue, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+        planned_calls, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
     )
-    queue = EmbeddingQueue(Adder(), 1 << 20)
+    queue = JobDriver(Adder(), 1 << 20)
     queue.submit(request(*range(20, 500), length=60))
     for number in range(5):
         queue.submit(request(1000 + number, priority=1))
@@ -189,11 +190,11 @@ def test_a_lower_priority_waits_without_planning_until_its_turn(monkeypatch):
 
 
 def test_a_smaller_limit_plans_again_and_costs_that_fluctuate_do_not(monkeypatch):
-    planned, original = [], embedding_queue.plan_calls
+    planned, original = [], planned_calls.plan_calls
     monkeypatch.setattr(
-        embedding_queue, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+        planned_calls, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
     )
-    queue = EmbeddingQueue(Adder(), 1000)
+    queue = JobDriver(Adder(), 1000)
     small, large = Adder.variants
     queue.submit(request(*range(20, 60), length=12))
     assert queue.next_job().seconds == pytest.approx(queue.runner.cost(large))
@@ -206,7 +207,7 @@ def test_a_smaller_limit_plans_again_and_costs_that_fluctuate_do_not(monkeypatch
 
 
 def test_only_texts_that_need_it_run_longer_than_the_limit():
-    queue = EmbeddingQueue(Adder(), 1000)
+    queue = JobDriver(Adder(), 1000)
     queue.runner.variants = (*Adder.variants, EncoderVariant(1, 48, 8))
     queue.runner.cost = {Adder.variants[0]: 0.1, Adder.variants[1]: 0.11, queue.runner.variants[2]: 0.3}.__getitem__
     queue.submit(request(*range(20, 40), length=12))
@@ -222,7 +223,7 @@ def test_only_texts_that_need_it_run_longer_than_the_limit():
 
 def test_threads_that_submit_cancel_and_close_at_random_moments_lose_no_text():
     for seed in range(4):
-        engine, queue, requests = JobEngine(), EmbeddingQueue(Adder(), 2000), []
+        engine, queue, requests = JobEngine(), JobDriver(Adder(), 2000), []
         engine.add_jobs(queue)
 
         def serve(number, queue=queue, requests=requests, seed=seed):

@@ -9,7 +9,7 @@ import pytest
 from support.encoders.fake_encoders import POISON, Adder, request
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
@@ -23,7 +23,7 @@ def engines():
 
 
 def queue_on(engine, max_waiting=10_000):
-    queue = EmbeddingQueue(Adder(), max_waiting)
+    queue = JobDriver(Adder(), max_waiting)
     engine.add_jobs(queue)
     return queue
 
@@ -183,7 +183,7 @@ def test_the_end_of_a_deadline_does_not_wait_for_the_turn_of_its_text():
 
 
 def test_cancelled_texts_make_room_and_a_large_request_is_dropped_at_once():
-    queue = EmbeddingQueue(Adder(), 100_000)
+    queue = JobDriver(Adder(), 100_000)
     large = submitted(queue, *range(90_000), length=1)
     assert queue.next_job() is not None
     with pytest.raises(BusyError):
@@ -199,7 +199,7 @@ def test_cancelled_texts_make_room_and_a_large_request_is_dropped_at_once():
     assert queue.num_waiting == 0
 
 
-class Broken(EmbeddingQueue):
+class Broken(JobDriver):
     """A source that raises what is no Exception."""
 
     def next_job(self, max_seconds=None):

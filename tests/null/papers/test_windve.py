@@ -17,8 +17,8 @@ from windve_simulation import (
 )
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.windve.device_load import Line, ShapeCosts
-from staticllm.pipelines.embedding.windve.queue_policies import MOST_MARGIN, Predicted, Windve, WindveQueued
+from staticllm.pipelines.embedding.queue.loads import Line, ShapeCosts
+from staticllm.pipelines.embedding.queue.policies import MOST_MARGIN, Predicted, Windve, WindveQueued
 
 
 def test_the_intervals_of_alpha_are_those_of_the_published_depths():

@@ -8,8 +8,8 @@ import pytest
 from support.encoders.fake_encoders import POISON, Adder, request
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
-from staticllm.pipelines.embedding import embedding_queue
-from staticllm.pipelines.embedding.embedding_queue import EmbeddingQueue
+from staticllm.pipelines.embedding.queue import planned_calls
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.scheduling.interface import JobView
 
@@ -22,7 +22,7 @@ def run_all(queue):
 
 
 def test_requests_share_calls_and_get_their_own_vectors():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     first, second = request(1, 2, 3), request(4, 5, length=3)
     queue.submit(first)
     queue.submit(second)
@@ -33,7 +33,7 @@ def test_requests_share_calls_and_get_their_own_vectors():
 
 
 def test_a_higher_priority_overtakes_what_was_planned():
-    queue = EmbeddingQueue(Adder(), 10_000)
+    queue = JobDriver(Adder(), 10_000)
     bulk = request(*range(20, 100), length=60)
     queue.submit(bulk)
     assert queue.run_next()
@@ -48,14 +48,14 @@ def test_a_higher_priority_overtakes_what_was_planned():
 
 
 def test_the_oldest_texts_run_first():
-    queue = EmbeddingQueue(Adder(), 10_000)
+    queue = JobDriver(Adder(), 10_000)
     queue.submit(request(*range(20, 60), length=60))
     run_all(queue)
     assert queue.runner.calls[0] == [20, 21]
 
 
 def test_only_the_text_that_is_not_finite_fails():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     good, bad = request(1, 2), request(POISON)
     queue.submit(good)
     queue.submit(bad)
@@ -66,7 +66,7 @@ def test_only_the_text_that_is_not_finite_fails():
 
 
 def test_a_failing_call_ends_its_texts_and_no_others():
-    queue = EmbeddingQueue(Adder(), 1000)
+    queue = JobDriver(Adder(), 1000)
     first, second = request(1, length=60), request(*range(2, 6), length=60)
     queue.submit(first)
     queue.runner.failure = RuntimeError("lost")
@@ -80,7 +80,7 @@ def test_a_failing_call_ends_its_texts_and_no_others():
 
 
 def test_cancelled_and_late_texts_do_not_run():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     cancelled, late, kept = request(1), request(2, deadline=time.perf_counter() - 1), request(3)
     for each in (cancelled, late, kept):
         queue.submit(each)
@@ -94,7 +94,7 @@ def test_cancelled_and_late_texts_do_not_run():
 
 
 def test_a_full_queue_refuses_and_an_empty_one_takes_any_number():
-    queue = EmbeddingQueue(Adder(), 4)
+    queue = JobDriver(Adder(), 4)
     queue.submit(request(*range(6)))
     with pytest.raises(BusyError, match="6 texts wait, 1 more would exceed max_waiting 4"):
         queue.submit(request(9))
@@ -103,7 +103,7 @@ def test_a_full_queue_refuses_and_an_empty_one_takes_any_number():
 
 
 def test_closing_ends_what_waits():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     waiting = request(1, 2)
     queue.submit(waiting)
     queue.next_job()
@@ -114,20 +114,21 @@ def test_closing_ends_what_waits():
         queue.submit(request(3))
 
 
-def test_closing_ends_late_texts_that_made_room_for_others():
-    queue = EmbeddingQueue(Adder(), 2)
+def test_late_texts_make_room_for_others():
+    queue = JobDriver(Adder(), 2)
     late, other = request(1, 2, deadline=time.perf_counter()), request(3)
     queue.submit(late)
     queue.submit(other)
+    with pytest.raises(StaticLLMError, match="the deadline passed"):
+        late.future.result(1)
     queue.close()
-    for each in (late, other):
-        with pytest.raises(ClosedError):
-            each.future.result(1)
+    with pytest.raises(ClosedError):
+        other.future.result(1)
     assert not queue.has_jobs
 
 
 def test_a_text_that_is_late_or_cancelled_after_planning_does_not_run():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     late, cancelled, kept = request(1, deadline=time.perf_counter() + 1), request(2), request(3)
     for each in (late, cancelled, kept):
         queue.submit(each)
@@ -142,7 +143,7 @@ def test_a_text_that_is_late_or_cancelled_after_planning_does_not_run():
 
 
 def test_a_host_limits_the_time_of_a_call_except_for_long_texts():
-    queue = EmbeddingQueue(Adder(), 1000)
+    queue = JobDriver(Adder(), 1000)
     queue.submit(request(*range(20, 40), length=12))
     assert queue.next_job(0.25).seconds == pytest.approx(0.216)
     run_all(queue)
@@ -153,7 +154,7 @@ def test_a_host_limits_the_time_of_a_call_except_for_long_texts():
 
 
 def test_closing_returns_after_the_running_call():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     begun, may_end = threading.Event(), threading.Event()
     original = queue.runner.run
 
@@ -183,7 +184,7 @@ def test_closing_returns_after_the_running_call():
 
 
 def test_many_threads_get_their_own_vectors():
-    engine, queue = JobEngine(), EmbeddingQueue(Adder(), 10_000)
+    engine, queue = JobEngine(), JobDriver(Adder(), 10_000)
     engine.add_jobs(queue)
     wrong = []
 
@@ -207,7 +208,7 @@ def test_many_threads_get_their_own_vectors():
 
 
 def test_waiting_for_a_cancelled_future_ends():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     cancelled = request(1)
     queue.submit(cancelled)
     assert cancelled.future.cancel()
@@ -217,7 +218,7 @@ def test_waiting_for_a_cancelled_future_ends():
 
 @pytest.mark.parametrize("ends_in", ["next_job", "run_next"])
 def test_the_callback_of_a_late_text_may_submit_again(ends_in):
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     late, again = request(1, deadline=time.perf_counter() - 1), request(2)
     submitted = threading.Event()
     late.future.add_done_callback(lambda _: (queue.submit(again), submitted.set()))
@@ -258,7 +259,7 @@ def test_a_request_that_two_threads_end_at_once_ends_once():
 
 
 def test_texts_that_were_spoiled_run_as_calls_of_their_own():
-    queue = EmbeddingQueue(Adder(), 100)
+    queue = JobDriver(Adder(), 100)
     good, bad = request(1, 2, 3), request(POISON)
     queue.submit(good)
     queue.submit(bad)
@@ -276,11 +277,11 @@ def test_texts_that_were_spoiled_run_as_calls_of_their_own():
 
 def test_a_large_plan_is_not_made_again_for_every_text_that_comes(monkeypatch):
     planned = []
-    original = embedding_queue.plan_calls
+    original = planned_calls.plan_calls
     monkeypatch.setattr(
-        embedding_queue, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+        planned_calls, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
     )
-    queue = EmbeddingQueue(Adder(), 10_000)
+    queue = JobDriver(Adder(), 10_000)
     bulk = request(*range(20, 420), length=60)
     queue.submit(bulk)
     requests = []

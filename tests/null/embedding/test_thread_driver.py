@@ -9,10 +9,10 @@ import pytest
 from support.encoders.fake_instances import COSTS, NAN, POISON, Adder, request, sums
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
-from staticllm.pipelines.embedding.pool import pool_state
-from staticllm.pipelines.embedding.pool.embedding_pool import EmbeddingPool
+from staticllm.pipelines.embedding.pool import failures
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
-from staticllm.pipelines.embedding.pool.pool_loader import make_state
+from staticllm.pipelines.embedding.pool.pool_loader import make_pool
+from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
 
 SECONDS = 20
 
@@ -22,9 +22,7 @@ def make(request):
     """Make a pool of fakes, and close it at the end."""
 
     def make(*devices, policy="plain", limit_s=None, max_waiting=1000, hang_seconds=30.0):
-        state = make_state(devices, policy, limit_s, max_waiting)
-        state._hang_seconds = hang_seconds
-        pool = EmbeddingPool(state)
+        pool = ThreadDriver(make_pool(devices, policy, limit_s, max_waiting, hang_seconds=hang_seconds))
 
         def close():
             for device in devices:
@@ -134,11 +132,11 @@ def test_a_device_that_fails_in_every_call_is_left_out_and_the_others_serve(make
     dead.failure = RuntimeError("Exception from core.cpp:1\n[GPU] out of resources")
     alive.seconds, pool = max(COSTS.values()), make(dead, alive)  # were it faster, the other would be asked no more
     until = time.monotonic() + SECONDS
-    while pool.alive != ("alive",) or len(dead.calls) < pool_state.MAX_FAILURES:
+    while pool.alive != ("alive",) or len(dead.calls) < failures.MAX_FAILURES:
         assert time.monotonic() < until
         futures = [submit(pool, number) for number in range(20, 60)]
         assert results(*futures) == [sums(number) for number in range(20, 60)]
-    assert len(dead.calls) == pool_state.MAX_FAILURES
+    assert len(dead.calls) == failures.MAX_FAILURES
 
 
 def test_without_a_device_that_works_texts_get_one_line(make):
@@ -176,7 +174,7 @@ def test_a_text_that_kills_its_workers_fails_alone(make):
     assert results(*blocked, *others) == [sums(number) for number in [20, 21, *range(30, 60)]]
     with pytest.raises(WorkerLostError, match="poisoned"):
         poison.result(SECONDS)
-    assert sum(POISON in call for device in devices for call in device.calls) == pool_state.MAX_RUNS
+    assert sum(POISON in call for device in devices for call in device.calls) == failures.MAX_RUNS
 
 
 def test_a_worker_that_hangs_is_killed_and_its_texts_run_elsewhere(make):
@@ -235,7 +233,7 @@ def test_a_deadline_beyond_what_a_thread_can_wait_leaves_the_clock_alive(make, s
     assert device.began.wait(SECONDS)
     far = submit(pool, 2, deadline=time.perf_counter() + seconds)
     with pool._lock:  # the deadline is the only event that the clock waits for
-        pool._state.devices[0].ends_by = math.inf
+        pool.pool.devices[0].ends_by = math.inf
         pool._clock_wake.notify()
     late = submit(pool, 3, deadline=time.perf_counter() + 0.3)
     with pytest.raises(StaticLLMError, match="deadline"):
@@ -312,7 +310,7 @@ def test_no_priority_exceeds_the_texts_that_may_wait(make, priority, limits):
 
 
 def test_texts_that_are_not_admitted_yet_count_as_waiting():
-    state = make_state([Adder("A")], "plain", None, 4)
+    state = make_pool([Adder("A")], "plain", None, 4).queue
     first, second, third = request(1, 2, 3), request(4, 5), request(6)
     ids = state.number(first, 0.0)
     with pytest.raises(BusyError, match="3 texts wait, 2 more"):
@@ -360,13 +358,13 @@ def test_costs_follow_the_measured_seconds(make):
     device = Adder("A")
     pool = make(device)
     assert results(submit(pool, 1)) == [sums(1)]
-    before = pool._state.devices[0].queue.alone(8)
+    before = pool.pool.devices[0].queue.alone(8)
     for _ in range(20):
         device.gate.clear()
         future = submit(pool, 1)
         threading.Timer(0.02, device.gate.set).start()
         results(future)
-    assert pool._state.devices[0].queue.alone(8) > 2 * before
+    assert pool.pool.devices[0].queue.alone(8) > 2 * before
 
 
 def test_a_text_of_too_many_tokens_is_refused(make):
@@ -375,22 +373,23 @@ def test_a_text_of_too_many_tokens_is_refused(make):
 
 
 def test_a_refused_request_leaves_nothing_before_the_lock_is_given_back():
-    state = make_state([Adder("A")], "predicted", 0.01, 1000)
+    pool = make_pool([Adder("A")], "predicted", 0.01, 1000)
+    state = pool.queue
     refused, now = request(*range(20, 60), priority=1), time.perf_counter()
     with pytest.raises(PromptError):
         state.admit(refused, state.number(refused, now), now)
     assert state.num_waiting == 0
-    assert not state.has_work(state.devices[0])
+    assert not pool.has_work(pool.devices[0])
 
 
 def test_a_device_that_failed_does_not_take_back_what_it_left_to_others():
-    state = make_state([Adder("A"), Adder("B")], "plain", None, 1000)
+    state = make_pool([Adder("A"), Adder("B")], "plain", None, 1000)
     first, other = state.devices
     now = time.perf_counter()
     texts = request(*range(20, 40))
-    state.admit(texts, state.number(texts, now), now)
+    state.queue.admit(texts, state.queue.number(texts, now), now)
     batch = state.begin(first, now)
-    state.fail(first, batch, list(batch.texts), DeviceError("it failed"), now)
+    state.fail(first, batch, batch.texts, DeviceError("it failed"), now)
     state.recovered(first, None, now)
     assert first.queue.is_alive
     assert state.begin(first, now) is None

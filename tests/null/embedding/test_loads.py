@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, PromptError
-from staticllm.pipelines.embedding.windve.device_load import CallableLoad, Line, ShapeCosts
-from staticllm.pipelines.embedding.windve.device_queue import DeviceQueue
+from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue
+from staticllm.pipelines.embedding.queue.loads import Line, ShapeCosts
 
 MINILM = {(1, 32): 2.1, (1, 64): 2.8, (1, 128): 4.7, (4, 128): 13.1, (8, 128): 23.4, (1, 256): 8.9, (1, 512): 20.2}
 """ms per call, as measured for a small encoder."""
@@ -28,11 +28,10 @@ def test_a_line_counts_queries_or_their_lengths():
     assert Line(0.01, 0.1).new_load().seconds == 0.0
 
 
-@given(st.lists(st.integers(1, 512), max_size=60), st.sampled_from(["line", "callable", "shapes"]))
+@given(st.lists(st.integers(1, 512), max_size=60), st.sampled_from(["line", "shapes"]))
 def test_a_prediction_is_what_adding_gives_and_never_falls(lengths, kind):
     load = {
         "line": Line(0.01, 0.1, 1.15).new_load,
-        "callable": lambda: CallableLoad(lambda all_lengths: 1.0 + sum(all_lengths)),
         "shapes": ShapeCosts(MINILM).new_load,
     }[kind]()
     last = load.seconds

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from staticllm.core import EncoderVariant
 from staticllm.errors import ConfigError, PromptError
 
 LENGTH = 75
@@ -32,6 +33,39 @@ class Load(Protocol):
 
 NewLoad = Callable[[], Load]
 """Makes an empty load for one device."""
+Costs = Mapping[EncoderVariant, float]
+"""Seconds per call of each variant."""
+
+
+def load_of(costs: Costs, is_packable: bool) -> NewLoad:
+    """Return what predicts the seconds of texts by the cheapest variant of each batch and length.
+
+    Without ``is_packable`` a text takes a whole row.
+    """
+    seconds: dict[tuple[int, int], float] = {}
+    for variant, cost in costs.items():
+        size = variant.batch, variant.rows
+        seconds[size] = min(seconds.get(size, float("inf")), cost)
+    shapes = ShapeCosts(seconds)
+    return shapes.new_load if is_packable else lambda: _WholeRows(shapes)
+
+
+class _WholeRows:
+    """The load of a model that holds one text per row."""
+
+    def __init__(self, shapes: ShapeCosts) -> None:
+        self._shapes = shapes
+        self._load = shapes.new_load()
+
+    @property
+    def seconds(self) -> float:
+        return self._load.seconds
+
+    def seconds_with(self, num_tokens: int) -> float:
+        return self._load.seconds_with(self._shapes.row_len_of(num_tokens))
+
+    def add(self, num_tokens: int) -> None:
+        self._load.add(self._shapes.row_len_of(num_tokens))
 
 
 @dataclass(frozen=True)
@@ -71,27 +105,6 @@ class _LineLoad:
     def add(self, num_tokens: int) -> None:
         self._scaled = self.seconds_with(num_tokens) - self._line.beta
         self._is_empty = False
-
-
-class CallableLoad:
-    """A load whose seconds are computed by any function of the lengths. Each prediction calls it with all of them."""
-
-    def __init__(self, cost: Callable[[Sequence[int]], float]) -> None:
-        self._cost = cost
-        self._lengths: list[int] = []
-
-    @property
-    def seconds(self) -> float:
-        """The predicted seconds of all texts."""
-        return self._cost(self._lengths) if self._lengths else 0.0
-
-    def seconds_with(self, num_tokens: int) -> float:
-        """Return the predicted seconds of all texts and of one more."""
-        return self._cost([*self._lengths, num_tokens])
-
-    def add(self, num_tokens: int) -> None:
-        """Add a text."""
-        self._lengths.append(num_tokens)
 
 
 class ShapeCosts:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.windve.device_queue import QUERY, Busy, DeviceQueue, Query
+from staticllm.pipelines.embedding.queue.device_queue import QUERY, Busy, DeviceQueue, Query
 
 MARGIN, LEAST_MARGIN, MOST_MARGIN = 0.9, 0.5, 0.97
 """The share of the latency limit that ``Predicted`` fills; the rest is for errors of the predicted costs."""
@@ -18,6 +17,7 @@ BULK_SHARE = 0.25
 """The share of the latency limit that a batch with bulk documents may take, and that a query may have to wait for it."""
 BULK_SECONDS = 0.25
 """The longest batch of bulk documents if there is no latency limit, s."""
+NO_DEVICE = "no device works any more: load the pipeline again"
 LONG_SHARE = 0.25
 """A text is long for a device that takes more than this share of the latency limit for it alone."""
 
@@ -25,7 +25,7 @@ LONG_SHARE = 0.25
 class QueuePolicy(Protocol):
     """Chooses a device for each query. ``queues`` are in order of preference, the fastest first; dead devices take nothing.
 
-    A policy changes no queue. It is called under the queue manager's caller's lock, so it must be quick.
+    A policy changes no queue. It is called while the lock of the queue is held, so it must be quick.
     """
 
     most_seconds: float
@@ -95,13 +95,29 @@ class WindveQueued(Windve):
         return queue.left(now)
 
 
-@dataclass
-class Plain:
-    """Queues without a latency limit: the device that would end first takes a text, until ``max_waiting`` texts wait."""
+class OneDevice:
+    """The only device takes every text, and runs it before or after its deadline."""
 
-    max_waiting: int
-    most_seconds: float = BULK_SECONDS
-    moves_bulk: bool = True
+    most_seconds = math.inf
+    moves_bulk = False
+
+    def limit(self, query: Query) -> float | None:
+        """Return None: there is no latency limit."""
+        return None
+
+    def choose(self, query: Query, queues: Sequence[DeviceQueue], now: float) -> int | Busy:
+        """Return the first device."""
+        return 0
+
+    def learn(self, query: Query, end: float) -> None:
+        """Do nothing: there is no limit."""
+
+
+class Plain:
+    """Queues without a latency limit: the device that would end first takes a text."""
+
+    most_seconds = BULK_SECONDS
+    moves_bulk = True
 
     def limit(self, query: Query) -> float | None:
         """Return None: there is no latency limit."""
@@ -109,17 +125,10 @@ class Plain:
 
     def choose(self, query: Query, queues: Sequence[DeviceQueue], now: float) -> int | Busy:
         """Return the device whose queue would end first with this text."""
-        alive = [index for index, queue in enumerate(queues) if queue.is_alive]
-        if not alive:
-            return Busy(math.inf, "no device works any more: load the pipeline again")
-        num_waiting = sum(queues[index].num_waiting for index in alive)
-        if num_waiting >= self.max_waiting:
-            wait = min(queues[index].left(now) for index in alive)
-            return Busy(
-                wait, f"{num_waiting} texts wait, max_waiting is {self.max_waiting}: try again later, or raise it"
-            )
-        ends = {index: _bulk_end(queues[index], query, now) for index in alive}
-        first = min(alive, key=lambda index: ends[index])
+        ends = {index: _bulk_end(queue, query, now) for index, queue in enumerate(queues) if queue.is_alive}
+        if not ends:
+            return Busy(math.inf, NO_DEVICE)
+        first = min(ends, key=ends.__getitem__)
         if query.deadline is not None and ends[first] > query.deadline:
             return Busy(ends[first] - query.deadline, _too_late(ends[first] - now, query.deadline - now))
         return first
@@ -140,8 +149,8 @@ class Predicted:
 
     moves_bulk = True
 
-    def __init__(self, limit_s: float, max_waiting: int = 1 << 20, margin: float = MARGIN) -> None:
-        """Take the latency limit T, seconds, and the most bulk documents that may wait.
+    def __init__(self, limit_s: float, margin: float = MARGIN) -> None:
+        """Take the latency limit T, seconds.
 
         Raises:
             ConfigError: the limit is not positive.
@@ -149,9 +158,10 @@ class Predicted:
         if not 0 < limit_s < math.inf:
             raise ConfigError(f"a latency limit of {limit_s:g} s: must be more than 0")
         self._limit_s = limit_s
-        self._margin, self._most = margin, max(margin, MOST_MARGIN)
+        self._margin = margin
+        self._most = max(margin, MOST_MARGIN)
         self.most_seconds = BULK_SHARE * limit_s
-        self._plain = Plain(max_waiting)
+        self._plain = Plain()
 
     def limit(self, query: Query) -> float | None:
         """Return the arrival plus a share of T, or the deadline if it is earlier; None for bulk work."""
@@ -197,14 +207,15 @@ class Predicted:
                 f"a text of {query.num_tokens} tokens takes longer than the limit of {room:.3g} s: raise the limit",
             )
         if not waits:
-            return Busy(wait, "no device works any more: load the pipeline again")
+            return Busy(wait, NO_DEVICE)
         return Busy(wait, f"no device can embed the text within {room:.3g} s: try again in {wait:.3g} s")
 
     def _wait(self, queue: DeviceQueue, num_tokens: int, room: float, now: float) -> float:
         alone = queue.alone(num_tokens)
         if alone > room:
             return math.inf
-        left, waiting = queue.left(now), queue.timed_seconds
+        left = queue.left(now)
+        waiting = queue.timed_seconds
         if queue.num_timed:  # until they begin, the oldest of them decides
             return left + max(0.0, waiting + alone - room)
         return max(0.0, left + alone - room)

@@ -1,0 +1,1 @@
+"""The texts that wait for the devices of an encoder: the queue and its policies, planned calls, failures, and the threads."""

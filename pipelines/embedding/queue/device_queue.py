@@ -1,0 +1,305 @@
+"""The queue of one device: texts with a limit on their latency, bulk texts behind them, and the batch that runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+
+from staticllm.errors import BusyError, PromptError
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
+from staticllm.pipelines.embedding.packing.chunks import ContinuedText
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.pipelines.embedding.queue.loads import NewLoad
+
+QUERY, DOCUMENT = 1, 0
+"""Priorities. Texts from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""
+BEHIND_SHARE = 0.2
+"""Share of a batch's bulk time for texts that found no place in the batch before."""
+_TYPICAL_TOKENS, _TYPICAL_TEXTS = 64, 32
+"""The batch from which the seconds per token of bulk texts are taken."""
+
+
+@dataclass(eq=False, slots=True)
+class Query:
+    """What policies see of a text. Times are seconds of one clock; a higher ``priority`` goes first.
+
+    ``id`` is unique among the texts in a queue. After ``deadline`` its caller no longer wants the result.
+    """
+
+    id: int
+    arrival: float
+    num_tokens: int
+    priority: int = QUERY
+    deadline: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Text(Query):
+    """One text of a request.
+
+    ``num_failures``: the calls that failed with it. ``chunk``: its progress, if it runs in several calls. ``is_done``: its vector
+    is there, and its batch still runs.
+    """
+
+    request: EmbeddingRequest = field(kw_only=True)
+    index: int = field(kw_only=True)
+    num_failures: int = 0
+    chunk: ContinuedText | None = None
+    is_done: bool = False
+
+    @classmethod
+    def of(cls, request: EmbeddingRequest, index: int, id: int) -> Text:
+        """Return the text with this index of a request."""
+        num_tokens = len(request.texts[index])
+        return cls(id, request.arrival, num_tokens, request.priority, request.deadline, request=request, index=index)
+
+    @property
+    def tokens(self) -> TokenizedText:
+        """The token ids."""
+        return self.request.texts[self.index]
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether no other text may share its calls."""
+        return self.chunk is not None or self.num_failures > 0
+
+
+@dataclass(frozen=True)
+class Busy:
+    """The answer to a text that no device can take: after ``retry_after`` seconds one should; infinite if none ever will."""
+
+    retry_after: float
+    reason: str
+
+    def error(self) -> BusyError:
+        """Return the exception for the caller."""
+        return BusyError(self.reason, self.retry_after)
+
+
+class Health(Enum):
+    """Whether a device takes texts. One that rests tries to recover so seldom that no text waits for it."""
+
+    ALIVE = "alive"
+    RECOVERING = "recovering"
+    RESTING = "resting"
+    DEAD = "dead"
+
+
+class DeviceQueue:
+    """What waits for one device and what runs on it. Policies read it; only ``TextQueue`` changes it.
+
+    A *timed* text has a limit, the moment by which it must end. All timed texts of a queue run as one batch. The others are bulk
+    work, in order of priority and arrival. ``depth``: the most texts in this queue under ``Windve``.
+    """
+
+    def __init__(self, name: str, new_load: NewLoad, depth: int = 0) -> None:
+        self.name = name
+        self.depth = depth
+        self.new_load = new_load
+        self.health = Health.ALIVE
+        self.problem: Exception | None = None
+        self._timed: dict[int, tuple[Query, float]] = {}
+        self._load = new_load()
+        self._bulk: dict[int, dict[int, Query]] = {}
+        self._bulk_tokens = 0
+        self._num_bulk = 0
+        self._oldest_limit = math.inf
+        self._running: tuple[Query, ...] = ()
+        self._end = 0.0
+        self._alone: dict[int, float] = {}
+        self._seconds_per_token = _seconds_per_token(new_load)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the device takes texts."""
+        return self.health is Health.ALIVE
+
+    @property
+    def may_work(self) -> bool:
+        """Whether the device works, or is about to work again."""
+        return self.health in (Health.ALIVE, Health.RECOVERING)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of texts that have not begun."""
+        return len(self._timed) + self._num_bulk
+
+    @property
+    def num_timed(self) -> int:
+        """The number of timed texts that have not begun."""
+        return len(self._timed)
+
+    @property
+    def num_bulk(self) -> int:
+        """The number of bulk texts that have not begun."""
+        return self._num_bulk
+
+    @property
+    def running(self) -> tuple[Query, ...]:
+        """The batch that the device runs now."""
+        return self._running
+
+    @property
+    def oldest_limit(self) -> float:
+        """The moment by which all timed texts must end; infinite without any."""
+        return self._oldest_limit
+
+    @property
+    def timed_seconds(self) -> float:
+        """The predicted seconds of the timed texts."""
+        return self._load.seconds
+
+    @property
+    def waiting_seconds(self) -> float:
+        """The predicted seconds of everything that waits."""
+        return self._load.seconds + self.bulk_seconds(0)
+
+    def left(self, now: float) -> float:
+        """Return the predicted seconds until the running batch ends.
+
+        A batch that has exceeded its prediction by some seconds is expected to run for as many more.
+        """
+        return abs(self._end - now) if self._running else 0.0
+
+    def timed_seconds_with(self, num_tokens: int) -> float:
+        """Return the predicted seconds of the timed texts and of one more."""
+        return self._load.seconds_with(num_tokens)
+
+    def alone(self, num_tokens: int) -> float:
+        """Return the predicted seconds of one text by itself."""
+        if num_tokens not in self._alone:
+            self._alone[num_tokens] = self.new_load().seconds_with(num_tokens)
+        return self._alone[num_tokens]
+
+    def bulk_seconds(self, num_tokens: int) -> float:
+        """Return the predicted seconds of the bulk texts and of ``num_tokens`` more."""
+        return (self._bulk_tokens + num_tokens) * self._seconds_per_token
+
+    def waiting(self) -> Iterator[Query]:
+        """Yield what waits, in the order in which it would run."""
+        yield from (query for query, _ in self._timed.values())
+        for priority in self.bulk_priorities:
+            yield from self._bulk[priority].values()
+
+    @property
+    def bulk_priorities(self) -> list[int]:
+        """The priorities of bulk texts, the highest first."""
+        return sorted(self._bulk, reverse=True)
+
+    def first_bulk(self, priority: int, most: int) -> list[Query]:
+        """Return the first ``most`` bulk texts of a priority."""
+        return list(islice(self._bulk.get(priority, {}).values(), most))
+
+    def holds(self, query: Query) -> bool:
+        """Whether a text waits here."""
+        return query.id in self._timed or query.id in self._bulk.get(query.priority, {})
+
+    def push(self, query: Query, limit: float | None) -> None:
+        """Append a text: a timed one if it has a ``limit``, else bulk work."""
+        if limit is None:
+            self._bulk.setdefault(query.priority, {})[query.id] = query
+            self._bulk_tokens += query.num_tokens
+            self._num_bulk += 1
+        else:
+            self._timed[query.id] = (query, limit)
+            self._load.add(query.num_tokens)
+            self._oldest_limit = min(self._oldest_limit, limit)
+
+    def remove(self, query: Query) -> bool:
+        """Remove a text that waits; return whether it did."""
+        if self._timed.pop(query.id, None) is None:
+            return self._remove_bulk(query)
+        self._reload()
+        self._oldest_limit = min((limit for _, limit in self._timed.values()), default=math.inf)
+        return True
+
+    def replace_costs(self, new_load: NewLoad) -> None:
+        """Predict with other costs from now on. The end of the running batch stays as predicted."""
+        self.new_load = new_load
+        self._alone = {}
+        self._seconds_per_token = _seconds_per_token(new_load)
+        self._reload()
+
+    def begin(self, now: float, most_seconds: float) -> tuple[Query, ...]:
+        """Start a batch: all timed texts, then bulk work while all take ``most_seconds`` at most and no limit is missed."""
+        assert not self._running, f"{self.name} runs a batch"
+        load = self._load
+        batch = [query for query, _ in self._timed.values()]
+        room = min(most_seconds, self._oldest_limit - now)
+        self._clear_timed()
+        filled: list[Query] = []
+        for query in self.waiting():
+            if (batch or filled) and load.seconds_with(query.num_tokens) > room:
+                break
+            load.add(query.num_tokens)
+            filled.append(query)
+        for query in filled:
+            self._remove_bulk(query)
+        self._promote(min((query.priority for query in (*batch, *filled)), default=0), BEHIND_SHARE * most_seconds)
+        self._running = (*batch, *filled)
+        self._end = now + load.seconds
+        return self._running
+
+    def finish(self) -> tuple[Query, ...]:
+        """End the running batch, and return it."""
+        batch = self._running
+        self._running = ()
+        return batch
+
+    def clear(self) -> tuple[Query, ...]:
+        """Remove and return everything: the running batch, then what waits."""
+        everything = (*self._running, *self.waiting())
+        self._running = ()
+        self._bulk = {}
+        self._bulk_tokens = self._num_bulk = 0
+        self._clear_timed()
+        return everything
+
+    def _promote(self, priority: int, most_seconds: float) -> None:
+        """Give the oldest texts below ``priority`` at most ``most_seconds`` of the next batch, at least one of them a place.
+
+        They become timed texts without a limit, so later queries are admitted only beside them. Without this, queries that
+        always wait would leave bulk work no room.
+        """
+        while behind := [next(iter(self._bulk[level].values())) for level in self._bulk if level < priority]:
+            query = min(behind, key=lambda query: query.arrival)
+            if self._timed and self._load.seconds_with(query.num_tokens) > most_seconds:
+                return
+            self._remove_bulk(query)
+            self.push(query, math.inf)
+
+    def _clear_timed(self) -> None:
+        self._timed = {}
+        self._load = self.new_load()
+        self._oldest_limit = math.inf
+
+    def _reload(self) -> None:
+        self._load = self.new_load()
+        for timed, _ in self._timed.values():
+            self._load.add(timed.num_tokens)
+
+    def _remove_bulk(self, query: Query) -> bool:
+        found = self._bulk.get(query.priority, {})
+        if found.pop(query.id, None) is None:
+            return False
+        self._bulk_tokens -= query.num_tokens
+        self._num_bulk -= 1
+        if not found:
+            del self._bulk[query.priority]
+        return True
+
+
+def _seconds_per_token(new_load: NewLoad, num_tokens: int = _TYPICAL_TOKENS) -> float:
+    """Return the seconds per token of a typical batch, with shorter texts if no program holds texts of ``num_tokens``."""
+    typical = new_load()
+    try:
+        for _ in range(_TYPICAL_TEXTS):
+            typical.add(num_tokens)
+    except PromptError:
+        if num_tokens == 1:
+            raise
+        return _seconds_per_token(new_load, num_tokens // 2)
+    return typical.seconds / (_TYPICAL_TEXTS * num_tokens)
