@@ -135,7 +135,7 @@ class Diagnosis(Generic[K]):
         runner = load_job(replace(job, on_progress=note)).runner
         after = private_bytes()
         parts = {"programs, with weights": loaded - before, "buffers, first calls": after - loaded}
-        return self._timed(report, parts, runner.measured_costs, "measured now")
+        return self._timed(report, parts, runner.costs.measured, "measured now")
 
     def timed(self, variant: Any, seconds: float | None) -> TimedVariant:
         """Return a variant with the seconds of a call; None if they are not known."""

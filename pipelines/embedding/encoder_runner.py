@@ -112,16 +112,6 @@ class EncoderRunner:
                 seconds = min(program.run() for _ in range(num_runs if seconds < SLOW_RUN else 1))
             self.costs.set(variant, seconds)
 
-    @property
-    def measured_costs(self) -> dict[EncoderVariant, float]:
-        """The seconds per call of each variant that was measured."""
-        return self.costs.measured
-
-    @property
-    def stable_costs(self) -> dict[EncoderVariant, float]:
-        """The costs that are worth keeping: all that were measured."""
-        return self.measured_costs
-
     def run(
         self,
         variant: EncoderVariant,

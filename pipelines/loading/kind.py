@@ -24,6 +24,7 @@ from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, OtherFingerprint, fingerprint_model, machine_values
 from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.artifacts.measurements import KeptCosts, probes_in
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.loading.background import DeferredPrograms
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, StartWith, V
@@ -32,17 +33,9 @@ from staticllm.pipelines.programs.layout import program_mode
 
 
 class MeasuredRunner(Protocol[V]):
-    """Runs the programs of a model. Costs are seconds per call of a variant."""
+    """Runs the programs of a model, and measures them."""
 
-    @property
-    def measured_costs(self) -> Mapping[V, float]:
-        """Those that were measured."""
-        ...
-
-    @property
-    def stable_costs(self) -> Mapping[V, float]:
-        """Those that are worth keeping for later processes."""
-        ...
+    costs: CostModel[V]
 
 
 R = TypeVar("R", bound=MeasuredRunner[Any])
@@ -174,7 +167,7 @@ class Loaded(Generic[V, S, R]):
     def keep_costs(self) -> None:
         """Write the stable costs, if there is a place for them and they are new."""
         if self.kept_costs is not None:
-            self.kept_costs.write(self.runner.stable_costs)
+            self.kept_costs.write(self.runner.costs.stable)
 
     def without_programs(self) -> Loaded[V, S, R]:
         """Return what is known of a model that was closed, without its programs and graphs."""

@@ -155,7 +155,7 @@ def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
     programs = exported.programs
     with job.kind.memory(programs.shape, list(programs.compiled)) as memory:
         runner = job.kind.runner(job, programs, memory)
-    place.put(exported, runner.measured_costs)
+    place.put(exported, runner.costs.measured)
     kept = place.costs_place.costs_of(job.kind.variant, programs.options)
     return Loaded(runner, programs, job.config, "compiled", kept_costs=kept)
 

@@ -97,16 +97,6 @@ class ModelRunner:
         self._planned = frozenset(planned)
         self.refresh_variants()
 
-    @property
-    def measured_costs(self) -> Mapping[Variant, float]:
-        """The seconds per call of the variants that were measured."""
-        return self.costs.measured
-
-    @property
-    def stable_costs(self) -> Mapping[Variant, float]:
-        """The seconds per call of the variants that were measured at leisure or often."""
-        return self.costs.stable
-
     def refresh_variants(self) -> None:
         """Rebuild ``index`` after programs were added."""
         self.index = VariantIndex(self.programs, needs_real_rows=bool(self.cache.states))

@@ -38,7 +38,7 @@ HOLD_SECONDS = 0.01
 """If prompts usually arrive this soon after the last request ended, the device waits for the next one before it begins a job."""
 
 
-class Arrears:
+class TimeCredit:
     """Device time owed to work that waits: a share of the time taken by the work that goes before it."""
 
     def __init__(self, share: float = BEHIND_SHARE) -> None:
@@ -66,7 +66,7 @@ class UrgentFirst:
     """Chooses among jobs: the most urgent first, but the others get ``BEHIND_SHARE`` of the device time, the oldest first."""
 
     def __init__(self) -> None:
-        self._arrears = Arrears()
+        self._credit = TimeCredit()
 
     def next(self, jobs: Sequence[JobView]) -> JobView | None:
         """Return the job whose turn it is; None if there is none."""
@@ -74,16 +74,16 @@ class UrgentFirst:
             return jobs[0] if jobs else None
         first = min(jobs, key=urgency)
         oldest = min((job for job in jobs if job is not first), key=lambda job: job.arrival)
-        return oldest if self._arrears.covers(oldest.seconds) else first
+        return oldest if self._credit.covers(oldest.seconds) else first
 
     def begin(self, job: JobView, jobs: Sequence[JobView]) -> None:
         """Count a job that begins now, and that was chosen among ``jobs``."""
         if len(jobs) < 2:
-            self._arrears.clear()
+            self._credit.clear()
         elif job == min(jobs, key=urgency):
-            self._arrears.add(job.seconds)
+            self._credit.add(job.seconds)
         else:
-            self._arrears.pay(job.seconds)
+            self._credit.pay(job.seconds)
 
 
 class ChatActivity:

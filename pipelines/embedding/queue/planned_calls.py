@@ -15,7 +15,7 @@ from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, Text
-from staticllm.pipelines.scheduling.job_turns import Arrears
+from staticllm.pipelines.scheduling.job_turns import TimeCredit
 
 WINDOW = 512
 """The number of texts that are packed together. More would fill the calls hardly better."""
@@ -76,7 +76,7 @@ class CallPlanner:
         self._device = device
         self._runner = runner
         self._plans: dict[int, Plan] = {}
-        self._arrears = Arrears()
+        self._credit = TimeCredit()
         self._max_seconds: float | None = None
 
     def limit(self, max_seconds: float | None) -> None:
@@ -103,9 +103,9 @@ class CallPlanner:
         seconds = self.seconds(plan.head)
         priorities = self._device.bulk_priorities
         if priority < priorities[0]:
-            self._arrears.pay(seconds)
+            self._credit.pay(seconds)
         elif len(priorities) > 1:
-            self._arrears.add(seconds)
+            self._credit.add(seconds)
         planned = plan.pop()
         if not plan:
             del self._plans[priority]
@@ -142,13 +142,13 @@ class CallPlanner:
             first, *behind = priorities
             self._plan(first)
             if not behind:
-                self._arrears.clear()
+                self._credit.clear()
                 return first
-            if not self._arrears.covers(self._runner.cost(self._runner.variants[0])):
+            if not self._credit.covers(self._runner.cost(self._runner.variants[0])):
                 return first
             oldest = min(behind, key=lambda priority: self._device.first_bulk(priority, 1)[0].arrival)
             self._plan(oldest)
-            return oldest if self._arrears.covers(self.seconds(self._plans[oldest].head)) else first
+            return oldest if self._credit.covers(self.seconds(self._plans[oldest].head)) else first
         self._plans = {}
         return None
 

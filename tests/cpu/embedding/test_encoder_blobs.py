@@ -170,7 +170,7 @@ def test_costs_are_kept_beside_the_set_and_not_measured_again(directory, tmp_pat
     (kept,) = (tmp_path / "cache").glob("*/costs.json")
     stored = json.loads(kept.read_text())["content"]["measured"]["costs"]
     with StaticEmbeddingPipeline(directory, "CPU", **cache) as pipe:
-        found = pipe._driver.runner.measured_costs
+        found = pipe._driver.runner.costs.measured
     assert {(each["batch"], each["rows"]): each["seconds"] for each in stored} == {
         (variant.batch, variant.rows): seconds for variant, seconds in found.items()
     }

@@ -15,6 +15,7 @@ from staticllm.errors import BlobError
 from staticllm.model_dir import read_model
 from staticllm.pipelines.artifacts import manifest
 from staticllm.pipelines.artifacts.fingerprint import OtherFingerprint
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
@@ -60,9 +61,9 @@ class LoweredSound:
 class SoundRunner:
     def __init__(self, programs):
         self.sizes, self.programs = programs.shape, programs.compiled
-        self.stable_costs = self.measured_costs = dict(programs.costs)
+        self.costs = CostModel(programs.costs)
         for variant in sorted(self.programs):
-            self.measured_costs[variant] = self._bound(variant, np.zeros((1, BANDS, variant.rows), np.float32))[1]
+            self.costs.set(variant, self._bound(variant, np.zeros((1, BANDS, variant.rows), np.float32))[1])
 
     def run(self, frames):
         variant = min(each for each in self.programs if each.rows >= frames.shape[1])
@@ -128,7 +129,7 @@ def test_a_third_kind_is_loaded_stored_and_imported_by_the_code_of_the_others(di
         origins.append(loaded.origin)
         for sound in sounds:
             np.testing.assert_allclose(loaded.runner.run(sound), reference(sound), atol=1e-4)
-        assert set(loaded.runner.measured_costs) == {SoundVariant(16), SoundVariant(64)}
+        assert set(loaded.runner.costs.measured) == {SoundVariant(16), SoundVariant(64)}
     assert origins == ["compiled", "compiled", "cache", "blob"]
     assert {"compile", "export", "import"} <= {event.stage for event in events}
 
