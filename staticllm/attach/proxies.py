@@ -75,16 +75,6 @@ def _forwarded(name: str, prepare: str) -> Any:
     return call
 
 
-def _forwarded_property(name: str, prepare: str) -> Any:
-    """Return a property, as ``_forwarded`` returns a method."""
-
-    def read(self: AttachedInferRequest) -> Any:
-        getattr(self, prepare)()
-        return getattr(self._placeholder, name)
-
-    return property(read, doc=getattr(InferRequest, name).__doc__)
-
-
 class _CallState(Enum):
     """The call of a request: none, one that runs, or one that Ctrl-C has interrupted."""
 
@@ -231,9 +221,24 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     set_input_tensors = _forwarded("set_input_tensors", "_check_idle")
     get_input_tensor = _forwarded("get_input_tensor", "_check_idle")
     get_output_tensor = _forwarded("get_output_tensor", "_give_outputs")
-    input_tensors = _forwarded_property("input_tensors", "_check_idle")
-    output_tensors = _forwarded_property("output_tensors", "_give_outputs")
-    results = _forwarded_property("results", "_give_outputs")
+
+    @property
+    def input_tensors(self) -> list[Tensor]:
+        self._check_idle()
+        tensors: list[Tensor] = self._placeholder.input_tensors
+        return tensors
+
+    @property
+    def output_tensors(self) -> list[Tensor]:
+        self._give_outputs()
+        tensors: list[Tensor] = self._placeholder.output_tensors
+        return tensors
+
+    @property
+    def results(self) -> OVDict:
+        self._give_outputs()
+        results: OVDict = self._placeholder.results
+        return results
 
     # what is known of the last call
 

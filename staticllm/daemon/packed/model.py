@@ -91,9 +91,7 @@ class PackedModel:
             model = read_model(core, directory, str(weights))
             self.reason = _reason_against(model)
             if self.reason is None:
-                self._start(directory, device, _config_of(directory, device, config, weights), policy)
-        except UnsupportedModelError as error:
-            self.reason = str(error)
+                self._try_start(directory, device, _config_of(directory, device, config, weights), policy)
         finally:
             forget_in_memory(directory)
         self.input_names = tuple(port.get_any_name() for port in model.inputs)
@@ -147,6 +145,13 @@ class PackedModel:
         self._original.close()
         self._weights = None
         self._program = None
+
+    def _try_start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
+        """Start the engine, or note why no pass can lower the model."""
+        try:
+            self._start(directory, device, config, policy)
+        except UnsupportedModelError as error:
+            self.reason = str(error)
 
     def _start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
         plan = prepare(directory, device, config)
