@@ -1,4 +1,4 @@
-"""Requests that are decoded by beam search: their beams are fed sequences, and the engine chooses their tokens together."""
+"""Requests that are decoded by beam search: their beams are client sequences, and the engine chooses their tokens together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult
+from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class BeamRequest(RequestState):
     """A beam search inside the engine. Its tokens come at its end: only then it is known which answers are the best.
 
-    ``sequences`` has one entry for the records; it never holds slots. Each beam is a fed sequence, so beams share the slots of
+    ``sequences`` has one entry for the records; it never holds slots. Each beam is a client sequence, so beams share the slots of
     their common tokens, wait for each other wherever policies run them, and lose slots to others like the sequences of clients.
     """
 
@@ -44,7 +44,7 @@ class BeamRequest(RequestState):
         assert request.beams is not None, "not a beam search"
         limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
-        self._beams: list[FedState] = []
+        self._beams: list[ClientState] = []
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
         self._choosing_seconds = self._device_seconds = 0.0  # since the last token
         self._core: EngineCore | None = None  # while the search runs
@@ -137,7 +137,7 @@ class BeamRequest(RequestState):
 
     def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:
         """Give each new beam a sequence: its parent's for the first child, a fork for the others. Close what has no child."""
-        before, taken, beams = self._beams, set[int](), list[FedState]()
+        before, taken, beams = self._beams, set[int](), list[ClientState]()
         for successor in successors:
             parent = before[successor.parent]
             beams.append(feeds.fork(parent) if successor.parent in taken else parent)
@@ -183,7 +183,7 @@ def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
     return has_ended
 
 
-def _masks_after(before: Sequence[FedState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
+def _masks_after(before: Sequence[ClientState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
     """Return what may follow each new beam."""
     masks: list[GrammarMask | None] = []
     for successor in successors:

@@ -28,7 +28,7 @@ class DeviceState:
     def replaced(self, runner: ModelRunner, options: EngineOptions, clock: Clock) -> DeviceState:
         """Return the state of another runner; it takes over the draft model, and idle sequences without their slots."""
         other = device_state(runner, options, clock, self.draft_planner)
-        other.kv_manager.away.take_over(self.kv_manager.away)
+        other.kv_manager.idle.take_over(self.kv_manager.idle)
         return other
 
 

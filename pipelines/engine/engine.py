@@ -16,7 +16,7 @@ from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
-from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed, begin_feeds
+from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed, begin_feeds
 from staticllm.pipelines.engine.device_use import SoleUse
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.jobs import JobSource
@@ -268,14 +268,14 @@ class Engine:
             self._start()
             self._callbacks.add(function)
 
-    def open_fed(self, priority: int = 0, owner: int = 0) -> FedSequence:
+    def open_sequence(self, priority: int = 0, owner: int = 0) -> ClientSequence:
         """Return a new sequence whose tokens the caller chooses; ``feed`` runs them. ``owner`` is as in ``EngineRequest``.
 
         Raises:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.check_process()
-        return FedSequence(self, self._core, priority, owner)
+        return ClientSequence(self, self._core, priority, owner)
 
     def feed(self, feeds: Sequence[Feed]) -> None:
         """Run tokens of several sequences, in shared calls where possible, and return at once.

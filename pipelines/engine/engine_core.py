@@ -49,7 +49,7 @@ class EngineCore:
         self.wait_until: float | None = None
         self._device = device_state(runner, options, clock)
         self._last_batch: Batch | None = None  # of the last step
-        self._planner = Planner(policy, options.lingers)
+        self._planner = Planner(policy, options.waits_for_batch)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
@@ -113,10 +113,10 @@ class EngineCore:
         return rows_of(self._last_batch, self.runner.cache.slot_bytes)
 
     def last_token_times(self) -> list[float]:
-        """Return the moment of the last token of each running request, and of each fed sequence that is expected back."""
+        """Return the moment of the last token of each running request, and of each client sequence that is expected back."""
         running = (info.last_token_time for info in self._device.table if info.status is RequestStatus.RUNNING)
-        away = self.kv_manager.away.expected_since(self.clock())
-        return [*away, *(moment for moment in running if moment is not None)]
+        expected = self.kv_manager.idle.expected_since(self.clock())
+        return [*expected, *(moment for moment in running if moment is not None)]
 
     @property
     def is_offloading(self) -> bool:
@@ -271,7 +271,7 @@ class EngineCore:
         Raises:
             NoPlanError: a request cannot run at all.
         """
-        if not self.jobs.has_jobs and not len(self.kv_manager.away):
+        if not self.jobs.has_jobs and not len(self.kv_manager.idle):
             index, high_slot = self.runner.index, self.runner.cache.slots.high_slot
             plan = self._planner.repeated(self._device.table, self.kv_manager.free_slots, index.max_decoding(high_slot))
             if plan is not None:
@@ -286,7 +286,7 @@ class EngineCore:
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
         view = self._device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
-        return replace(view, jobs=jobs, away=manager.away.views) if jobs or len(manager.away) else view
+        return replace(view, jobs=jobs, idle=manager.idle.views) if jobs or len(manager.idle) else view
 
     def _run(self, batch: Batch) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""

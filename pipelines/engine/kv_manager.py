@@ -11,8 +11,8 @@ from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.rotation import KeyRotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.client_sequences.away import AwaySequences
-from staticllm.pipelines.engine.client_sequences.state import FedState
+from staticllm.pipelines.engine.client_sequences.idle import IdleSequences
+from staticllm.pipelines.engine.client_sequences.state import ClientState
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import SINKS, shorten
 from staticllm.pipelines.engine.state import SequenceState
@@ -48,18 +48,18 @@ class KVCacheManager:
         self._clock = clock
         self._rotations = rotations
         self.states: dict[int, SequenceState] = {}
-        self.away = AwaySequences(cache, prefix)
+        self.idle = IdleSequences(cache, prefix)
         self.swap_seconds = 0.0
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that a plan may use: free ones, and those of cached and away sequences, which it evicts."""
+        """The number of slots that a plan may use: free ones, and those of cached and idle sequences, which it evicts."""
         return self.cache.num_slots - self.cache.slots.num_active
 
     def sequences(self) -> list[KVSequence]:
-        """Return the requests' sequences in the arena whose keys are the model's own, and those of away requests."""
+        """Return the requests' sequences in the arena whose keys are the model's own, and those of idle requests."""
         states = [state for state in self.states.values() if not state.is_shifted]
-        return [*(state.sequence for state in states if state.sequence is not None), *self.away.sequences]
+        return [*(state.sequence for state in states if state.sequence is not None), *self.idle.sequences]
 
     def add(self, state: SequenceState) -> None:
         """Add a request, without slots, to the table."""
@@ -72,16 +72,16 @@ class KVCacheManager:
         state.info.arrive_swapped(len(stored.tokens), state.num_generated, state.token_times[-1])
         self.add(state)
 
-    def leave(self, state: FedState) -> None:
-        """Remove a fed request whose tokens have run from the table; it is away, and keeps its slots."""
+    def leave(self, state: ClientState) -> None:
+        """Remove a client request whose tokens have run from the table; it is idle, and keeps its slots."""
         self._remove(state)
-        self.away.add(state)
+        self.idle.add(state)
 
-    def come_back(self, state: FedState) -> None:
-        """Add an away request to the table: its client sent tokens."""
-        self.away.remove(state)
+    def come_back(self, state: ClientState) -> None:
+        """Add an idle request to the table: its client sent tokens."""
+        self.idle.remove(state)
         num_computed = len(state.sequence or ())
-        state.info.come_back(num_computed, self._clock(), self.table.num_free_for_fed > 0)
+        state.info.come_back(num_computed, self._clock(), self.table.num_free_for_clients > 0)
         self.add(state)
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
@@ -95,7 +95,7 @@ class KVCacheManager:
     def allocate(self, state: SequenceState) -> None:
         """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
         if state.sequence is None:
-            if self.away.has_slots:  # their slots are free for a prefix of the host pool, too
+            if self.idle.has_slots:  # their slots are free for a prefix of the host pool, too
                 self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
             state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.request.adapters)
             if not state.num_generated:
@@ -199,12 +199,12 @@ class KVCacheManager:
         return True
 
     def make_room(self, num_slots: int, num_followed: int = 0) -> bool:
-        """Evict cached and away sequences as needed, and return whether ``num_slots`` slots are free now.
+        """Evict cached and idle sequences as needed, and return whether ``num_slots`` slots are free now.
 
         ``num_followed`` of them are for chunks of prompts after which another chunk follows.
         """
         self.prefix.offload_for(num_slots, num_followed)
-        while self.cache.slots.num_free < num_slots and self.away.evict_oldest():
+        while self.cache.slots.num_free < num_slots and self.idle.evict_oldest():
             self.prefix.offload_for(num_slots)
         return self.cache.slots.num_free >= num_slots
 
@@ -221,7 +221,7 @@ class KVCacheManager:
         """
         self.cache.reset()
         self.prefix.forget()
-        self.away.forget_slots()
+        self.idle.forget_slots()
         preempted = [state.id for state in self.states.values() if state.sequence is not None]
         for request in preempted:
             self.states[request].sequence = None
@@ -232,20 +232,20 @@ class KVCacheManager:
     def clear(self) -> list[SequenceState]:
         """Remove every request and free every slot, in any state. Return the requests."""
         states = list(self.states.values())
-        for state in states:  # those of fed requests go on without their slots
+        for state in states:  # those of client requests go on without their slots
             state.sequence = None
         self.states.clear()
         self.table.clear()
         self.cache.reset()
         self.prefix.forget()
-        self.away.forget_slots()
+        self.idle.forget_slots()
         self.host_pool.clear()
         return states
 
     def count_own_slots(self) -> None:
         """Update the number of slots that each request would free; called before a policy sees them.
 
-        Slots that it shares only with cached or away sequences count: those are evicted when slots are needed.
+        Slots that it shares only with cached or idle sequences count: those are evicted when slots are needed.
         """
         for state in self.states.values():
             if state.sequence is not None:

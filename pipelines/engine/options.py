@@ -18,7 +18,7 @@ class EngineOptions:
 
     ``max_seq_len``: the largest number of KV slots of one sequence. ``max_waiting``: the largest number of waiting requests.
     ``host_kv_slots``: the size of the host pool in slots. ``state_slots``: the number of these slots that the recurrent states
-    of one sequence occupy. ``lingers``: whether shipped policies let the device wait a moment for a fed request that is due.
+    of one sequence occupy. ``waits_for_batch``: whether shipped policies wait a moment for a sequence whose client is due.
     """
 
     limits: Limits
@@ -28,7 +28,7 @@ class EngineOptions:
     prefix_caching: bool = True
     measure_costs: bool = True
     state_slots: int = 0
-    lingers: bool = True
+    waits_for_batch: bool = True
 
 
 def options_of(

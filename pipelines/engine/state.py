@@ -352,7 +352,7 @@ def progress_of(requests: Iterable[RequestState], runner: ModelRunner) -> Engine
     found = {
         state.id: _sequence_progress(state)
         for request in requests
-        if not request.sequences[0].info.is_fed
+        if not request.sequences[0].info.is_client_driven
         for state in request.unfinished
     }
     return EngineProgress(tuple(found.values()), runner.cache.num_slots)

@@ -13,10 +13,10 @@ Beside requests there may be *jobs*: device calls of other models, such as the p
 whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one with ``Plan.job``. For every other policy
 ``JobTurns`` decides whether a job runs, before the policy is asked.
 
-The tokens of *fed* requests are chosen by a client outside the engine. Such a request is in the view while tokens that the client
-sent have to run: as running if it is one token and a place is free. Then it is *away*, until the client sends more. An away
-request keeps its KV slots, which count as free: they are taken from the one that has been away longest. Away requests do not
-count as running, so that their places go round; ``View.free_places`` says how many are left for requests that keep theirs.
+The tokens of *client sequences* are chosen by a client outside the engine. A sequence is a request of the view while tokens that
+its client sent have to run: as running if it is one token and a place is free. Then it is *idle*, until the client sends more. An
+idle sequence keeps its KV slots, which count as free: they are taken from the one that has been idle longest. Idle sequences do
+not count as running, so that their places go round; ``View.free_places`` says how many are left for requests that keep theirs.
 
 When its last prompt token has run, a prefilling request gets its first token. From then on it is running if fewer than
 ``max_num_seqs`` requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
@@ -65,7 +65,7 @@ class RequestView:
         priority: Requests with a higher priority go first.
         deadline: The moment at which the request is ended, finished or not; None without one.
         in_arena: False if its KV slots are in the host pool, which is possible only for a swapped request.
-        is_fed: Whether its next token is chosen outside, by a client or a beam search. It leaves its place among the running
+        is_client_driven: Whether a client or a beam search chooses its next token. It leaves its place among the running
             requests after each token.
     """
 
@@ -80,7 +80,7 @@ class RequestView:
     priority: int = 0
     deadline: float | None = None
     in_arena: bool = True
-    is_fed: bool = False
+    is_client_driven: bool = False
 
     @property
     def num_left(self) -> int:
@@ -144,8 +144,8 @@ class JobView:
 
 
 @dataclass(frozen=True)
-class AwayView:
-    """A fed request whose client chooses the next tokens. Moments are seconds on the clock of ``View.now``.
+class IdleView:
+    """A client request whose client chooses the next tokens. Moments are seconds on the clock of ``View.now``.
 
     Attributes:
         id: The number that it has in plans when it comes back.
@@ -198,7 +198,7 @@ class View:
         tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
         gap_ms: The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound.
         jobs: The jobs that wait; empty for policies without ``plans_jobs``.
-        away: The fed requests whose clients choose the next tokens, those that have been away longest first.
+        idle: The client sequences whose clients choose the next tokens, those that have been idle longest first.
         token_bound: The bound on the time between two tokens of a request.
     """
 
@@ -215,7 +215,7 @@ class View:
     tpot_ms: float | None = None
     gap_ms: float | None = None
     jobs: tuple[JobView, ...] = ()
-    away: tuple[AwayView, ...] = ()
+    idle: tuple[IdleView, ...] = ()
     token_bound: TokenBound = OWN_BOUND
 
     @property
@@ -232,11 +232,11 @@ class View:
     def free_places(self) -> int:
         """The number of further requests that may be running until they end, when those that have begun are.
 
-        Fed requests leave their places after each token, so they count as one: the last place is theirs.
+        Client requests leave their places after each token, so they count as one: the last place is theirs.
         """
-        num_placed = sum(not request.is_fed for request in (*self.running, *self.swapped, *self.prefilling))
-        has_fed = any(request.is_fed for request in (*self.running, *self.swapped))
-        return max(0, self.max_num_seqs - num_placed - has_fed)
+        num_placed = sum(not request.is_client_driven for request in (*self.running, *self.swapped, *self.prefilling))
+        has_client_driven = any(request.is_client_driven for request in (*self.running, *self.swapped))
+        return max(0, self.max_num_seqs - num_placed - has_client_driven)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Plan:
         swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
         preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
         job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
-        wait_until: The moment until which the device waits for away requests; such a plan has nothing else. The policy is asked
+        wait_until: The moment until which the device waits for idle requests; such a plan has nothing else. The policy is asked
             again then, or when a request or a job arrives. The planner decides about it for the shipped policies.
     """
 

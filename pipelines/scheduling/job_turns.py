@@ -105,7 +105,7 @@ class ChatActivity:
         requests = view.requests
         if not requests:
             self._since.clear()
-            if self._end is None and self._last_busy > float("-inf") and not view.away:
+            if self._end is None and self._last_busy > float("-inf") and not view.idle:
                 self._end = view.now
             return
         if self._end is not None:
@@ -168,7 +168,7 @@ class JobTurns:
         """
         self._activity.observe(view)
         job = self._urgent.next(view.jobs)
-        if job is None or job.priority > 0 or view.requests or view.away or self._has_waited_its_share(view, job):
+        if job is None or job.priority > 0 or view.requests or view.idle or self._has_waited_its_share(view, job):
             return None
         return self._activity.prompt_expected_until(view.now)
 

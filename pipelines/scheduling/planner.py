@@ -29,7 +29,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 STALL_SECONDS = 2.0
 """Time limit for one plan of a user's policy, which then counts as stalled."""
 MAX_WAIT_SHARE = 0.2
-"""Longest wait for away requests before a call, as a share of that call's time."""
+"""Longest wait for idle requests before a call, as a share of that call's time."""
 
 
 def make_policy(scheduler: object) -> Policy:
@@ -50,10 +50,10 @@ class Planner:
     so that neither a slow policy nor one that changes the view can harm the engine.
     """
 
-    def __init__(self, policy: Policy, waits_for_away: bool = True) -> None:
+    def __init__(self, policy: Policy, waits_for_idle: bool = True) -> None:
         self.policy = policy
         self._own = policy
-        self._batch_wait = BatchWait() if waits_for_away else None
+        self._batch_wait = BatchWait() if waits_for_idle else None
         self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
         self._plans_jobs = _plans_jobs(policy)
@@ -152,7 +152,7 @@ class Planner:
 
 
 class BatchWait:
-    """Lets the device wait for away requests that are due, if that saves more device time than the running requests lose.
+    """Lets the device wait for idle requests that are due, if that saves more device time than the running requests lose.
 
     A step of k + n requests takes less time than a step of k and one of n. The difference is what a wait of w seconds saves if n
     requests come back within it; it costs k · w, because k running requests get their tokens later. FlexNPU (3.2) calls it
@@ -175,13 +175,13 @@ class BatchWait:
 
     def _best_moment(self, view: View) -> float | None:
         num_running = len(view.running)
-        if not view.away or not num_running or view.waiting or view.prefilling or view.swapped or view.jobs:
+        if not view.idle or not num_running or view.waiting or view.prefilling or view.swapped or view.jobs:
             return None
         room = min(view.free_seqs, view.device.max_decoding - num_running)
         step = _seconds(view, num_running)
         end = (view.now if self._start is None else self._start) + MAX_WAIT_SHARE * step
         due = sorted(
-            each.ready_at for each in view.away if each.ready_at is not None and view.now < each.ready_at <= end
+            each.ready_at for each in view.idle if each.ready_at is not None and view.now < each.ready_at <= end
         )
         best = None
         most = 0.0
@@ -302,10 +302,10 @@ class _PolicyThread:
             tuple(map(replace, group)) for group in (view.waiting, view.prefilling, view.running, view.swapped)
         )
         jobs = tuple(map(replace, view.jobs))
-        away = tuple(map(replace, view.away))
+        idle = tuple(map(replace, view.idle))
         return replace(
             view, device=device, waiting=waiting, prefilling=prefilling, running=running, swapped=swapped, jobs=jobs,
-            away=away,
+            idle=idle,
         )  # fmt: skip
 
 

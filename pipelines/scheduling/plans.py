@@ -22,16 +22,20 @@ def admissible_prompts(view: View) -> list[RequestView]:
 
     A waiting request is admitted only if it can be running after its prompt, or if the host pool has room for it. A swapped
     request that stays in the arena would hold slots that running requests need next, and would be preempted and recomputed.
-    Fed requests are always admitted: after their prompts they are away, and their slots count as free.
+    Client requests are always admitted: after their prompts they are idle, and their slots count as free.
     """
     num_seqs = view.free_places
-    host_room = view.free_host_slots - sum(request.num_tokens for request in view.prefilling if not request.is_fed)
-    host_room -= sum(request.num_computed for request in view.swapped if request.in_arena and not request.is_fed)
+    host_room = view.free_host_slots - sum(
+        request.num_tokens for request in view.prefilling if not request.is_client_driven
+    )
+    host_room -= sum(
+        request.num_computed for request in view.swapped if request.in_arena and not request.is_client_driven
+    )
     admitted = list[RequestView]()
     is_full = False
     for request in in_order(view.waiting):
-        is_full = is_full or (not request.is_fed and num_seqs <= 0 and request.num_tokens > host_room)
-        if request.is_fed:
+        is_full = is_full or (not request.is_client_driven and num_seqs <= 0 and request.num_tokens > host_room)
+        if request.is_client_driven:
             admitted.append(request)
         elif not is_full:
             host_room -= 0 if num_seqs > 0 else request.num_tokens
@@ -60,11 +64,13 @@ def to_swap_in(view: View, order: Order = in_order) -> list[RequestView]:
 def _next_placed(view: View, order: Order) -> list[RequestView]:
     """Return the swapped requests for which there are places, in ``order``, but of equal priority those that keep theirs first.
 
-    So they do not wait for one fed request after another. The last place goes to the first in ``order``: a fed request takes it
-    for one token.
+    The last place goes to the first in ``order``: a client sequence takes it for one token. So none waits for one client sequence
+    after another.
     """
     requests = order(view.swapped)
-    first = sorted(requests, key=lambda request: (-request.priority, request.is_fed))[: max(0, view.free_seqs - 1)]
+    first = sorted(requests, key=lambda request: (-request.priority, request.is_client_driven))[
+        : max(0, view.free_seqs - 1)
+    ]
     taken = {request.id for request in first}
     return [*first, *(request for request in requests if request.id not in taken)][: view.free_seqs]
 

@@ -12,7 +12,7 @@ WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
 
 _Counts = Counter[tuple[RequestStatus, bool]]
-"""Requests by status and ``is_fed``."""
+"""Requests by status and ``is_client_driven``."""
 
 TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     WAITING: (WAITING, PREFILLING),
@@ -28,7 +28,7 @@ class RequestInfo:
 
     ``num_tokens`` must run before the next token can be chosen, and ``num_computed`` of them have keys and values. ``own_slots``
     counts the arena slots that would be free without the request; ``in_arena`` is False if its slots are in the host pool. The
-    KV cache manager updates both. ``is_fed`` is as in ``RequestView``.
+    KV cache manager updates both. ``is_client_driven`` is as in ``RequestView``.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class RequestInfo:
         num_tokens: int,
         priority: int = 0,
         deadline: float | None = None,
-        is_fed: bool = False,
+        is_client_driven: bool = False,
     ) -> None:
         self._view: RequestView | None = None
-        self.is_fed = is_fed
+        self.is_client_driven = is_client_driven
         self.id = id
         self.arrival = arrival
         self.priority = priority
@@ -61,7 +61,7 @@ class RequestInfo:
         if self._view is None:
             self._view = RequestView(
                 self.id, self.status, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
-                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena, self.is_fed,
+                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena, self.is_client_driven,
             )  # fmt: skip
         return self._view
 
@@ -73,19 +73,19 @@ class RequestInfo:
     @status.setter
     def status(self, status: RequestStatus) -> None:
         if self._counts is not None:
-            self._counts[self._status, self.is_fed] -= 1
-            self._counts[status, self.is_fed] += 1
+            self._counts[self._status, self.is_client_driven] -= 1
+            self._counts[status, self.is_client_driven] += 1
         self._status = status
 
     def enter(self, counts: _Counts) -> None:
         """Record that the request is in a table, whose ``counts`` it keeps."""
         self._counts = counts
-        counts[self._status, self.is_fed] += 1
+        counts[self._status, self.is_client_driven] += 1
 
     def leave(self) -> None:
         """Record that the request is in no table."""
         if self._counts is not None:
-            self._counts[self._status, self.is_fed] -= 1
+            self._counts[self._status, self.is_client_driven] -= 1
         self._counts = None
 
     def set_priority(self, priority: int) -> None:
@@ -94,7 +94,7 @@ class RequestInfo:
         self._view = None
 
     def come_back(self, num_computed: int, now: float, can_run: bool) -> None:
-        """Record that a fed request came back with new tokens; ``num_computed`` tokens have slots of the arena.
+        """Record that a client request came back with new tokens; ``num_computed`` tokens have slots of the arena.
 
         With one token to run it is running if ``can_run``, else swapped; with more it is prefilling.
         """
@@ -265,9 +265,9 @@ class RequestTable:
 
     @property
     def has_free_seq(self) -> bool:
-        """Whether a request whose prompt ends now may be running: there is a free place, and all that are swapped are fed.
+        """Whether a request whose prompt ends now may be running: there is a free place, and clients drive all that are swapped.
 
-        The last place is left to fed requests, if there are any.
+        The last place is left to client requests, if there are any.
         """
         own = self._counts[RUNNING, False]
         counts = self._counts
@@ -275,8 +275,8 @@ class RequestTable:
         return not is_last_shared and self.count(RUNNING) < self.limits.max_num_seqs and not counts[SWAPPED, False]
 
     @property
-    def num_free_for_fed(self) -> int:
-        """The number of fed requests that may be running when they come back with one token.
+    def num_free_for_clients(self) -> int:
+        """The number of client requests that may be running when they come back with one token.
 
         The others are swapped until a plan gives them places, without a copy of their slots. So a place is free for each prompt
         that ends in the same call.

@@ -64,7 +64,7 @@ class TimeSlices:
             return float("inf")
         free = _free_places(view)
         swap_seconds = _swap_seconds(view) / SWAP_SHARE
-        begun = [request for request in (*view.swapped, *view.prefilling) if not request.is_fed]
+        begun = [request for request in (*view.swapped, *view.prefilling) if not request.is_client_driven]
         room = free + _swappable(view) - len(begun)
         count = 0
         longest = 0.0

@@ -53,8 +53,8 @@ def check_wait_so_far(plan: Plan, start: float) -> None:
 def _check_wait(plan: Plan, view: View) -> Plan:
     if plan != Plan(wait_until=plan.wait_until):
         raise IllegalPlanError("waits-alone", "the plan waits and has requests or a job")
-    if not view.away:
-        raise IllegalPlanError("waits-for-away", "the plan waits although no request is away")
+    if not view.idle:
+        raise IllegalPlanError("waits-for-idle", "the plan waits although no request is idle")
     if (
         isinstance(plan.wait_until, bool)
         or not isinstance(plan.wait_until, (int, float))

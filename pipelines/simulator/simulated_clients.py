@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult
+from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.engine_core import EngineCore
 from staticllm.pipelines.engine.jobs import new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
@@ -21,10 +21,10 @@ class SimulatedClients:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._due: list[tuple[float, int, FedState, Arrival]] = []  # a heap of moments at which tokens are sent
+        self._due: list[tuple[float, int, ClientState, Arrival]] = []  # a heap of moments at which tokens are sent
         self._numbers = count()
         self._started: dict[int, float | None] = {}  # the first call of each sequence, by its id
-        self._done: list[FedState] = []  # between two calls, these are closed
+        self._done: list[ClientState] = []  # between two calls, these are closed
 
     @property
     def next_moment(self) -> float | None:
@@ -54,10 +54,10 @@ class SimulatedClients:
         """Return the start of the first call of a sequence whose answer is complete; asked once."""
         return self._started.pop(sequence)
 
-    def _feed(self, state: FedState, arrival: Arrival, tokens: tuple[int, ...], moment: float) -> None:
+    def _feed(self, state: ClientState, arrival: Arrival, tokens: tuple[int, ...], moment: float) -> None:
         self._core.feeds.feed(state, FeedOrder(tokens, "last", partial(self._take, state, arrival), moment))
 
-    def _take(self, state: FedState, arrival: Arrival, result: FeedResult) -> None:
+    def _take(self, state: ClientState, arrival: Arrival, result: FeedResult) -> None:
         """Think about the next token, or end the answer."""
         if result.error is not None:
             raise result.error

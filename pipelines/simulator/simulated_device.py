@@ -38,8 +38,8 @@ class DeviceModel:
 
     ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
     sequence. The policy sees the exact costs, or begins with the measurements ``known`` and updates them. ``jobs`` are calls of
-    another model. ``lingers``: as in ``EngineOptions``. ``prefix_caching``: whether beams and clients' sequences that lose
-    their slots are kept in the host pool; prompts never begin alike.
+    another model. ``waits_for_batch``: as in ``EngineOptions``. ``prefix_caching``: whether beams and client sequences that
+    lose their slots are kept in the host pool; prompts never begin alike.
     """
 
     index: VariantIndex
@@ -51,7 +51,7 @@ class DeviceModel:
     host: HostCost = field(default_factory=HostCost)
     known: Mapping[Variant, float] | None = None
     jobs: BulkJobs | None = None
-    lingers: bool = True
+    waits_for_batch: bool = True
     drafting: Drafting | None = None
     prefix_caching: bool = False
 
@@ -60,7 +60,7 @@ class DeviceModel:
         """The options of its engine."""
         return EngineOptions(
             self.limits, self.max_seq_len, host_kv_slots=self.host_kv_slots, prefix_caching=self.prefix_caching,
-            measure_costs=False, lingers=self.lingers,
+            measure_costs=False, waits_for_batch=self.waits_for_batch,
         )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Fed sequences: a client chooses their tokens, and the engine returns the logits after them."""
+"""Client sequences: a client chooses their tokens, and the engine returns the logits after them."""

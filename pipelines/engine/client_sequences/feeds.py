@@ -1,4 +1,4 @@
-"""Opens, feeds and closes the fed sequences of an engine core, for clients and for beam searches."""
+"""Opens, feeds and closes the client sequences of an engine core, for clients and for beam searches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from staticllm.core import FinishReason
 from staticllm.errors import PromptError
 from staticllm.kvcache.sequence import AdapterScales
-from staticllm.pipelines.engine.client_sequences.state import FedRequest, FedState, FeedOrder, FeedResult, closed_error
+from staticllm.pipelines.engine.client_sequences.state import (
+    ClientState,
+    FeedOrder,
+    FeedRequest,
+    FeedResult,
+    closed_error,
+)
 from staticllm.pipelines.engine.state import request_record
 
 if TYPE_CHECKING:
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Feeds:
-    """The fed sequences of a core. ``is_switching``: whether new feeds wait until another runner was installed.
+    """The client sequences of a core. ``is_switching``: whether new feeds wait until another runner was installed.
 
     Runs on the engine's thread.
     """
@@ -24,23 +30,23 @@ class Feeds:
     def __init__(self, core: EngineCore) -> None:
         self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
         self.is_switching = False
-        self._held: list[tuple[FedState, FeedOrder]] = []
-        self._running: dict[int, FedState] = {}  # the sequences with a feed in progress
+        self._held: list[tuple[ClientState, FeedOrder]] = []
+        self._running: dict[int, ClientState] = {}  # the sequences with a feed in progress
 
     def open(
         self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = (), owner: int = 0
-    ) -> FedState:
-        """Return a new sequence, which is away; ``is_internal`` as in ``FedState``, the others as in ``EngineRequest``."""
-        state = FedState(self._core.vocab_size, priority, None, is_internal, adapters, owner, self._core.clock)
-        self._core.kv_manager.away.add(state)
+    ) -> ClientState:
+        """Return a new sequence, which is idle; ``is_internal`` as in ``ClientState``, the others as in ``EngineRequest``."""
+        state = ClientState(self._core.vocab_size, priority, None, is_internal, adapters, owner, self._core.clock)
+        self._core.kv_manager.idle.add(state)
         return state
 
-    def fork(self, source: FedState) -> FedState:
-        """Return another sequence with the tokens and slots of ``source``, which is away."""
-        return self._core.kv_manager.away.fork(source)
+    def fork(self, source: ClientState) -> ClientState:
+        """Return another sequence with the tokens and slots of ``source``, which is idle."""
+        return self._core.kv_manager.idle.fork(source)
 
-    def feed(self, state: FedState, order: FeedOrder) -> None:
-        """Begin a feed of an away sequence; steps serve it from now on. One that can never run ends with an error."""
+    def feed(self, state: ClientState, order: FeedOrder) -> None:
+        """Begin a feed of an idle sequence; steps serve it from now on. One that can never run ends with an error."""
         length, limit = len(state.tokens) + len(order.tokens), self._core.options.max_seq_len
         if length > limit:
             error = PromptError(
@@ -56,28 +62,28 @@ class Feeds:
             self._held.append((state, order))
             return
         state.begin(order)
-        self._core.requests[state.id] = FedRequest(state)
+        self._core.requests[state.id] = FeedRequest(state)
         self._running[state.id] = state
         self._core.kv_manager.come_back(state)
         if state.is_suspect:
             self._core.quarantine.add(state.id)
 
     def complete(self, id: int) -> None:
-        """Let a sequence be away whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
+        """Let a sequence be idle whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
         state = self._running.pop(id)
         self._core.kv_manager.leave(state)
         del self._core.requests[state.id]
         if state.is_internal:
             state.post()
-        if state.is_closed and state in self._core.kv_manager.away:  # the search ended while the call ran
-            self._core.kv_manager.away.close(state, is_reusable=False)
+        if state.is_closed and state in self._core.kv_manager.idle:  # the search ended while the call ran
+            self._core.kv_manager.idle.close(state, is_reusable=False)
 
     def end(self, id: int) -> bool:
-        """Let a sequence be away whose feed ends without a result. Return False if it is closed, or no such sequence."""
+        """Let a sequence be idle whose feed ends without a result. Return False if it is closed, or no such sequence."""
         state = self._running.pop(id, None)
         if state is None or state.is_closed:
             return False
-        self._core.kv_manager.away.add(state)
+        self._core.kv_manager.idle.add(state)
         return True
 
     def begin_held(self) -> None:
@@ -92,27 +98,27 @@ class Feeds:
         for _, order in held:
             order.on_done(FeedResult(None, error or closed_error(reason)))
 
-    def set_priority(self, state: FedState, priority: int) -> None:
+    def set_priority(self, state: ClientState, priority: int) -> None:
         """Change the priority of a sequence, and of its feed in progress."""
         state.set_priority(priority)
         if (request := self._core.requests.get(state.id)) is not None:
             request.set_priority(priority)
 
-    def close(self, state: FedState, is_reusable: bool) -> None:
+    def close(self, state: ClientState, is_reusable: bool) -> None:
         """Close a sequence; a feed in progress ends before the next device call.
 
         Its slots stay cached for other requests if that ``is_reusable``.
         """
         state.is_closed = True
-        if state in self._core.kv_manager.away:
-            self._core.kv_manager.away.close(state, is_reusable)
+        if state in self._core.kv_manager.idle:
+            self._core.kv_manager.idle.close(state, is_reusable)
             if not state.is_internal:
                 self._core.profiler.record(request_record(state, FinishReason.STOP))
         elif state.id in self._core.requests:
             self._core.requests[state.id].cancel()
 
-    def forget(self, state: FedState) -> None:
+    def forget(self, state: ClientState) -> None:
         """Close a sequence whose slots are gone, in any state that an exception left."""
         state.is_closed = True
-        if state in self._core.kv_manager.away:
-            self._core.kv_manager.away.remove(state)
+        if state in self._core.kv_manager.idle:
+            self._core.kv_manager.idle.remove(state)

@@ -1,4 +1,4 @@
-"""The client's side of fed sequences: any thread opens them, feeds them tokens, forks and closes them."""
+"""The client's side of client sequences: any thread opens them, feeds them tokens, forks and closes them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.errors import BusyError, ClosedError, PromptError, as_ours
-from staticllm.pipelines.engine.client_sequences.state import FedState, FeedOrder, FeedResult, Wanted
+from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult, Wanted
 from staticllm.pipelines.engine.engine_core import EngineCore
 
 
 class EngineThread(Protocol):
-    """What a fed sequence uses of its engine."""
+    """What a client sequence uses of its engine."""
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call ``function`` on the engine's thread between two device calls."""
         ...
 
 
-class FedSequence:
+class ClientSequence:
     """A sequence of an engine whose tokens its client chooses. Any thread may call, one at a time.
 
     ``length`` is the number of tokens that were fed. While a feed is in progress, only ``close`` may be called.
@@ -32,16 +32,16 @@ class FedSequence:
         core: EngineCore,
         priority: int = 0,
         owner: int = 0,
-        source: FedSequence | None = None,
+        source: ClientSequence | None = None,
     ) -> None:
         self._engine, self._core, self.priority, self.owner = engine, core, priority, owner
         self._vocab_size = core.runner.cache.layout.vocab_size
-        self._state: FedState | None = None  # made on the engine's thread
+        self._state: ClientState | None = None  # made on the engine's thread
         self._is_busy = self._is_closed = False
         self.length: int = 0 if source is None else source.length
         engine.call_soon(lambda: self._open(source))
 
-    def fork(self) -> FedSequence:
+    def fork(self) -> ClientSequence:
         """Return another sequence with the same tokens; both share the KV slots of these.
 
         Raises:
@@ -49,7 +49,7 @@ class FedSequence:
             ClosedError: the sequence or the engine was closed.
         """
         self.check_free()
-        return FedSequence(self._engine, self._core, self.priority, self.owner, self)
+        return ClientSequence(self._engine, self._core, self.priority, self.owner, self)
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the sequence, also of a feed in progress, before the next device call."""
@@ -118,15 +118,15 @@ class FedSequence:
         self._is_busy = False
 
     @property
-    def _opened(self) -> FedState:
+    def _opened(self) -> ClientState:
         assert self._state is not None, "used before it was opened"
         return self._state
 
-    def _open(self, source: FedSequence | None) -> None:
+    def _open(self, source: ClientSequence | None) -> None:
         if source is None:
             self._state = self._core.feeds.open(self.priority, owner=self.owner)
         else:
-            self._state = self._core.kv_manager.away.fork(source._opened)
+            self._state = self._core.kv_manager.idle.fork(source._opened)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Feed:
     ``wanted``: logits after the last token, or after all of them.
     """
 
-    sequence: FedSequence
+    sequence: ClientSequence
     tokens: Sequence[int]
     on_done: Callable[[FeedResult], None]
     wanted: Wanted = "all"

@@ -17,7 +17,7 @@ from staticllm.pipelines.engine.state import Outcome, RequestState, SequenceStat
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.programs.model_runner import SegmentResult
-from staticllm.pipelines.scheduling.interface import AwayView
+from staticllm.pipelines.scheduling.interface import IdleView
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 Wanted = Literal["last", "all"]
@@ -78,8 +78,8 @@ class ThinkTime:
         self._mean += THINK_WEIGHT * (seconds - self._mean)
 
 
-class FedState(SequenceState):
-    """A fed sequence inside the engine. While a feed is in progress, it is a request of the table; otherwise it is *away*.
+class ClientState(SequenceState):
+    """A client sequence inside the engine. While a feed is in progress, it is a request of the table; otherwise it is *idle*.
 
     ``tokens`` are those of all feeds. ``is_internal``: whether the engine itself chooses the tokens, as for beams; then results
     are handed over at once, not while the next call runs, and the sequence is not in the statistics.
@@ -99,10 +99,10 @@ class FedState(SequenceState):
     ) -> None:
         request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner, arrival=clock())
         super().__init__(request, OutputQueue(), vocab_size, clock=clock)
-        self.info.is_fed = True
+        self.info.has_feed = True
         self.think = think or ThinkTime()
         self.is_internal = is_internal
-        self.away_since = self.clock()
+        self.idle_since = self.clock()
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
         self.is_closed = False
         self.mask: GrammarMask | None = None  # what may follow, where a grammar governs a beam
@@ -111,7 +111,7 @@ class FedState(SequenceState):
         self._result: FeedResult | None = None
         self._logits: Logits | None = None
         self._num_before = self._first_wanted = self._num_rows = 0
-        self._fed_at = self.away_since
+        self._sent_at = self.idle_since
         self._is_answering = False  # the client has had logits
 
     def prepare(self) -> None:
@@ -119,10 +119,10 @@ class FedState(SequenceState):
         if self.mask is not None:
             self.mask.prepare()
 
-    def forked(self) -> FedState:
+    def forked(self) -> ClientState:
         """Return another sequence of the same client with the same tokens, and without slots."""
         asked = self.request
-        other = FedState(
+        other = ClientState(
             self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner, self.clock
         )
         other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
@@ -131,7 +131,7 @@ class FedState(SequenceState):
         return other
 
     @property
-    def is_fed(self) -> bool:
+    def has_feed(self) -> bool:
         """Whether a feed is in progress."""
         return self._order is not None
 
@@ -140,18 +140,18 @@ class FedState(SequenceState):
         """The moment by which the next feed is expected; None if it cannot be known."""
         expected = self.think.expected
         is_known = expected is not None and self._is_answering and not self.is_internal
-        return self.away_since + (expected or 0.0) if is_known else None
+        return self.idle_since + (expected or 0.0) if is_known else None
 
     @property
-    def view(self) -> AwayView:
-        """The sequence as a policy receives it while it is away."""
-        return AwayView(self.id, self.away_since, self.ready_at, len(self.sequence or ()), self.request.priority)
+    def view(self) -> IdleView:
+        """The sequence as a policy receives it while it is idle."""
+        return IdleView(self.id, self.idle_since, self.ready_at, len(self.sequence or ()), self.request.priority)
 
     def begin(self, order: FeedOrder) -> None:
         """Begin a feed: its tokens follow those of earlier feeds."""
         now = order.sent_at  # the engine may have been busy since
         if self._is_answering:
-            self.think.add(now - self.away_since)
+            self.think.add(now - self.idle_since)
         if not self.tokens:
             self.request = replace(self.request, prompt=order.tokens, arrival=now)
         self._order, self._num_before = order, len(self.tokens)
@@ -162,8 +162,8 @@ class FedState(SequenceState):
         self.started, self._device_seconds = None, 0.0
         num_new = len(self.tokens) - len(self.sequence or ())
         arrival = now if num_new > 1 or not self.token_times else self.info.arrival
-        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority, is_fed=True)
-        self._fed_at = now
+        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority, is_client_driven=True)
+        self._sent_at = now
 
     @property
     def reusable_tokens(self) -> list[int]:
@@ -206,8 +206,8 @@ class FedState(SequenceState):
         assert self._logits is not None, "no feed"
         self._logits[self._num_rows :] = np.nan
         self.is_suspect = not is_finite
-        self.away_since = self.clock()
-        self.token_times.append(self.away_since)
+        self.idle_since = self.clock()
+        self.token_times.append(self.idle_since)
         self._is_answering = True
         self._result = self._finished(self._logits, is_finite=is_finite)
 
@@ -216,7 +216,7 @@ class FedState(SequenceState):
         if self._result is not None and self._order is not None:
             order, result = self._order, self._result
             self._order = self._result = self._logits = None
-            self.away_since = self.clock()
+            self.idle_since = self.clock()
             order.on_done(result)
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -228,14 +228,14 @@ class FedState(SequenceState):
             self.post()
 
     def _finished(self, logits: Logits | None, error: Exception | None = None, is_finite: bool = True) -> FeedResult:
-        queued = (self.started or self.clock()) - self._fed_at
+        queued = (self.started or self.clock()) - self._sent_at
         return FeedResult(logits, error, is_finite, self._device_seconds, queued)
 
 
-class FedRequest(RequestState):
+class FeedRequest(RequestState):
     """The request of one feed; it ends with the feed."""
 
-    def __init__(self, state: FedState) -> None:
+    def __init__(self, state: ClientState) -> None:
         self.request, self.queue = state.request, OutputQueue()
         self.sequences = [state]
 

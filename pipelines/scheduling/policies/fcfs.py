@@ -16,14 +16,14 @@ from staticllm.pipelines.scheduling.plans import (
 class Fcfs:
     """Serves requests in the order of arrival, like static co-location in FlexNPU's paper.
 
-    A request counts against ``max_num_seqs`` from its first prompt token on, unless it is fed. A prompt runs alone, before any
-    decode step.
+    A request counts against ``max_num_seqs`` from its first prompt token on, unless a client drives it. A prompt runs alone, before
+    any decode step.
     """
 
     def plan(self, view: View) -> Plan:
         """Return a chunk of the first admitted prompt if KV slots are free for it, else a decode step of all running requests."""
         has_place = view.free_places > 0
-        startable = [request for request in in_order(view.waiting) if request.is_fed or has_place]
+        startable = [request for request in in_order(view.waiting) if request.is_client_driven or has_place]
         admitted = [*in_order(view.prefilling), *startable]
         if admitted and fits(view, admitted[0]):
             return Plan(prefill=((admitted[0].id, chunk_of(view, admitted[0])),))

@@ -20,7 +20,7 @@ from staticllm.daemon.infer_request import CallResult
 from staticllm.daemon.packed.replay import Array, Caller, Replay, RowLog
 from staticllm.daemon.sharing.device_scheduler import Call, ClientId
 from staticllm.errors import PromptError
-from staticllm.pipelines.engine.client_sequences.sequence import FedSequence, Feed
+from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.ports import INPUT_IDS, POSITION_IDS
@@ -186,11 +186,11 @@ class PackedRequest:
         self._caller = Caller(client)
         self.fallback = model.reason
         self.times = Call()
-        self._sequences: list[FedSequence] = []
+        self._sequences: list[ClientSequence] = []
         self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
-        self._in_call: Sequence[FedSequence] = ()  # by the call in progress
+        self._in_call: Sequence[ClientSequence] = ()  # by the call in progress
         self._is_running = threading.Lock()
 
     def set_priority(self, priority: int) -> None:
@@ -316,10 +316,10 @@ class PackedRequest:
             self._fall_back("its logits are not finite")
         return _placed(call, results, self._model.limits.vocab_size)
 
-    def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[FedSequence], list[FedSequence]]:
+    def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[ClientSequence], list[ClientSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
         if not self._sequences:
-            return [engine.open_fed(self._caller.priority, self._client_number) for _ in call.rows], []
+            return [engine.open_sequence(self._caller.priority, self._client_number) for _ in call.rows], []
         free = list(self._sequences)
         last_use = {row.source: index for index, row in enumerate(call.rows)}
         continued = [
@@ -356,12 +356,12 @@ class PackedRequest:
                 self._fall_back("the program reads its states")
             return self._on_original(function)
 
-    def _close_sequences(self, sequences: Sequence[FedSequence], is_reusable: bool) -> None:
+    def _close_sequences(self, sequences: Sequence[ClientSequence], is_reusable: bool) -> None:
         for sequence in sequences:
             sequence.close(is_reusable)
 
 
-def _feed(engine: Engine, sequences: Sequence[FedSequence], call: PackedCall) -> list[FeedResult | None]:
+def _feed(engine: Engine, sequences: Sequence[ClientSequence], call: PackedCall) -> list[FeedResult | None]:
     """Feed all rows together, and wait for their results; None for a row without tokens."""
     results: list[FeedResult | None] = [None] * len(call.rows)
     fed = [index for index, row in enumerate(call.rows) if row.tokens]

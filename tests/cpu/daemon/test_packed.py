@@ -255,6 +255,6 @@ def test_all_slots_are_free_after_the_last_request(loaded):
 
     def held():
         manager = model.engine.kv_manager
-        return len(manager.away), manager.cache.num_slots - manager.free_slots
+        return len(manager.idle), manager.cache.num_slots - manager.free_slots
 
     assert model.engine.run_between_steps(held) == (0, 0)

@@ -111,7 +111,7 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
             continue
         best = expected(request.request)
         assert answers[: len(best)] == best
-    assert len(engine.kv_manager.away) == 0
+    assert len(engine.kv_manager.idle) == 0
     assert_empty(engine)
     engine.close()
     run.check(is_recurrent=False)

@@ -75,12 +75,12 @@ def test_a_deadline_is_a_moment_of_the_clock(core):
 
 def test_think_times_are_measured_with_the_clock(core):
     state, results = core.feeds.open(), []
-    assert state.away_since == START
+    assert state.idle_since == START
     for token in (1, 2):
         core.clock.now += 0.1
         core.feeds.feed(state, FeedOrder((token,), "last", results.append, core.clock()))
         core.clock.now += 1
         core.step()
     assert len(results) == 2
-    assert state.away_since == core.clock.now
+    assert state.idle_since == core.clock.now
     assert state.view.ready_at == pytest.approx(core.clock.now + 0.1 + 0.05)

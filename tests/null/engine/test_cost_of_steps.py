@@ -31,16 +31,16 @@ def engine_of(max_num_seqs=16, policy="dynamic", variants=VARIANTS, **options):
 
 
 class Fed:
-    """``count`` fed sequences that have run the same prompt, or one each."""
+    """``count`` client sequences that have run the same prompt, or one each."""
 
     def __init__(self, engine, count, is_shared):
         self.engine = engine
         if is_shared:
-            first = engine.open_fed()
+            first = engine.open_sequence()
             self.feed([first], PROMPT)
             self.sequences = [first, *(first.fork() for _ in range(count - 1))]
         else:
-            self.sequences = [engine.open_fed() for _ in range(count)]
+            self.sequences = [engine.open_sequence() for _ in range(count)]
             for index, sequence in enumerate(self.sequences):
                 self.feed([sequence], [index, *PROMPT])
 
@@ -128,7 +128,7 @@ def test_a_search_costs_as_many_times_more_as_it_has_more_beams(groups):
 
 
 def test_fed_sequences_without_enough_slots_compare_few_tokens(monkeypatch):
-    """Those that are away lose their slots to the others, come back, and find their tokens in the host pool."""
+    """Those that are idle lose their slots to the others, come back, and find their tokens in the host pool."""
     compared = []
     for module in (prefix, host_pool):
         monkeypatch.setattr(module, "common_prefix", lambda *tokens: compared.append(1) or common_prefix(*tokens))

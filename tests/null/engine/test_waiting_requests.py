@@ -43,7 +43,7 @@ def test_a_request_whose_sequences_lose_their_slots_counts_once(request_of):
 
 def test_feeds_that_wait_do_not_count():
     engine = engine_of(2)
-    sequences = [engine.open_fed() for _ in range(5)]
+    sequences = [engine.open_sequence() for _ in range(5)]
     results = []
     engine.feed([Feed(sequence, range(30), results.append, "last") for sequence in sequences])
     engine._admit()

@@ -11,7 +11,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Device, IdleView, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import MAX_WAIT_SHARE, POLICIES, BatchWait, Planner, make_policy
 from staticllm.pipelines.scheduling.validation import MAX_WAIT_SECONDS, IllegalPlanError, check
 from staticllm.pipelines.simulator.cluster import Scenario, configured_model
@@ -34,9 +34,9 @@ def view_of(*ready_in, num_running=1, max_num_seqs=4, step=STEP, now=NOW, **chan
     device = Device(VariantIndex(VARIANTS), lambda variant: step + ROW * variant.rows, high_slot=20)
     running = tuple(request(index) for index in range(num_running))
     away = tuple(
-        AwayView(10 + i, NOW - 1, None if seconds is None else NOW + seconds) for i, seconds in enumerate(ready_in)
+        IdleView(10 + i, NOW - 1, None if seconds is None else NOW + seconds) for i, seconds in enumerate(ready_in)
     )
-    return replace(View(now, (), (), running, (), max_num_seqs, 40, 100, device, away=away), **changes)
+    return replace(View(now, (), (), running, (), max_num_seqs, 40, 100, device, idle=away), **changes)
 
 
 def test_the_device_waits_for_the_requests_with_which_it_saves_most():
@@ -79,14 +79,14 @@ def test_the_waits_before_one_call_are_bounded_together():
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_shipped_policy_waits_for_away_requests_unless_that_is_switched_off(name):
     assert Planner(make_policy(name)).plan(view_of(0.002)) == Plan(wait_until=NOW + 0.002)
-    assert Planner(make_policy(name), waits_for_away=False).plan(view_of(0.002)).decode == (0,)
+    assert Planner(make_policy(name), waits_for_idle=False).plan(view_of(0.002)).decode == (0,)
 
 
 @pytest.mark.parametrize(
     ("rule", "plan", "view"),
     [
         ("waits-alone", Plan(decode=(0,), wait_until=NOW + 1), view_of(0.002)),
-        ("waits-for-away", Plan(wait_until=NOW + 1), view_of()),
+        ("waits-for-idle", Plan(wait_until=NOW + 1), view_of()),
         ("waits-ahead", Plan(wait_until=NOW), view_of(0.002)),
         ("waits-ahead", Plan(wait_until=float("nan")), view_of(0.002)),
     ],
@@ -126,7 +126,7 @@ def clients(monkeypatch):
     run = FakeProgram.run
     monkeypatch.setattr(FakeProgram, "run", lambda self, meanwhile=None: 10.0 + 0 * run(self, meanwhile))
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
-    sequences = [engine.open_fed() for _ in range(2)]
+    sequences = [engine.open_sequence() for _ in range(2)]
     results_of(engine, *((sequence, [1]) for sequence in sequences))
     engine.step()
     for sequence in sequences:
@@ -158,12 +158,12 @@ def test_a_wait_ends_when_a_request_arrives(clients):
     assert one
 
 
-def simulated(lingers, think, num=2, policy="dynamic"):
+def simulated(waits_for_batch, think, num=2, policy="dynamic"):
     """Return the tokens per second of ``num`` clients that think."""
     config = StaticLLMConfig(max_prompt_len=64, min_response_len=100, max_num_seqs=4)
     model = configured_model(config, "shared", AnalyticCosts(20e-3, 0.5e-3, 5e-8), HostCost())
     arrivals = tuple(Arrival(index, 0.013 * index, 64, 60, think=think) for index in range(num))
-    run = Scenario(replace(model, lingers=lingers), arrivals).run(policy)
+    run = Scenario(replace(model, waits_for_batch=waits_for_batch), arrivals).run(policy)
     assert all(len(record.token_times) == 60 for record in run.requests)
     end = max(record.token_times[-1] for record in run.requests)
     return 60 * num / end
@@ -209,7 +209,7 @@ def test_clients_on_threads_share_calls(monkeypatch):
             time.sleep(0.002)
 
     with engine.record() as trace:
-        threads = [threading.Thread(target=serve, args=(engine.open_fed(),)) for _ in range(2)]
+        threads = [threading.Thread(target=serve, args=(engine.open_sequence(),)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -8,7 +8,7 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import AwayView, Device, JobView, Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import Device, IdleView, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.job_turns import (
     ACTIVE_SECONDS,
     HOLD_SECONDS,
@@ -30,8 +30,8 @@ BULK = JobView(7, 0.003, 0.0)
 SLOW, FAST = AnalyticCosts(20e-3, 0.5e-3, 5e-8), AnalyticCosts(0.5e-3, 0.1e-3, 5e-9)
 
 
-def view_of(now, waiting=(), running=(), jobs=(BULK,), away=()):
-    return View(now, waiting, (), running, (), 4, 40, 100, DEVICE, jobs=jobs, away=away)
+def view_of(now, waiting=(), running=(), jobs=(BULK,), idle=()):
+    return View(now, waiting, (), running, (), 4, 40, 100, DEVICE, jobs=jobs, idle=idle)
 
 
 def waits(id, arrival):
@@ -132,7 +132,7 @@ def test_no_job_waits_in_other_cases():
     fresh = replace(BULK, arrival=end)
     assert turns.hold_until(view_of(end, jobs=(replace(fresh, priority=1),))) is None, "a query goes before prompts"
     assert turns.hold_until(view_of(end, jobs=())) is None, "there is none"
-    assert turns.hold_until(view_of(end, jobs=(fresh,), away=(AwayView(5, end, end + 0.001),))) is None
+    assert turns.hold_until(view_of(end, jobs=(fresh,), idle=(IdleView(5, end, end + 0.001),))) is None
     assert turns.hold_until(view_of(end, (waits(99, end),), jobs=(fresh,))) is None, "the prompt is there"
     for pause, count in ((3 * HOLD_SECONDS, NUM_KEPT), (1.0, NUM_KEPT), (0.0, 0)):
         turns, end = held_turns(pause, count)
@@ -142,8 +142,8 @@ def test_no_job_waits_in_other_cases():
 def test_tokens_that_a_client_chooses_are_no_prompts_that_come_at_once():
     turns, now = JobTurns(), 1.0
     for number in range(20):
-        away = AwayView(1, now, now + 0.002)
-        turns.hold_until(view_of(now, away=(away,)))
+        away = IdleView(1, now, now + 0.002)
+        turns.hold_until(view_of(now, idle=(away,)))
         turns.hold_until(view_of(now + 0.002, running=(runs(1, 0.0, now + 0.002, number + 1),)))
         now += 0.003
     assert turns.hold_until(view_of(now, jobs=(replace(BULK, arrival=now),))) is None

@@ -128,7 +128,7 @@ def with_fed(view, fed):
     def changed(request):
         if request.id not in fed:
             return request
-        return replace(request, is_fed=True, in_arena=True, own_slots=request.num_computed)
+        return replace(request, is_client_driven=True, in_arena=True, own_slots=request.num_computed)
 
     names = ("waiting", "prefilling", "running", "swapped")
     return replace(view, **{name: tuple(map(changed, getattr(view, name))) for name in names})
@@ -145,7 +145,9 @@ def test_shipped_policies_break_no_rule_with_fed_requests(name, fed, free_slots,
 
 def test_requests_that_keep_their_places_get_them_before_fed_ones():
     """The last place is that of the first request in order."""
-    swapped = tuple(RequestView(id, "swapped", float(id), 9, 8, 8, 1, 99.5, is_fed=id < 5) for id in range(1, 8))
+    swapped = tuple(
+        RequestView(id, "swapped", float(id), 9, 8, 8, 1, 99.5, is_client_driven=id < 5) for id in range(1, 8)
+    )
     view = a_view(waiting=(), prefilling=(), running=(), swapped=swapped, free_slots=1000)
 
     def placed(num_seqs, **changes):
@@ -164,11 +166,11 @@ def test_requests_that_keep_their_places_get_them_before_fed_ones():
 
 def test_a_prompt_may_run_while_beams_take_turns_in_all_places():
     """It waited until the host pool had room for all beams, which never go there."""
-    beams = tuple(RequestView(id, "swapped", 1.0, 21, 20, 1, 1, 99.5, is_fed=True) for id in range(10, 18))
+    beams = tuple(RequestView(id, "swapped", 1.0, 21, 20, 1, 1, 99.5, is_client_driven=True) for id in range(10, 18))
     view = a_view(prefilling=(), running=(), swapped=beams, max_num_seqs=2, free_host_slots=0)
     assert [request.id for request in admissible_prompts(view)] == [1]
     assert admissible_prompts(replace(view, max_num_seqs=1)) == []
-    fed = replace(view.waiting[0], id=2, arrival=999.0, is_fed=True)
+    fed = replace(view.waiting[0], id=2, arrival=999.0, is_client_driven=True)
     assert [
         request.id for request in admissible_prompts(replace(view, max_num_seqs=1, waiting=(*view.waiting, fed)))
     ] == [2]

@@ -118,17 +118,17 @@ def test_a_table_counts_its_requests_by_status():
 
 def test_a_place_is_left_for_prompts_beside_fed_requests_and_the_last_one_for_these():
     table = RequestTable(Limits(3))
-    fed = [RequestInfo(number, 0.0, 9, is_fed=True) for number in range(4)]
+    fed = [RequestInfo(number, 0.0, 9, is_client_driven=True) for number in range(4)]
 
     def come_back(info):
-        info.come_back(8, 1.0, table.num_free_for_fed > 0)
+        info.come_back(8, 1.0, table.num_free_for_clients > 0)
         table.add(info)
         return info.status
 
     assert [come_back(info) for info in fed[:2]] == ["running", "running"]
     prompt = RequestInfo(9, 0.0, 3)
     table.add(prompt)
-    assert table.num_free_for_fed == 0, "the prompt may end in the next call"
+    assert table.num_free_for_clients == 0, "the prompt may end in the next call"
     assert come_back(fed[2]) == "swapped"
     prompt.add_computed(3)
     assert table.has_free_seq, "the swapped one is fed"

@@ -37,7 +37,7 @@ HOSTILE = {
 def assert_slots_counted(engine):
     """Assert that what a policy is told about slots is what counting the slots of all sequences gives."""
     manager, slots = engine.kv_manager, engine.runner.cache.slots
-    idle = [*manager.prefix.idle_sequences(), *manager.away.sequences]
+    idle = [*manager.prefix.idle_sequences(), *manager.idle.sequences]
     active = {state.id: state.sequence for state in manager.states.values() if state.sequence is not None}
     assert all(sequence.is_idle for sequence in idle)
     assert not any(sequence.is_idle for sequence in active.values())

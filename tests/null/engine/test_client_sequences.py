@@ -35,7 +35,7 @@ VARIANTS = (*FAKE_VARIANTS, *ALL_LOGITS)
 
 
 class Branch:
-    """A fed sequence, the tokens that it was fed, and the feed in progress."""
+    """A client sequence, the tokens that it was fed, and the feed in progress."""
 
     def __init__(self, sequence, tokens=()):
         self.sequence, self.tokens, self.new = sequence, list(tokens), []
@@ -65,7 +65,7 @@ class Client:
 
     def __init__(self, engine, number, script):
         self.engine, self.number, self.script = engine, number, deque(script)
-        self.branches = [Branch(engine.open_fed())]
+        self.branches = [Branch(engine.open_sequence())]
         self.wait = 0
 
     @property
@@ -172,7 +172,7 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
         for client in clients:
             client.close()
         engine.step()
-    assert len(engine.kv_manager.away) == 0
+    assert len(engine.kv_manager.idle) == 0
     assert_empty(engine)
     engine.close()
     run.check(is_recurrent=False)
@@ -214,7 +214,7 @@ def expected(tokens, num=1):
 
 def test_decode_steps_of_several_clients_share_calls():
     fed = Fed()
-    first, second = fed.engine.open_fed(), fed.engine.open_fed()
+    first, second = fed.engine.open_sequence(), fed.engine.open_sequence()
     fed.run((first, [1, 2, 3]), (second, [4, 5]))
     with fed.engine.record() as trace:
         for token in range(5):
@@ -225,12 +225,12 @@ def test_decode_steps_of_several_clients_share_calls():
 
 def test_the_sequence_away_longest_is_evicted_and_comes_back():
     fed = Fed(host_kv_slots=0)
-    sequences = [fed.engine.open_fed() for _ in range(4)]
+    sequences = [fed.engine.open_sequence() for _ in range(4)]
     tokens = [[100 * index + i for i in range(45)] for index in range(4)]
     for sequence, prompt in zip(sequences, tokens, strict=True):
         fed.run((sequence, prompt), wanted="last")
     manager = fed.engine.kv_manager
-    assert [view.num_computed for view in manager.away.views] == [0, 0, 45, 45]
+    assert [view.num_computed for view in manager.idle.views] == [0, 0, 45, 45]
     assert manager.free_slots == manager.cache.num_slots
     for sequence, prompt in zip(sequences, tokens, strict=True):
         (result,) = fed.run((sequence, [7]))
@@ -239,7 +239,7 @@ def test_the_sequence_away_longest_is_evicted_and_comes_back():
 
 def test_an_evicted_sequence_is_copied_back_from_the_host_pool():
     fed = Fed()
-    sequence, others = fed.engine.open_fed(), [fed.engine.open_fed() for _ in range(3)]
+    sequence, others = fed.engine.open_sequence(), [fed.engine.open_sequence() for _ in range(3)]
     fed.run((sequence, range(45)))
     for index, other in enumerate(others):
         fed.run((other, range(100 * index + 100, 100 * index + 145)), wanted="last")
@@ -253,7 +253,7 @@ def test_an_evicted_sequence_is_copied_back_from_the_host_pool():
 
 def test_logits_that_are_not_finite_are_returned_and_spoil_nobody():
     fed = Fed()
-    bad, good = fed.engine.open_fed(), fed.engine.open_fed()
+    bad, good = fed.engine.open_sequence(), fed.engine.open_sequence()
     bad._vocab_size += 1
     spoilt, fine = fed.run((bad, [1, POISON, 2]), (good, [3, 4]))
     assert not spoilt.is_finite
@@ -267,7 +267,7 @@ def test_logits_that_are_not_finite_are_returned_and_spoil_nobody():
 @pytest.mark.parametrize("is_void", [False, True])
 def test_a_failed_call_ends_the_feed_and_leaves_the_sequence_as_it_was(is_void):
     fed = Fed()
-    sequence, other = fed.engine.open_fed(), fed.engine.open_fed()
+    sequence, other = fed.engine.open_sequence(), fed.engine.open_sequence()
     fed.run((sequence, [1, 2, 3]), (other, [8, 9]))
     runner = fed.engine.runner
     run = runner.run
@@ -288,7 +288,7 @@ def test_a_failed_call_ends_the_feed_and_leaves_the_sequence_as_it_was(is_void):
 def test_sequences_survive_an_exception_of_the_engine(monkeypatch):
     """Their slots are gone, those of a feed in progress too; it went on with slots that others had."""
     fed = Fed()
-    sequence, away, other = (fed.engine.open_fed() for _ in range(3))
+    sequence, away, other = (fed.engine.open_sequence() for _ in range(3))
     fed.run((sequence, [1, 2, 3]), (away, [5, 6]))
 
     def fail(*_):
@@ -305,7 +305,7 @@ def test_sequences_survive_an_exception_of_the_engine(monkeypatch):
 
 def test_a_feed_that_cannot_run_ends_with_one_line():
     fed = Fed()
-    sequence = fed.engine.open_fed()
+    sequence = fed.engine.open_sequence()
     with pytest.raises(PromptError, match="token id 997 is outside the vocabulary: ids go from 0 to 996"):
         fed.run((sequence, [1, POISON]))
     with pytest.raises(PromptError, match="a feed has no token"):
@@ -325,7 +325,7 @@ def test_a_feed_that_cannot_run_ends_with_one_line():
 
 def test_close_ends_feeds_in_progress():
     fed = Fed()
-    sequence, held, away = (fed.engine.open_fed() for _ in range(3))
+    sequence, held, away = (fed.engine.open_sequence() for _ in range(3))
     results = fed.begin((sequence, range(40)), (held, range(9)))
     fed.engine.step()
     fed.engine.close()
@@ -338,7 +338,7 @@ def test_close_ends_feeds_in_progress():
 
 def test_a_closed_sequence_is_a_prefix_for_a_prompt():
     fed = Fed("fcfs")
-    sequence = fed.engine.open_fed()
+    sequence = fed.engine.open_sequence()
     fed.run((sequence, range(30)))
     sequence.close()
     request = fake_request([*range(30), 7, 8], 3)
