@@ -16,8 +16,8 @@ from staticllm.pipelines.scheduling.plans import (
 class Fcfs:
     """Serves requests in the order of arrival, like static co-location in FlexNPU's paper.
 
-    A request counts against ``max_num_seqs`` from its first prompt token on, unless a client drives it. A prompt runs alone, before
-    any decode step.
+    A request counts against ``max_num_seqs`` from its first prompt token on, unless a client drives it. A prompt runs alone,
+    before any decode step.
     """
 
     def plan(self, view: View) -> Plan:
