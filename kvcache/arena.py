@@ -74,7 +74,8 @@ class Arena:
         if used_slots:
             for source, target in zip(self._views, targets, strict=True):
                 _restride(source, target, used_slots)
-        self.stride, self._views = stride, targets
+        self.stride = stride
+        self._views = targets
 
     def write(self, slots: slice | Array, presents: Sequence[Array], source: slice) -> None:
         """Copy rows ``source`` of each group's presents, ``[n, heads, S, head_dim]``, to arena slots ``slots``."""
@@ -111,7 +112,9 @@ class Arena:
 
     def release(self) -> None:
         """Give the memory of all slots back. The arena must not be used any more."""
-        self._storage, self._memory, self._views = [], [], []
+        self._storage = []
+        self._memory = []
+        self._views = []
 
     def _views_at(self, stride: int) -> list[Array]:
         return [_view(storage, group, stride) for storage, group in zip(self._storage, self.groups, strict=True)]
@@ -152,7 +155,8 @@ def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> tuple[mmap.mm
 
 def _view(storage: Array, group: StateGroup, stride: int) -> Array:
     """Return all members of a group at ``stride``: ``[n, heads, stride, head_dim]``."""
-    item, line = storage.itemsize, group.head_dim * storage.itemsize
+    item = storage.itemsize
+    line = group.head_dim * storage.itemsize
     front = storage[:, : group.heads * stride * group.head_dim]
     return np.lib.stride_tricks.as_strided(front, group.shape(stride), (storage.strides[0], stride * line, line, item))
 

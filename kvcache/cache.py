@@ -37,7 +37,8 @@ class KVCache:
     def __init__(self, shape: ModelShape, kv_lens: Sequence[int]) -> None:
         self.kv_lens = sorted(set(kv_lens) - {0})
         self.num_slots = self.kv_lens[-1]
-        self.kv_states, self.slot_bytes = shape.kv_states, shape.slot_bytes
+        self.kv_states = shape.kv_states
+        self.slot_bytes = shape.slot_bytes
         self.arena = Arena(shape.kv_states, self.num_slots)
         self.slots = SlotAllocator(self.num_slots)
         self.states = StateBank(shape.recurrent_states)
@@ -60,7 +61,8 @@ class KVCache:
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence with the first ``length`` tokens of another. Both share the slots of these tokens."""
         assert length <= len(sequence) and (length == len(sequence) or not self.states)
-        forked, slots = self.open(sequence.adapters), sequence.slots[:length]
+        forked = self.open(sequence.adapters)
+        slots = sequence.slots[:length]
         self.slots.share(slots)
         forked.append(sequence.tokens[:length], slots)
         forked.states = self.states.of(sequence) if self.states else None
@@ -80,7 +82,8 @@ class KVCache:
         """
         assert not self.states, "a recurrent state cannot be cut"
         end = start + count
-        tokens, slots = sequence.tokens[end:], sequence.slots[end:].copy()
+        tokens = sequence.tokens[end:]
+        slots = sequence.slots[end:].copy()
         memory = self.arena.host_memory(len(tokens))
         with self.transaction():
             self.arena.read(as_index(slots), memory, slice(0, len(tokens)))
@@ -156,7 +159,8 @@ class KVCache:
         buffers.adapter_scales.fill(0)
         logit_rows: list[int] = []
         for start, segment in step.placed():
-            count, first = len(segment.tokens), len(segment.sequence)
+            count = len(segment.tokens)
+            first = len(segment.sequence)
             buffers.input_ids[0, start : start + count] = segment.tokens
             buffers.position_ids[..., start : start + count] = np.arange(first, first + count)
             if segment.sequence.adapters:

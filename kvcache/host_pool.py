@@ -43,7 +43,8 @@ class HostPool:
     """
 
     def __init__(self, num_slots: int, state_slots: int = 0) -> None:
-        self.num_slots, self._state_slots = num_slots, state_slots
+        self.num_slots = num_slots
+        self._state_slots = state_slots
         self._swapped: dict[int, StoredSequence] = {}
         self._kept: OrderedDict[_Key, StoredSequence] = OrderedDict()
         self._claims: OrderedDict[str, _Claim] = OrderedDict()  # the newest last
@@ -56,7 +57,8 @@ class HostPool:
         It replaces the session's earlier claim.
         """
         self._claims.pop(session, None)
-        claim = self._claims[session] = _Claim(np.array(tokens, np.int64), adapters)
+        claim = _Claim(np.array(tokens, np.int64), adapters)
+        self._claims[session] = claim
         claim.keys = {key for key, stored in self._kept.items() if claim.covers(stored)}
         if len(self._claims) > MAX_CLAIMS:
             self._claims.popitem(last=False)
@@ -110,13 +112,16 @@ class HostPool:
         Only those that were computed with ``adapters`` count. With ``is_whole`` the whole conversation must be a prefix of
         ``tokens``.
         """
-        best, length, ids = None, 0, np.array(tokens, np.int64)
+        best = None
+        length = 0
+        ids = np.array(tokens, np.int64)
         for stored in self._kept.values():
             if stored.adapters != adapters or not may_share(stored.tokens, tokens, length + 1):
                 continue
             common = common_prefix(stored.ids, ids)
             if common > length and (common == len(stored.tokens) or not is_whole):
-                best, length = stored, common
+                best = stored
+                length = common
         return best, length
 
     def touch(self, stored: StoredSequence) -> None:
@@ -128,7 +133,8 @@ class HostPool:
         self._kept.clear()
         self._claims.clear()
         self._swapped.clear()
-        self.num_kept_slots = self.num_swapped_slots = 0
+        self.num_kept_slots = 0
+        self.num_swapped_slots = 0
 
     def _shrink(self) -> None:
         if self.num_swapped_slots + self.num_kept_slots <= self.num_slots:

@@ -48,7 +48,8 @@ class MaskBuilder:
     def _paint_continuation(self, step: Step, buffers: StepBuffers) -> None:
         assert self._painted is not None
         sequence = step.segments[0].sequence
-        before, now = self._painted[3], len(sequence)
+        before = self._painted[3]
+        now = len(sequence)
         for kind, mask in buffers.masks.items():
             line = mask[0, 0, 0]
             line[sequence.slots[before:now]] = VISIBLE
@@ -57,7 +58,8 @@ class MaskBuilder:
 
 
 def _paint_all(step: Step, mask: Mask, kind: MaskKind) -> None:
-    rows, kv_len = step.variant.rows, step.variant.kv_len
+    rows = step.variant.rows
+    kv_len = step.variant.kv_len
     mask.fill(HIDDEN)
     own = mask[:, kv_len:]
     np.fill_diagonal(own, VISIBLE)
@@ -105,9 +107,11 @@ def paint_positions(step: Step, keys: NDArray[np.int32], queries: NDArray[np.int
     has position 0.
     """
     kv_len = step.variant.kv_len
-    keys[kv_len:] = queries[:] = 0
+    keys[kv_len:] = 0
+    queries[:] = 0
     for start, segment in step.placed():
-        first, count = len(segment.sequence), len(segment.tokens)
+        first = len(segment.sequence)
+        count = len(segment.tokens)
         keys[segment.sequence.slots] = np.arange(first)
         positions = np.arange(first, first + count)
         keys[kv_len + start : kv_len + start + count] = positions

@@ -29,7 +29,9 @@ class PrefixCache:
     """
 
     def __init__(self, cache: KVCache, host_pool: HostPool, is_enabled: bool = True) -> None:
-        self._cache, self._host_pool, self._is_enabled = cache, host_pool, is_enabled
+        self._cache = cache
+        self._host_pool = host_pool
+        self._is_enabled = is_enabled
         self._is_whole = bool(cache.states)  # a recurrent state covers all tokens: only whole sequences can be reused
         self._cached: KVSequence | None = None
         self._offloading: deque[SequenceCopy] = deque()
@@ -60,7 +62,8 @@ class PrefixCache:
             self._cache.close(sequence)
             return
         self._cache.mark_idle(sequence)
-        previous, self._cached = self._cached, sequence
+        previous = self._cached
+        self._cached = sequence
         is_part = previous is not None and _begins(sequence, previous)
         if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
             self._cache.close(previous)
@@ -100,11 +103,13 @@ class PrefixCache:
         slots are needed now.
         """
         if self._cached is not None:
-            num_used, idle = self._cache.slots.num_used, self.idle_slots
+            num_used = self._cache.slots.num_used
+            idle = self.idle_slots
             used = min(num_used + num_followed, self._cache.num_slots) if self._can_leave(self._cached) else num_used
             others = self._cache.kv_len_for(max(used - idle, 1))
             if self._cache.slots.num_free < num_slots or (used > idle and others < self._cache.kv_len_for(used)):
-                cached, self._cached = self._cached, None
+                cached = self._cached
+                self._cached = None
                 self._offload(cached)
         while self._offloading and self._cache.slots.num_free < num_slots:
             self._finish_offload()
@@ -157,13 +162,15 @@ class PrefixCache:
     def _longest_in_arena(
         self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales
     ) -> tuple[KVSequence | None, int]:
-        best, length = None, 0
+        best = None
+        length = 0
         for sequence in (*self.idle_sequences(), *running):
             if sequence.adapters != adapters or not may_share(sequence.tokens, tokens, length + 1):
                 continue
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):
-                best, length = sequence, common
+                best = sequence
+                length = common
         return best, length
 
     def idle_sequences(self) -> list[KVSequence]:

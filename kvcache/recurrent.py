@@ -30,7 +30,9 @@ class StateBank:
 
     def release(self) -> None:
         """Give the memory of all states back. They must not be used any more."""
-        self.past, self.present, self._live = [], [], None
+        self.past = []
+        self.present = []
+        self._live = None
 
     def enter(self, sequence: KVSequence) -> None:
         """Make the states of a sequence the ones that programs read; zeros for a new sequence. Called before a step."""
@@ -40,7 +42,8 @@ class StateBank:
             self._live.states = _copies(self.past)
         for index, array in enumerate(self.past):
             array[:] = 0 if sequence.states is None else sequence.states[index]
-        self._live, sequence.states = sequence, None
+        self._live = sequence
+        sequence.states = None
 
     def commit(self) -> None:
         """Copy the states that the step wrote to those that the next step reads. Called after a step."""

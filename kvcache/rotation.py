@@ -44,7 +44,8 @@ class Rotation:
         """Return ``keys [..., head_dim]`` moved by ``distance`` positions; negative distances move them to the front."""
         turned = keys.copy()
         cos, sin = (f(self.angles * distance).astype(np.float32) for f in (np.cos, np.sin))
-        one, other = keys[..., self.first], keys[..., self.second]
+        one = keys[..., self.first]
+        other = keys[..., self.second]
         turned[..., self.first] = one * cos - other * sin
         turned[..., self.second] = one * sin + other * cos
         return turned
@@ -147,7 +148,8 @@ def _angles(
     for position in positions[1:]:
         product = np.zeros(len(first), np.complex128)
         for token in tokens:
-            before, after = keys[token, 0].astype(np.float64), keys[token, position].astype(np.float64)
+            before = keys[token, 0].astype(np.float64)
+            after = keys[token, position].astype(np.float64)
             product += (
                 ((after[..., first] + 1j * after[..., second]) * np.conj(before[..., first] + 1j * before[..., second]))
                 .reshape(-1, len(first))

@@ -49,7 +49,8 @@ class SlotAllocator:
         if not count:
             return np.zeros(0, np.intp)
         slots = self._find(count)
-        self._holders[slots] = self._active[slots] = 1
+        self._holders[slots] = 1
+        self._active[slots] = 1
         self.num_active += count
         self._is_free[slots] = False
         self.num_free -= count
@@ -134,7 +135,8 @@ class SlotAllocator:
         for counts in (self._holders, self._active):
             counts[targets] = counts[sources]
             counts[sources] = 0
-        self._is_free[: used.size], self._is_free[used.size :] = False, True
+        self._is_free[: used.size] = False
+        self._is_free[used.size :] = True
         self._lowest = int(used.size)
         self._high = int(used.size)
         return sources, targets

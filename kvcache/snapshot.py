@@ -88,7 +88,8 @@ def load(
         with _explained(path), open_regular(Path(path)) as file:
             header = _read_header(file, path, key)
             for name in {**header["identity"], **identity}:
-                there, here = header["identity"].get(name), identity.get(name)
+                there = header["identity"].get(name)
+                here = identity.get(name)
                 if there != here:
                     raise SnapshotError(
                         f"{str(path)!r} is of another {name} ({there or 'none'}, here {here or 'none'}): save it again"
@@ -154,7 +155,8 @@ def _read_body(
         raise SnapshotError(
             f"{str(path)!r} has {left} bytes of keys and values, {count} tokens have {needed}: save it again"
         )
-    digest, arrays = _hash(key), list[np.ndarray[Any, Any]]()
+    digest = _hash(key)
+    arrays = list[np.ndarray[Any, Any]]()
     for shape, dtype in shapes:
         array = np.empty(shape, dtype)
         view = _bytes_of(array)
@@ -164,7 +166,9 @@ def _read_body(
         arrays.append(array)
     if not hmac.compare_digest(digest.hexdigest(), expected):
         raise _damaged(path, key)
-    ids, kv, states = arrays[0], arrays[1 : 1 + len(layout.groups)], arrays[1 + len(layout.groups) :]
+    ids = arrays[0]
+    kv = arrays[1 : 1 + len(layout.groups)]
+    states = arrays[1 + len(layout.groups) :]
     if ids.min() < 0 or ids.max() >= layout.vocab_size:
         raise SnapshotError(f"{str(path)!r} has token ids beyond the vocabulary of {layout.vocab_size}: save it again")
     if not all(map(is_finite, (*kv, *states))):

@@ -94,7 +94,9 @@ class StepBuffers:
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
         self.variant = variant
-        shape, rows, count = pool.shape, variant.rows, variant.num_logits
+        shape = pool.shape
+        rows = variant.rows
+        count = variant.num_logits
         lead = {0: (1,), 2: (1,), 3: (shape.position_copies, 1)}[shape.position_rank]
         self._groups = group_states(shape.kv_states)
         self.input_ids = _front(pool.ids, 1, rows)

@@ -69,12 +69,16 @@ class SequenceCopy:
     """Copies a sequence out of the arena in chunks. Meanwhile its tokens must not change; its slots may move."""
 
     def __init__(self, arena: Arena, sequence: KVSequence, states: StateSet) -> None:
-        self.sequence, self._states = sequence, states
-        self._arena, self._arrays, self._done = arena, arena.host_memory(len(sequence)), 0
+        self.sequence = sequence
+        self._states = states
+        self._arena = arena
+        self._arrays = arena.host_memory(len(sequence))
+        self._done = 0
 
     def advance(self, count: int) -> bool:
         """Copy the next ``count`` slots. Return whether the copy is complete."""
-        start, self._done = self._done, min(self._done + count, len(self.sequence))
+        start = self._done
+        self._done = min(self._done + count, len(self.sequence))
         self._arena.read(as_index(self.sequence.slots[start : self._done]), self._arrays, slice(start, self._done))
         return self._done == len(self.sequence)
 

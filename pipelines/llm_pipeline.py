@@ -108,7 +108,8 @@ class StaticLLMPipeline:
                 self._launched = self._launch(source, candidates, policy, reader.on_progress, reader.engine_text)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
-        self._tools = tools = text.tools
+        tools = text.tools
+        self._tools = tools
         self._engine: EngineClient = self._launched.engine
         self._stop_checker = StopChecker(self._engine)
         close_when_collected(self, _close, self._launched, self._stop_checker, tools)
@@ -196,7 +197,8 @@ class StaticLLMPipeline:
             ModelError: the weights file was overwritten while it is in use.
         """
         self._check_usable()
-        form, sink = form_of(inputs), make_sink(streamer)
+        form = form_of(inputs)
+        sink = make_sink(streamer)
         call = self._input_processor.call_options(form, generation_config, kwargs, overflow, priority, None)
         if streamer is not None:
             call.check_single("streamer")
@@ -380,7 +382,8 @@ class StaticLLMPipeline:
         """Check a prompt, submit it to the engine, and return the handle."""
         limits = PromptLimits.of(self.config, self._launched.vocab_size, self._has_draft)
         prepared = self._input_processor.prepare(prompt, call, limits)
-        queue, request = OutputQueue(), prepared.request
+        queue = OutputQueue()
+        request = prepared.request
         handle = GenerationHandle(self._engine, prepared, queue, prepared.decode, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
             if call.options.stop_strings and request.beams is None:

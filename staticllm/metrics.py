@@ -119,7 +119,8 @@ class PerfMetrics:
 
     def draft_metrics(self) -> PerfMetrics:
         """Return the timings of the drafts: each drafted token counts as a generated one."""
-        durations, generated = self._draft_durations, self.raw_metrics.generate_durations
+        durations = self._draft_durations
+        generated = self.raw_metrics.generate_durations
         raw = RawPerfMetrics(
             generate_durations=list(generated),
             m_times_to_first_token=durations[:1],

@@ -70,9 +70,12 @@ def key_of(output: ov.Output) -> Key:
 
 def divide(model: ov.Model, exposed: Iterable[str] = ()) -> Control:
     """Divide a model into constants, control values and data. ``exposed``: inputs that are fed by the host, which are data."""
-    constants, from_ids, data = set[int](), set[int](), set[int]()
+    constants = set[int]()
+    from_ids = set[int]()
+    data = set[int]()
     for node in model.get_ordered_ops():
-        key, kind = node.get_instance_id(), node.get_type_name()
+        key = node.get_instance_id()
+        kind = node.get_type_name()
         sources = [value.get_node().get_instance_id() for value in node.input_values()]
         if kind == "Parameter":
             names = node.output(0).get_names()
@@ -111,9 +114,11 @@ def at_sizes(model: ov.Model, batch: int, rows: int) -> ov.Model:
     Raises:
         RuntimeError: the shapes of the graph's nodes do not fit together at these sizes.
     """
-    copy, sizes = model.clone(), EncoderSizes.of(EncoderVariant(batch, rows, batch))
+    copy = model.clone()
+    sizes = EncoderSizes.of(EncoderVariant(batch, rows, batch))
     for parameter in copy.get_parameters():
-        names, shape = parameter.output(0).get_names(), parameter.get_partial_shape()
+        names = parameter.output(0).get_names()
+        shape = parameter.get_partial_shape()
         ports = (port for name in names if (port := find_encoder_port(name)))
         for axis, (size, _) in next(ports, _PER_TOKEN).ranges(len(shape), sizes).items():
             shape[axis] = ov.Dimension(size)
@@ -154,7 +159,8 @@ def evaluate(
 
 
 def _feed(parameter: ov.Node, ids: NDArray[np.int64]) -> Value:
-    names, dtype = parameter.output(0).get_names(), parameter.get_element_type().to_dtype()
+    names = parameter.output(0).get_names()
+    dtype = parameter.get_element_type().to_dtype()
     if INPUT_IDS in names:
         return ids.astype(dtype)
     sizes = [dim.get_length() if dim.is_static else 1 for dim in parameter.get_partial_shape()]

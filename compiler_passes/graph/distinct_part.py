@@ -26,9 +26,11 @@ def distinct_end(model: ov.Model) -> ov.Node | None:
 
     Return None if only the last one does, or if none is found.
     """
-    nodes, probes = model.get_ordered_ops(), at_sizes(model, PROBE_BATCH, PROBE_ROWS[0]).get_ordered_ops()
+    nodes = model.get_ordered_ops()
+    probes = at_sizes(model, PROBE_BATCH, PROBE_ROWS[0]).get_ordered_ops()
     data = divide(model).data
-    needed, known = {node.get_instance_id() for node in model.get_parameters()}, set[Hashable]()
+    needed = {node.get_instance_id() for node in model.get_parameters()}
+    known = set[Hashable]()
     last = 0
     for index, (node, kind) in enumerate(zip(nodes, _kinds(probes), strict=True)):
         is_data = node.get_instance_id() in data and node.get_type_name() != "Result"

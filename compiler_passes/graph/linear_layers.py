@@ -50,7 +50,8 @@ def layers_of_modules(layers: Iterable[LinearLayer], paths: Iterable[str]) -> di
 
 
 def _linear_layer(node: ov.Node) -> LinearLayer | None:
-    weights, attributes = node.input_value(1), node.get_attributes()
+    weights = node.input_value(1)
+    attributes = node.get_attributes()
     constant = through(weights, *_ON_WEIGHTS).get_node()
     shape = weights.get_partial_shape()
     is_plain = constant.get_type_name() == "Constant" and not attributes["transpose_a"]

@@ -108,7 +108,8 @@ def through(output: ov.Output, *type_names: str) -> ov.Output:
 
 def upstream(roots: Iterable[ov.Node]) -> Iterator[ov.Node]:
     """Yield every node that ``roots`` depend on, including ``roots``, once each."""
-    stack, seen = list(roots), set()
+    stack = list(roots)
+    seen = set()
     while stack:
         node = stack.pop()
         key = node.get_instance_id()

@@ -91,12 +91,14 @@ def _reduced_positions(graph: EncoderGraph) -> ov.Node | None:
 
     Such a value chooses the rotary factors of some models, so it must be that of one text, and of the whole text.
     """
-    positions, ids = graph.parameter(POSITION_IDS), graph.parameter(INPUT_IDS)
+    positions = graph.parameter(POSITION_IDS)
+    ids = graph.parameter(INPUT_IDS)
     if positions is None or ids is None:
         return None
     nodes = graph.model.get_ordered_ops()
     probes = at_sizes(graph.model, PROBE_BATCH, PROBE_ROWS[0]).get_ordered_ops()
-    from_ids, from_positions = _downstream(ids), _downstream(positions)
+    from_ids = _downstream(ids)
+    from_positions = _downstream(positions)
     for node, probe in zip(nodes, probes, strict=True):
         key = node.get_instance_id()
         if key in from_positions and key not in from_ids and node.get_type_name() != "Result":
@@ -108,7 +110,8 @@ def _reduced_positions(graph: EncoderGraph) -> ov.Node | None:
 
 def _downstream(parameter: ov.Node) -> set[int]:
     """Return the nodes whose values depend on those of a parameter, not only on its shape."""
-    found, left = set[int](), [parameter]
+    found = set[int]()
+    left = [parameter]
     while left:
         node = left.pop()
         key = node.get_instance_id()

@@ -105,7 +105,8 @@ def classify_one(
     probes: list[Probe], masks: list[Mask], evaluate: Callable[[Probe], Mask], max_kv_len: int
 ) -> Seen | None:
     """Classify one mask by its values on the probes, and on further probes if needed; return None if no kind fits."""
-    window, slopes = _window_of(masks[2]), _slopes_of(masks[2])
+    window = _window_of(masks[2])
+    slopes = _slopes_of(masks[2])
     linear = [_linear(probe, np.array(slopes or (0.0,))) for probe in probes]
     if _all_as_expected(probes, masks, window, linear):
         return Seen(MaskKind(window), slopes)
@@ -131,13 +132,15 @@ def _first_seen(evaluate: Callable[[Probe], Mask], max_kv_len: int) -> NDArray[n
     """
     firsts = []
     for past in range(0, max_kv_len + 1, TABLE_STEP):
-        mask, total = evaluate(Probe(past, TABLE_STEP)), past + TABLE_STEP
+        mask = evaluate(Probe(past, TABLE_STEP))
+        total = past + TABLE_STEP
         if mask.size % (TABLE_STEP * total):
             return None
         planes = mask.reshape(-1, TABLE_STEP, total)
         is_seen = planes[0] >= HIDDEN_BELOW
         first = is_seen.argmax(axis=1)
-        key, query = np.arange(total), np.arange(past, total)
+        key = np.arange(total)
+        query = np.arange(past, total)
         expected = (key[None] >= first[:, None]) & (key[None] <= query[:, None])
         is_plain = (planes == planes[0]).all() and (planes[0][is_seen] == VISIBLE).all()
         if not is_plain or not np.array_equal(is_seen, expected):
@@ -239,7 +242,8 @@ def _slopes_of(mask: NDArray[np.float32]) -> tuple[float, ...]:
     if not seen.any() or not last[:, seen].any():
         return ()
     places = np.flatnonzero(seen)
-    first, final = int(places[0]), int(places[-1])
+    first = int(places[0])
+    final = int(places[-1])
     rise = (last[:, final].astype(np.float64) - last[:, first]) / max(final - first, 1)
     return tuple(float(np.float32(value)) for value in rise)
 

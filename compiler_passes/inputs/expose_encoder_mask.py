@@ -104,7 +104,8 @@ def _limit_rows(graph: EncoderGraph) -> None:
             return False
         return True
 
-    low, high = PROBE_ROWS[1], graph.num_rows
+    low = PROBE_ROWS[1]
+    high = graph.num_rows
     if not fits(high):
         while high - low > 1:
             middle = (low + high) // 2
@@ -239,7 +240,8 @@ def _expose(graph: EncoderGraph, attention: ov.Node, terms: list[Term], kinds: d
             redirect(node.output(0), node.input_value(term.data_port))
     if attention.get_type_name() == FUSED:
         if attention.get_attributes()["causal"]:
-            kind, left = EncoderMask(after=0), 0
+            kind = EncoderMask(after=0)
+            left = 0
         _on_fused(graph, attention, kind, bool(left))
     else:
         _on_softmax(graph, attention, kind)

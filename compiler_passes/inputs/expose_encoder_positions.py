@@ -176,10 +176,12 @@ def _limit_rows(graph: EncoderGraph, port: ov.Input, offset: int) -> None:
 
 def _limit_to_tables(graph: EncoderGraph) -> None:
     """Allow no more rows than the tables have that are looked up with the model's own input ``position_ids``."""
-    parameter, tokens = graph.parameter(POSITION_IDS), graph.parameter(INPUT_IDS)
+    parameter = graph.parameter(POSITION_IDS)
+    tokens = graph.parameter(INPUT_IDS)
     if parameter is None or tokens is None:
         return
-    own, ids = parameter.get_instance_id(), tokens.get_instance_id()
+    own = parameter.get_instance_id()
+    ids = tokens.get_instance_id()
     for node in graph.model.get_ordered_ops():
         if node.get_type_name() == "Gather" and _picks_rows(node):
             sources = {other.get_instance_id() for other in upstream([node.input_value(1).get_node()])}
@@ -204,7 +206,8 @@ def _check_table(graph: EncoderGraph, place: Place, value: Value) -> None:
 
 
 def _can_be_looked_up(graph: EncoderGraph, place: Place) -> bool:
-    shape, rank = place.large.shape, _rank(place.port)
+    shape = place.large.shape
+    rank = _rank(place.port)
     leads = len(shape) < rank or (place.axis > 0 and shape[0] in (1, PROBE_BATCH))
     if leads and rank - len(shape) + place.axis > 0:
         return True
@@ -218,7 +221,8 @@ def _can_be_looked_up(graph: EncoderGraph, place: Place) -> bool:
 
 def _rank(port: ov.Input) -> int:
     """Return the rank to which a value is broadcast where it is read."""
-    node, own = port.get_node(), len(port.get_partial_shape())
+    node = port.get_node()
+    own = len(port.get_partial_shape())
     return max(own, len(node.get_output_partial_shape(0))) if node.get_type_name() in _BROADCASTING else own
 
 

@@ -33,7 +33,8 @@ def continued_graph(graph: EncoderGraph, end: ov.Node | None = None) -> ov.Model
     copy = graph.model.clone()
     nodes = copy.get_ordered_ops()
     kept = named_parameter(KEPT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
-    parameters, results = [kept], list(copy.get_results())
+    parameters = [kept]
+    results = list(copy.get_results())
     if end is not None:
         results = [ops.result(nodes[places[end.get_instance_id()]].output(0))]
     used = {node.get_instance_id() for node in upstream(results)}

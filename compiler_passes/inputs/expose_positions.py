@@ -109,7 +109,8 @@ def _compares_positions(graph: StepGraph) -> bool:
     parameter = graph.parameter(POSITION_IDS)
     if parameter is None:
         return False
-    queue, reached = consumers(parameter.output(0)), {parameter.get_instance_id()}
+    queue = consumers(parameter.output(0))
+    reached = {parameter.get_instance_id()}
     while queue:
         node = queue.pop()
         kind = node.get_type_name()
@@ -174,10 +175,12 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
         parameter.set_partial_shape(_probe_shape(parameter.output(0), past, new))
     copy.validate_nodes_and_infer_types()
     nodes = copy.get_ordered_ops()
-    constant, lengths = set[int](), set[int]()  # instances
+    constant = set[int]()
+    lengths = set[int]()  # instances
     wanted: list[int] = []
     for index, node in enumerate(nodes):
-        kind, key = node.get_type_name(), node.get_instance_id()
+        kind = node.get_type_name()
+        key = node.get_instance_id()
         sources = {value.get_node().get_instance_id() for value in node.input_values()}
         if kind == "Constant" or (sources and sources <= constant):
             constant.add(key)
@@ -272,7 +275,9 @@ def _varying(model: ov.Model) -> list[ov.Node]:
     lengths = {nodes[index].get_instance_id() for index in few}
     found = []
     for index in sorted(few.keys() & many.keys()):
-        node, before, after = nodes[index], few[index], many[index]
+        node = nodes[index]
+        before = few[index]
+        after = many[index]
         is_longer = before.shape != after.shape and not _is_uniform(before)
         tables = () if _differ(before, after) else _TABLES
         if (is_longer or not tables) and _feeds_data(node, lengths, tables):
@@ -295,7 +300,8 @@ def _is_uniform(value: NDArray[np.generic]) -> bool:
 
 def _may_vary(nodes: list[ov.Node]) -> bool:
     """Return whether data is computed from any length other than as a size. In most models it is not: nothing is evaluated."""
-    constant, lengths = set[int](), set[int]()
+    constant = set[int]()
+    lengths = set[int]()
     candidates = []
     for node in nodes:
         key = node.get_instance_id()

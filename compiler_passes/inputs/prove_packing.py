@@ -51,8 +51,11 @@ class Layouts:
     @classmethod
     def of(cls, rows: int) -> Layouts:
         """Return layouts in which tokens of two texts are at every distance below ``rows``."""
-        half, third, quarter = rows // 2, rows // 3, rows // 4
-        early, late = rows - rows * 2 // 5, rows * 2 // 5
+        half = rows // 2
+        third = rows // 3
+        quarter = rows // 4
+        early = rows - rows * 2 // 5
+        late = rows * 2 // 5
         shared = ((half, min(1, rows - half - third), third), (early, late))
         left = rows - half - third
         branches = ((half, 0), (quarter + third, quarter), (quarter + left + third // 3, quarter + third // 3))
@@ -96,7 +99,8 @@ def prove_packing(graph: EncoderGraph) -> None:
     program = get_core().compile_model(lowered, "CPU", EXACT)
     worst = 0.0
     for layout, found in zip(layouts, texts, strict=True):
-        wanted, expected = expected[: len(found)], expected[len(found) :]
+        wanted = expected[: len(found)]
+        expected = expected[len(found) :]
         worst = _difference(wanted, _together(graph, program, found, known.rows))
         if worst <= TOLERANCE:
             how = "several texts" if layout is known.shared else "one text"
@@ -129,7 +133,8 @@ def _prove_sizes(graph: EncoderGraph) -> None:
     expected = run_alone(graph, original, [text for found in texts.values() for text in found])
     worst = 0.0
     for rows, found in texts.items():
-        wanted, expected = expected[: len(found)], expected[len(found) :]
+        wanted = expected[: len(found)]
+        expected = expected[len(found) :]
         worst = max(worst, _difference(wanted, _together(graph, program, found, rows)))
     if worst > TOLERANCE:
         raise UnsupportedModelError(

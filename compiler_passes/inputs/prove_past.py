@@ -60,18 +60,21 @@ def _difference_in_chunks(graph: EncoderGraph) -> float:
     end = None if graph.is_per_text else distinct_end(graph.model)
     original = _same_end(graph, end)
     if original is None:
-        end, original = None, graph.original
+        end = None
+        original = graph.original
     length = min(graph.num_rows, MOST_ROWS)
     ids = random_ids(graph.original, (length,), seed=21)
     (wanted,) = run_alone(graph, original, [Text(0, np.arange(length), ids)])
     program = get_core().compile_model(continued_graph(graph, end), "CPU", EXACT)
-    found, past = list[NDArray[np.float32]](), dict[str, NDArray[np.float32]]()
+    found = list[NDArray[np.float32]]()
+    past = dict[str, NDArray[np.float32]]()
     for part in np.array_split(np.arange(length), min(3, length)):
         values, new = _chunk(graph, program, ids, part, past)
         past = {name: np.concatenate((past[name], rows), ROW_AXIS) if past else rows for name, rows in new.items()}
         found.append(values)
     actual = found[-1] if graph.is_per_text else np.concatenate(found)
-    scale, worst = float(np.abs(wanted).max()), float(np.abs(wanted - actual).max())
+    scale = float(np.abs(wanted).max())
+    worst = float(np.abs(wanted - actual).max())
     return worst / scale if np.isfinite(worst) and scale else np.inf
 
 
@@ -94,7 +97,8 @@ def _chunk(
     graph: EncoderGraph, program: ov.CompiledModel, ids: NDArray[np.int64], places: NDArray[np.intp], past: Arrays
 ) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
     """Run the tokens at ``places``, and return their hidden states, or the vector of the text, and their keys and values."""
-    count, end = len(places), int(places[-1]) + 1
+    count = len(places)
+    end = int(places[-1]) + 1
     feeds: dict[str, NDArray[np.generic]] = {
         INPUT_IDS: ids[None, places],
         TOKEN_TYPE_IDS: np.zeros((1, count), np.int64),

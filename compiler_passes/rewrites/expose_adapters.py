@@ -52,7 +52,8 @@ def expose_adapters(graph: StepGraph, layouts: Sequence[AdapterLayout], adapter_
     """
     changes = find_changes(graph.model, layouts)
     scales = graph.add_parameter(ADAPTER_SCALES, ov.PartialShape([1, -1, len(layouts)]), ov.Type.f32)
-    graph.num_adapters, graph.adapter_type = len(layouts), adapter_type
+    graph.num_adapters = len(layouts)
+    graph.adapter_type = adapter_type
     rows = _RowScales(graph, scales)
     for index, members in enumerate(_groups(changes)):
         _expose(graph, _group_of(index, members), members, rows)
@@ -102,7 +103,9 @@ def _groups(changes: list[Change]) -> list[list[Change]]:
 
 
 def _group_of(index: int, members: list[Change]) -> AdaptedGroup:
-    parts, first_row, first_column = list[AdaptedPart](), 0, 0
+    parts = list[AdaptedPart]()
+    first_row = 0
+    first_column = 0
     for change in members:
         for adapter, path, rank in change.adapters:
             parts.append(AdaptedPart(adapter, path, rank, first_row, first_column))
@@ -115,12 +118,14 @@ class _RowScales:
     """The factors of the rows of a call, for the columns of a group; groups with the same columns share them."""
 
     def __init__(self, graph: StepGraph, scales: ov.Node) -> None:
-        self._scales, self._picks = scales, graph.parameter(LOGIT_ROWS)
+        self._scales = scales
+        self._picks = graph.parameter(LOGIT_ROWS)
         self._known: dict[tuple[tuple[int, ...], bool, bool], ov.Node] = {}
 
     def of(self, group: AdaptedGroup, source: ov.Output) -> ov.Node:
         """Return the factors for the rows of ``source``, ``[1, rows, rank]``, or ``[rows, rank]`` like ``source``."""
-        is_picked, is_flat = self._is_picked(source), len(source.get_partial_shape()) == 2
+        is_picked = self._is_picked(source)
+        is_flat = len(source.get_partial_shape()) == 2
         key = (group.columns, is_picked, is_flat)
         if key not in self._known:
             found = self._scales

@@ -55,7 +55,8 @@ def _regroup(attention: ov.Node) -> str | None:
     key = ops.reshape(key, np.array([kv_heads, 1, -1, head_dim]), special_zero=False).output(0)
     (value_dim,) = _dims(value, 3)
     value = ops.reshape(value, np.array([kv_heads, 1, -1, value_dim]), special_zero=False).output(0)
-    mask, scale = attention.input_value(3), attention.input_values()[4:5]
+    mask = attention.input_value(3)
+    scale = attention.input_values()[4:5]
     if planes > 1:
         mask = ops.reshape(mask, np.array([kv_heads, group, -1, 0]), special_zero=True).output(0)
     fused = attention_products(grouped.output(0), key, value, mask, scale[0] if scale else None)
@@ -81,6 +82,7 @@ def _unrepeated(output: ov.Output) -> ov.Output | None:
     unsqueeze = broadcast.input_value(0).get_node()
     if unsqueeze.get_type_name() not in ("Unsqueeze", "Reshape"):
         return None
-    rows, lifted = unsqueeze.input_value(0), unsqueeze.get_output_partial_shape(0)
+    rows = unsqueeze.input_value(0)
+    lifted = unsqueeze.get_output_partial_shape(0)
     repeated_axis_is_2 = lifted.rank.is_static and lifted.rank.get_length() == 5 and lifted[2] == 1
     return rows if repeated_axis_is_2 and rows.get_partial_shape().rank.get_length() == 4 else None

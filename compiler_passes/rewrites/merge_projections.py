@@ -60,7 +60,8 @@ def _merge(group: list[ov.Node]) -> bool:
     adds = [add for add in map(bias_add, group) if add is not None]
     bias = _join([add.input_value(1) for add in adds], sizes, axis=-1) if len(adds) == len(group) else None
     if bias is not None:  # else each part keeps its own bias
-        merged, outputs = ops.add(merged, bias), [add.output(0) for add in adds]
+        merged = ops.add(merged, bias)
+        outputs = [add.output(0) for add in adds]
     merged.set_friendly_name(f"{group[0].get_friendly_name()}/merged")
     parts = ops.variadic_split(merged, -1, np.array(sizes))
     for index, output in enumerate(outputs):
@@ -73,7 +74,8 @@ def bias_add(node: ov.Node) -> ov.Node | None:
     readers = consumers(node.output(0))
     if len(readers) != 1 or readers[0].get_type_name() != "Add":
         return None
-    add, columns = readers[0], node.get_output_partial_shape(0)[-1]
+    add = readers[0]
+    columns = node.get_output_partial_shape(0)[-1]
     bias = add.input_value(1).get_partial_shape()
     is_bias = bias.is_static and bias[len(bias) - 1] == columns and math.prod(bias.to_shape()) == columns.get_length()
     return add if is_bias and add.input_value(0) == node.output(0) else None
@@ -82,7 +84,8 @@ def bias_add(node: ov.Node) -> ov.Node | None:
 def _join(outputs: list[ov.Output], sizes: list[int], axis: int) -> ov.Node | None:
     """Join the same steps on constants along ``axis``; return None if they differ in more than their ``sizes`` there."""
     nodes = [output.get_node() for output in outputs]
-    kind, target = nodes[0].get_type_name(), outputs[0].get_element_type()
+    kind = nodes[0].get_type_name()
+    target = outputs[0].get_element_type()
     if any(node.get_type_name() != kind for node in nodes) or any(o.get_element_type() != target for o in outputs):
         return None
     if kind == "Constant":
@@ -100,7 +103,8 @@ def _join(outputs: list[ov.Output], sizes: list[int], axis: int) -> ov.Node | No
 
 def _join_constants(constants: list[ov.Node], sizes: list[int], axis: int) -> ov.Node | None:
     """Join constants along ``axis``, also of types with several numbers per byte. A single number that all share is kept."""
-    first, kind = constants[0], constants[0].get_element_type()
+    first = constants[0]
+    kind = constants[0].get_element_type()
     shapes = [list(constant.get_output_shape(0)) for constant in constants]
     if any(constant.get_element_type() != kind for constant in constants):
         return None

@@ -57,7 +57,8 @@ def add_pooling(graph: EncoderGraph, dense: tuple[Dense, ...] = (), is_normalise
         return
     (result,) = graph.model.get_results()
     if graph.is_pooled:
-        pooled, dense = result.input_value(0), ()
+        pooled = result.input_value(0)
+        dense = ()
     else:
         pooled = pooled_rows(graph, result.input_value(0))
     for index, layer in enumerate(dense):

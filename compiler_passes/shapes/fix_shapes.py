@@ -23,7 +23,8 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
 
 def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     """Return a copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``."""
-    model, sizes = graph.model.clone(), CallSizes.of(*variants)
+    model = graph.model.clone()
+    sizes = CallSizes.of(*variants)
     for parameter in model.get_parameters():
         parameter.set_partial_shape(_sized(parameter.output(0), sizes))
     model.validate_nodes_and_infer_types()  # a third of the time of Model.reshape

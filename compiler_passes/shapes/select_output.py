@@ -67,7 +67,8 @@ def _take_from_head(graph: EncoderGraph, result: ov.Node, score_tokens: tuple[in
         axis = np.int64(0 if head.get_attributes()["transpose_b"] else 1)
         chosen = ops.gather(head.input_value(1), np.array(score_tokens, np.int64), axis)
         head.input(1).replace_source_output(chosen.output(0))
-        graph.head, graph.pooling = "tokens", "last"
+        graph.head = "tokens"
+        graph.pooling = "last"
         graph.note(STAGE, f"the logits of the tokens {', '.join(map(str, score_tokens))}")
     else:
         graph.model.remove_result(result)

@@ -45,7 +45,8 @@ def drop_past(graph: EncoderGraph) -> None:
 
 def _join_of(read: ov.Node) -> ov.Node | None:
     """Return the Concat of a state ``[B, heads, past, head_dim]`` with the new rows; None if the state is used otherwise."""
-    found, left = list[ov.Node](), consumers(read.output(0))
+    found = list[ov.Node]()
+    left = consumers(read.output(0))
     while left:
         node = left.pop()
         if node.get_type_name() == "Concat":

@@ -58,7 +58,8 @@ def keep_new_rows(graph: StepGraph) -> None:
 
 
 def _recurrent(index: int, state: LiftedState) -> RecurrentState:
-    shape, element_type = state.past.get_partial_shape(), state.past.get_element_type()
+    shape = state.past.get_partial_shape()
+    element_type = state.past.get_element_type()
     if not state.present.input_value(0).get_partial_shape().compatible(shape):
         found = state.present.input_value(0).get_partial_shape()
         raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape} and is assigned {found}")
@@ -105,7 +106,8 @@ def _check_starts_empty(state: LiftedState) -> None:
 
 def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Role]]) -> tuple[int, Role]:
     """Return layer and role of a state by the attention port that its rows reach, never by a name."""
-    queue, seen = [concat], {concat.get_instance_id()}
+    queue = [concat]
+    seen = {concat.get_instance_id()}
     while queue:
         node = queue.pop(0)
         for target in node.output(0).get_target_inputs():

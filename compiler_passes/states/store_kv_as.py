@@ -66,7 +66,8 @@ def _convert(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
 def _quantize(model: ov.Model, kv_state: KVState, past: ov.Node) -> KVState:
     """Store slots as u8 between the smallest and the largest value of a head, and return the state of their scales."""
     scale_state = replace(kv_state, head_dim=2, kv_type="f32", is_scale=True)
-    kind, shape = past.get_element_type().get_type_name(), past.get_partial_shape()
+    kind = past.get_element_type().get_type_name()
+    shape = past.get_partial_shape()
     stored = named_parameter(kv_state.past_name, shape, ov.Type.u8)
     shape[3] = 2
     scales = named_parameter(scale_state.past_name, shape, ov.Type.f32)

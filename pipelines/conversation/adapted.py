@@ -269,7 +269,8 @@ def _in_form(message: Message, form: CallForm, ids: dict[object, str]) -> list[M
             calls.append(call)
             continue
         written = {**function, "arguments": _arguments(function.get("arguments"), form)}
-        ids[call.get("id")] = id = _id_in_form(call, form, len(ids))
+        id = _id_in_form(call, form, len(ids))
+        ids[call.get("id")] = id
         calls.append({"type": "function", **(call if "function" in call else {}), "function": written, "id": id})
     empty = None if form.has_null_content else ""
     text = message.get("content")

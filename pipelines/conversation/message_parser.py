@@ -147,7 +147,8 @@ class MessageParser:
         """Take the calls after the marker that is around all of them, each with its own marker, and the end of it."""
         source = self._source
         output = self._output
-        begin, (_, end) = self._format.call[0], self._format.wrapper
+        begin = self._format.call[0]
+        _, end = self._format.wrapper
         source.mark(len(marker))
         yield from source.skip_space()
         if not (yield from source.skip(begin)):

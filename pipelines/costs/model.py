@@ -49,7 +49,8 @@ class CostModel(Generic[V]):
     def __call__(self, variant: V) -> float:
         known = self._seconds.get(variant) or self._estimates.get(variant)
         if known is None:
-            known = self._estimates[variant] = self._estimate(variant)
+            known = self._estimate(variant)
+            self._estimates[variant] = known
         return known
 
     @property

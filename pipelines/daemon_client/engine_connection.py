@@ -147,7 +147,8 @@ class EngineConnection:
     def close(self) -> None:
         """End this program's requests, and give the model back. A second call does nothing."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed = self._is_closed
+            self._is_closed = True
         if was_closed:
             return
         self._notices.put(None)

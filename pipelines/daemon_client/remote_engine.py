@@ -90,7 +90,8 @@ class RemoteEngine:
                 "leave one of them out"
             )
         queue = queue or OutputQueue()
-        live = self._live[request.id] = LiveRequest(request, queue, self._forget)
+        live = LiveRequest(request, queue, self._forget)
+        self._live[request.id] = live
         try:
             try:
                 times = self._connected().submit(request, live)

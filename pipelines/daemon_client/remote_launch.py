@@ -134,7 +134,8 @@ class _RemoteModel:
         daemon serves the model with other limits than the one before) and ``StaticLLMError`` (the daemon refused the
         model).
         """
-        link = self._link = DaemonLink(self._home)
+        link = DaemonLink(self._home)
+        self._link = link
         try:
             if self._is_given_up:
                 raise pipeline_closed()

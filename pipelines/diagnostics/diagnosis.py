@@ -124,7 +124,8 @@ class Diagnosis(Generic[K]):
     def measure(self, job: LoadJob[K]) -> MemoryEstimate | MeasuredMemory:
         """Load a model in this process, run each of its programs, and measure the private memory and the seconds per call."""
         report = self.report(job)
-        before = loaded = private_bytes()
+        before = private_bytes()
+        loaded = before
 
         def note(event: ProgressEvent) -> None:
             nonlocal loaded

@@ -134,7 +134,8 @@ class MeasuredMemory:
 def divide(stages: Sequence[MemoryStage]) -> dict[str, int]:
     """Return the bytes of each part after the last stage, which add up to its private memory; the rest comes last."""
     parts: dict[str, int] = {}
-    before = rest = 0
+    before = 0
+    rest = 0
     for stage in stages:
         growth = stage.others - before
         before = stage.others

@@ -128,12 +128,16 @@ class BatchBuilder:
         quarantine: Quarantine,
         draft_planner: DraftPlanner,
     ) -> None:
-        self._runner, self._table, self._kv_manager, self._quarantine = runner, table, kv_manager, quarantine
+        self._runner = runner
+        self._table = table
+        self._kv_manager = kv_manager
+        self._quarantine = quarantine
         self._draft_planner = draft_planner
 
     def prepare(self, plan: Plan) -> Batch | Unrunnable:
         """Preempt, swap out and swap in as planned, then return the entries that fit into one call, and its variant."""
-        states, preempted = self._kv_manager.states, list(plan.preempt)
+        states = self._kv_manager.states
+        preempted = list(plan.preempt)
         for request in plan.preempt:
             self._kv_manager.preempt(states[request])
         for request in plan.swap_out:
@@ -247,9 +251,11 @@ class BatchBuilder:
         """Mark whole prompts that cannot decode yet: their keys and values bypass the arena and go to the host pool."""
         if not any(entry.is_prefill for entry in entries) or self._table.has_free_seq:
             return entries
-        marked, room = list[BatchEntry](), self._kv_manager.host_pool.free_slots
+        marked = list[BatchEntry]()
+        room = self._kv_manager.host_pool.free_slots
         for entry in entries:
-            segment, count = entry.segment, len(entry.segment.tokens)
+            segment = entry.segment
+            count = len(entry.segment.tokens)
             is_whole = entry.is_prefill and count == len(entry.state.tokens) and not len(segment.sequence)
             if is_whole and count <= room and entry.state.can_bypass_arena:
                 room -= count
@@ -285,7 +291,9 @@ class CallContext:
 
 def call_context(table: RequestTable, slots_in_use: int, preempted: list[int]) -> CallContext:
     """Return the context of a call; to be taken before its tokens are chosen."""
-    waiting, swapped, num_running = list[int](), list[int](), 0
+    waiting = list[int]()
+    swapped = list[int]()
+    num_running = 0
     for info in table:  # once, because the device idles meanwhile
         if info.status is RequestStatus.RUNNING:
             num_running += 1

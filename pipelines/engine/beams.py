@@ -46,7 +46,8 @@ class BeamRequest(RequestState):
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
         self._beams: list[ClientState] = []
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
-        self._choosing_seconds = self._device_seconds = 0.0  # since the last token
+        self._choosing_seconds = 0.0
+        self._device_seconds = 0.0  # since the last token
         self._core: EngineCore | None = None  # while the search runs
 
     def admit(self, core: EngineCore) -> None:
@@ -65,7 +66,8 @@ class BeamRequest(RequestState):
         if error is None:
             self._search.end(reason)
             found = self._search.hypotheses()[: self.request.num_sequences]
-        core, self._core = self._core, None
+        core = self._core
+        self._core = None
         self._close_beams(core.feeds, found)
         for index, hypothesis in enumerate(found):
             self._report(index, hypothesis)
@@ -126,7 +128,8 @@ class BeamRequest(RequestState):
             return
         self.sequences[0].token_times.append(now)
         self._steps.append((self._choosing_seconds, self._device_seconds))
-        self._choosing_seconds = self._device_seconds = 0.0
+        self._choosing_seconds = 0.0
+        self._device_seconds = 0.0
         if not successors:
             self.end(FinishReason.STOP)
             return
@@ -137,7 +140,9 @@ class BeamRequest(RequestState):
 
     def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:
         """Give each new beam a sequence: its parent's for the first child, a fork for the others. Close what has no child."""
-        before, taken, beams = self._beams, set[int](), list[ClientState]()
+        before = self._beams
+        taken = set[int]()
+        beams = list[ClientState]()
         for successor in successors:
             parent = before[successor.parent]
             beams.append(feeds.fork(parent) if successor.parent in taken else parent)
@@ -162,7 +167,8 @@ class BeamRequest(RequestState):
         """Hand an answer to the reader: its tokens, with the moments at which tokens of their place were chosen."""
         lead = self.sequences[0]
         for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
-            moment, (chosen, device) = lead.token_times[place], self._steps[place]
+            moment = lead.token_times[place]
+            chosen, device = self._steps[place]
             self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
         self.queue.put(Finished(hypothesis.reason, None, index))
         self._finished.add(index)

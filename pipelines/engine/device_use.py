@@ -90,5 +90,6 @@ def rows_of(batch: Batch | None, slot_bytes: int) -> list[Rows]:
     for entry in batch.entries:
         key = entry.state.request.owner, "prefill" if entry.is_prefill else "decode"
         counts[key] = counts.get(key, 0) + len(entry.segment.tokens)
-    total, read = sum(counts.values()), batch.variant.kv_len * slot_bytes
+    total = sum(counts.values())
+    read = batch.variant.kv_len * slot_bytes
     return [Rows(owner, phase, count, read * count // total) for (owner, phase), count in counts.items()]

@@ -149,7 +149,8 @@ class Engine:
         """
         self.check_process()
         with self._wake:
-            num_waiting, limit = len(self._inbox) + self._num_waiting, self._core.options.max_waiting
+            num_waiting = len(self._inbox) + self._num_waiting
+            limit = self._core.options.max_waiting
             if num_waiting >= limit:
                 raise BusyError(
                     f"{num_waiting} requests wait, MAX_WAITING is {limit}: try again later, "
@@ -419,7 +420,8 @@ class Engine:
             else:
                 self.step()
         with self._wake:  # nothing is added after this: the engine is closing
-            left, self._next = list(self._inbox.values()), None
+            left = list(self._inbox.values())
+            self._next = None
             self._inbox.clear()
         for state in left:
             self._core.refuse(state, FinishReason.CANCELLED)
@@ -437,7 +439,8 @@ class Engine:
         with self._wake:
             self._has_news = False
             if self._next and not self._core.requests:
-                switch, self._next = self._next, None
+                switch = self._next
+                self._next = None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
             self._core.feeds.is_switching = self._next is not None

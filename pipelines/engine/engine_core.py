@@ -209,7 +209,8 @@ class EngineCore:
 
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
-        begin, self.wait_until = self.clock(), None
+        begin = self.clock()
+        self.wait_until = None
         try:
             plan = self._plan()
         except NoPlanError as error:
@@ -272,7 +273,8 @@ class EngineCore:
             NoPlanError: a request cannot run at all.
         """
         if not self.jobs.has_jobs and not len(self.kv_manager.idle):
-            index, high_slot = self.runner.index, self.runner.cache.slots.high_slot
+            index = self.runner.index
+            high_slot = self.runner.cache.slots.high_slot
             plan = self._planner.repeated(self._device.table, self.kv_manager.free_slots, index.max_decoding(high_slot))
             if plan is not None:
                 return plan
@@ -280,9 +282,11 @@ class EngineCore:
         return self._planner.plan(view) if view.requests or view.jobs else None
 
     def _view(self) -> View:
-        runner, manager = self.runner, self.kv_manager
+        runner = self.runner
+        manager = self.kv_manager
         manager.count_own_slots()
-        high_slot, leaving_slots = runner.cache.slots.high_slot, manager.prefix.leaving_slots
+        high_slot = runner.cache.slots.high_slot
+        leaving_slots = manager.prefix.leaving_slots
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
         view = self._device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()

@@ -167,6 +167,7 @@ class JobSources:
         """Close all sources; a second call does nothing."""
         with self._lock:
             self._is_closed = True
-            sources, self._sources = self._sources, {}
+            sources = self._sources
+            self._sources = {}
         for source in sources.values():
             source.close()

@@ -185,7 +185,8 @@ class KVCacheManager:
         Return False if the model's keys cannot be moved, or if there are no slots for them beside those that others share.
         """
         rotations = self._rotations()
-        sequence, count = state.sequence, len(state.tokens) - len(kept)
+        sequence = state.sequence
+        count = len(state.tokens) - len(kept)
         if rotations is None or sequence is None:
             return False
         start = min(SINKS, len(kept) // 2)
@@ -255,7 +256,8 @@ class KVCacheManager:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""
         if not num_slots:
             return
-        newest, known = seconds / num_slots, self.swap_seconds
+        newest = seconds / num_slots
+        known = self.swap_seconds
         if not known or newest < known:
             self.swap_seconds = newest
         else:

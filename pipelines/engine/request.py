@@ -133,7 +133,8 @@ class EngineRequest:
         processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
-        plain["adapters"], plain["late_token_ids"] = list(self.adapters), sorted(self.late_token_ids)
+        plain["adapters"] = list(self.adapters)
+        plain["late_token_ids"] = sorted(self.late_token_ids)
         del plain["id"], plain["owner"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
@@ -143,15 +144,19 @@ class EngineRequest:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
         """Return the request that ``to_dict`` described, with an id of this process."""
-        plain, now = dict(values), time.perf_counter()
+        plain = dict(values)
+        now = time.perf_counter()
         for name in ("id", "owner"):  # those of another process could be taken here
             plain.pop(name, None)
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] + now
-        prompt, stops = tuple(plain.pop("prompt")), frozenset(plain.pop("stop_token_ids"))
+        prompt = tuple(plain.pop("prompt"))
+        stops = frozenset(plain.pop("stop_token_ids"))
         nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
-        texts, sampling = tuple(plain.pop("stop_strings", ())), SamplingParams.from_dict(plain.pop("sampling"))
-        adapters, late = tuple(plain.pop("adapters", ())), frozenset(plain.pop("late_token_ids", ()))
+        texts = tuple(plain.pop("stop_strings", ()))
+        sampling = SamplingParams.from_dict(plain.pop("sampling"))
+        adapters = tuple(plain.pop("adapters", ()))
+        late = frozenset(plain.pop("late_token_ids", ()))
         given = {**plain, **nested, "stop_token_ids": stops, "late_token_ids": late}
         return cls(prompt, sampling, stop_strings=texts, adapters=adapters, **given)
 

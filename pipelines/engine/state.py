@@ -61,7 +61,9 @@ class SequenceState:
         grammar_mask: GrammarMask | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.request, self.index, self.clock = request, index, clock
+        self.request = request
+        self.index = index
+        self.clock = clock
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
         self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
@@ -76,7 +78,8 @@ class SequenceState:
         self._device_seconds = 0.0  # device time since the last token
         self._sampling_seconds = 0.0  # time of choosing since the last token
         self._draft_seconds = 0.0  # time of the draft model since the last token
-        self._num_drafted = self._num_accepted = 0  # tokens of drafts that were checked since the last token
+        self._num_drafted = 0
+        self._num_accepted = 0  # tokens of drafts that were checked since the last token
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         late = request.stop_token_ids | request.late_token_ids
@@ -147,8 +150,11 @@ class SequenceState:
             self._num_drafted, self._num_accepted, self._draft_seconds,
         )  # fmt: skip
         self._new_tokens.append(output)
-        self._device_seconds = self._sampling_seconds = self._draft_seconds = 0.0
-        self._num_drafted = self._num_accepted = 0
+        self._device_seconds = 0.0
+        self._sampling_seconds = 0.0
+        self._draft_seconds = 0.0
+        self._num_drafted = 0
+        self._num_accepted = 0
         return reason
 
     def reason_to_end(self, token: int, count: int) -> FinishReason | None:
@@ -219,9 +225,12 @@ class RequestState:
         grammar_mask: GrammarMask | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.request, self.queue, self.clock = request, queue or OutputQueue(), clock
+        self.request = request
+        self.queue = queue or OutputQueue()
+        self.clock = clock
         self._user_processors = user_processors
-        self._vocab_size, self._grammar_mask = vocab_size, grammar_mask
+        self._vocab_size = vocab_size
+        self._grammar_mask = grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
         self.sequences = [self._new_sequence(0)]
@@ -318,7 +327,8 @@ def prepare_grammar(
         return None
     if grammars is None:
         raise GenerationConfigError("this engine has no tokenizer, which grammars need: use a pipeline")
-    begin, init_before = time.perf_counter(), grammars.init_seconds
+    begin = time.perf_counter()
+    init_before = grammars.init_seconds
     matcher = grammars.matcher(request.grammar, vocab_size, request.max_new_tokens)
     seconds = time.perf_counter() - begin - (grammars.init_seconds - init_before)
     mask = GrammarMask(matcher, request.stop_token_ids, grammars.vocabulary.special, vocab_size, grammars.times)
@@ -359,7 +369,9 @@ def progress_of(requests: Iterable[RequestState], runner: ModelRunner) -> Engine
 
 
 def _sequence_progress(state: SequenceState) -> RequestProgress:
-    request, info, times = state.request, state.info, state.token_times
+    request = state.request
+    info = state.info
+    times = state.token_times
     is_search = request.beams is not None and state.started is not None  # its beams are sequences of their own
     return RequestProgress(
         state.id, "running" if is_search else info.status.value, request.arrival, state.started,

@@ -190,10 +190,12 @@ class AnswerDrafts:
         self.params = params
         self.drafters: list[Drafter] = []
         self._rates: AcceptanceRates | None = None
-        self.num_proposed = self.num_accepted = 0
+        self.num_proposed = 0
+        self.num_accepted = 0
         self.surplus = 0.0
         self._last: Drafter | None = None
-        self._pause = self._num_paused = 0
+        self._pause = 0
+        self._num_paused = 0
         if params.max_ngram_size:
             self.drafters.append(PromptLookup(params.max_ngram_size, prompt))
 

@@ -106,7 +106,8 @@ class GrammarCompiler:
         found = self._kept.get((grammar, vocab_size))
         if found is None:
             grammar.check()
-            found = self._kept[grammar, vocab_size] = self._compiled(grammar, vocab_size)
+            found = self._compiled(grammar, vocab_size)
+            self._kept[grammar, vocab_size] = found
             while len(self._kept) > MAX_KEPT:
                 (dropped, _), _ = self._kept.popitem(last=False)
                 self._fewest.pop(dropped, None)

@@ -128,7 +128,8 @@ class TokenEncoder:
         """Return the ids of a text. A grammar asks for the same ones again and again, so the last texts are kept."""
         found = self._kept.get(text)
         if found is None:
-            found = self._kept[text] = self._exact(text)
+            found = self._exact(text)
+            self._kept[text] = found
             if len(self._kept) > MAX_KEPT:
                 self._kept.pop(next(iter(self._kept)), None)
         return found

@@ -35,7 +35,8 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     """The kind of a causal language model. All choices of a load are in its config."""
 
     name = "decoder"
-    variant, shape = Variant, ModelShape
+    variant = Variant
+    shape = ModelShape
     compiles_in_background = True
 
     def plan(

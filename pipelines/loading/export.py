@@ -217,7 +217,8 @@ def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weig
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
         start = time.perf_counter()
         if id(compiled) not in names:
-            names[id(compiled)] = name = f"{len(names)}-{_label(variant)}.blob"
+            name = f"{len(names)}-{_label(variant)}.blob"
+            names[id(compiled)] = name
             blobs[name] = compiled.export_model().getvalue()
             target = ImportTarget(job.device, programs.options.program_group(variant).properties, weights)
             if not matches(compiled, job.kind.random_call(programs, variant), blobs[name], target):

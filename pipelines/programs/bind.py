@@ -116,7 +116,8 @@ class BoundPrograms(Mapping[Variant, Program]):
     def __getitem__(self, variant: Variant) -> Program:
         program = self._bound.get(variant)
         if program is None:
-            program = self._bound[variant] = self._bind(variant, self._compiled[variant])
+            program = self._bind(variant, self._compiled[variant])
+            self._bound[variant] = program
         return program
 
     def __iter__(self) -> Iterator[Variant]:

@@ -77,7 +77,8 @@ class IncrementalDetokenizer:
             place = self.text.find(self._lead[0], search_from)
             if place < 0:
                 return
-            search_from = self._lead_end = place + len(self._lead.pop(0))
+            search_from = place + len(self._lead.pop(0))
+            self._lead_end = search_from
         found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
         if found:
             place, stop = min(found)

@@ -275,7 +275,8 @@ class Client:
                     self._ask(self._control, Message(Kind.RELEASE, handle))
 
     def _drop(self) -> None:
-        control, self._control = self._control, None
+        control = self._control
+        self._control = None
         if control is not None:
             control.close()
 

@@ -58,7 +58,8 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
     def wait_all(self) -> None:
         with self._change:
             self._change.wait_for(lambda: len(self._idle) == len(self._requests))
-            errors, self._errors = self._errors, []
+            errors = self._errors
+            self._errors = []
         if errors:
             raise errors[0]
 

@@ -369,7 +369,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
     def _show_outputs(self) -> list[Array]:
         self._given_out = True
-        outputs, self._outputs = self._outputs, None
+        outputs = self._outputs
+        self._outputs = None
         if outputs is None:
             return [self._placeholder.get_output_tensor(index).data for index in range(len(self._ports))]
         shown = []

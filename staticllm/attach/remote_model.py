@@ -318,6 +318,7 @@ class MovableRequest:
         self._pending = None
 
     def _close_place(self) -> None:
-        place, self._place = self._place, None
+        place = self._place
+        self._place = None
         if place is not None:
             place.close()

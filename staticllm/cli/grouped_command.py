@@ -111,7 +111,8 @@ def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
         option = names.get(key.replace("_", "-"))
         if option is None or not option.expose_value:
             raise click.BadParameter(f"{path!r} names {key!r}: this command has no such option; --help-all lists them")
-        values[str(option.name)] = given = _checked(path, key, value, option)
+        given = _checked(path, key, value, option)
+        values[str(option.name)] = given
         try:
             option.process_value(ctx, given)
         except click.BadParameter as error:

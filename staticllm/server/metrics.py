@@ -23,7 +23,8 @@ class ServerMetrics:
     """The metrics of one server. ``models`` returns the loaded models."""
 
     def __init__(self, models: Models) -> None:
-        self._registry = registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._registry = registry
         seconds = partial(Histogram, labelnames=["model"], buckets=_SECONDS, registry=registry)
         counter = partial(Counter, registry=registry)
         self.ttft = seconds(

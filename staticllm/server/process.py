@@ -140,7 +140,8 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.second_signal is not None:
-            self.should_exit = self.force_exit = True
+            self.should_exit = True
+            self.force_exit = True
         elif self._is_unwanted:
             self.second_signal = sig
             self._soon(self._state.lifecycle.hurry)

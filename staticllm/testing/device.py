@@ -70,7 +70,8 @@ def fake_runner(
     With ``is_staged`` it begins with the fewest programs that can serve; ``add_program`` adds those of ``runner.programs.late``.
     ``next_token`` replaces the checksum; the slots are checked all the same.
     """
-    shape, variants = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters), list(variants)
+    shape = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters)
+    variants = list(variants)
     cache = KVCache(shape, [variant.kv_len for variant in variants])
     pool = BufferPool(variants, shape)
     programs = FakePrograms(
@@ -140,7 +141,8 @@ class FakeProgram:
         past = self._past[2 * layer][0][:, seen[: self.buffers.variant.kv_len]]
         assert (past == past[:1]).all(), "heads of one row differ: a re-stride mixed them up"
         pairs = np.concatenate([past[0].astype(np.int64), own[seen[self.buffers.variant.kv_len :]]])
-        keys, queries = self.buffers.key_positions, self.buffers.query_positions
+        keys = self.buffers.key_positions
+        queries = self.buffers.query_positions
         assert keys is not None and queries is not None
         assert np.array_equal(keys[0, 0, 0, seen], pairs[:, 1]), "the positions of keys are not those of their slots"
         assert queries[0, 0, row, 0] == own[row, 1], "the position of a query is not that of its row"
@@ -186,10 +188,8 @@ def fake_next_token(
     adapters: Sequence[float] = (),
 ) -> int:
     """Return the token that the fake model must choose after ``tokens``, computed without a cache."""
-    ids, positions = (
-        adapted_tokens(np.asarray(tokens, np.int64), np.asarray([adapters], np.float32)),
-        np.arange(len(tokens)),
-    )
+    ids = adapted_tokens(np.asarray(tokens, np.int64), np.asarray([adapters], np.float32))
+    positions = np.arange(len(tokens))
     firsts = [kind.first(len(tokens) - 1) for kind in masks]
     seen = sum(checksum_of(ids[first:], positions[first:]) for first in firsts)
     return (seen + (fold(ids) if is_recurrent else 0)) % vocab_size

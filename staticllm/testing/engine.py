@@ -76,7 +76,8 @@ class _EngineWithoutThread(Engine):
 
     def close(self, drain: bool = False) -> None:
         with self._wake:
-            self._is_closing, self._is_draining = True, drain
+            self._is_closing = True
+            self._is_draining = drain
         self._loop()
         super().close(drain)
 
@@ -152,7 +153,8 @@ def run_until(
 
 def assert_empty(engine: Engine) -> None:
     """Assert that only the cached sequence holds slots, and that it can be evicted."""
-    cache, kv_manager = engine.runner.cache, engine.kv_manager
+    cache = engine.runner.cache
+    kv_manager = engine.kv_manager
     assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
     kv_manager.prefix.offload_for(cache.num_slots + 1)

@@ -160,7 +160,8 @@ def _launch(
     read_text: ReadText,
 ) -> Launched:
     """Make the engine that ``launch`` would, over fake programs of the sizes that the config asks for."""
-    start, config = time.perf_counter(), candidates[0].config
+    start = time.perf_counter()
+    config = candidates[0].config
     num_adapters = len(config.adapters.adapters) if config.adapters is not None else 0
     shape = fake_shape(vocab_size=replies.vocab_size, num_adapters=num_adapters)
     runner = fake_runner(

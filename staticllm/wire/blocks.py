@@ -83,7 +83,8 @@ class Block:
 
     def close(self) -> None:
         """Unmap the block. Arrays over it keep the mapping until they are gone; nothing new can use it."""
-        source, self._source = self._source, ""
+        source = self._source
+        self._source = ""
         if isinstance(source, int):
             os.close(source)
         with contextlib.suppress(BufferError):  # an array of a caller lies over it; the mapping ends with that array

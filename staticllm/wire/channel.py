@@ -151,7 +151,8 @@ class Channel:
         if frame is None:
             if len(self._frames) >= MAX_FRAMES:
                 self._frames.clear()
-            frame = self._frames[key] = self._frame(message, arrays, names)
+            frame = self._frame(message, arrays, names)
+            self._frames[key] = frame
         for view, array in zip(frame.views, arrays, strict=True):
             view[...] = array
         write_header(message, frame.text_bytes, frame.data, LENGTH.size)
@@ -245,7 +246,8 @@ class Channel:
 
     def _replace(self, block: Block | None) -> None:
         self._frames.clear()  # their views would keep the block
-        old, self._block = self._block, block
+        old = self._block
+        self._block = block
         if old is not None:
             old.close()
 

@@ -103,4 +103,5 @@ def _join(runs: dict[int, _Run], left: _Run, right: _Run, num_tokens: int) -> No
     if saved >= joined.saved:
         joined.saved = saved
         joined.groups = [(joined.first, joined.last, num_tokens)]
-    runs[joined.first] = runs[joined.last] = joined
+    runs[joined.first] = joined
+    runs[joined.last] = joined

@@ -254,7 +254,8 @@ class DeviceQueue:
         everything = (*self._running, *self.waiting())
         self._running = ()
         self._bulk = {}
-        self._bulk_tokens = self._num_bulk = 0
+        self._bulk_tokens = 0
+        self._num_bulk = 0
         self._clear_timed()
         return everything
 

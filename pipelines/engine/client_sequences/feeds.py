@@ -47,7 +47,8 @@ class Feeds:
 
     def feed(self, state: ClientState, order: FeedOrder) -> None:
         """Begin a feed of an idle sequence; steps serve it from now on. One that can never run ends with an error."""
-        length, limit = len(state.tokens) + len(order.tokens), self._core.options.max_seq_len
+        length = len(state.tokens) + len(order.tokens)
+        limit = self._core.options.max_seq_len
         if length > limit:
             error = PromptError(
                 f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
@@ -88,13 +89,15 @@ class Feeds:
 
     def begin_held(self) -> None:
         """Begin the feeds that waited for another runner."""
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for state, order in held:
             self.feed(state, order)
 
     def end_held(self, reason: FinishReason, error: Exception | None) -> None:
         """End the feeds that waited for another runner."""
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for _, order in held:
             order.on_done(FeedResult(None, error or closed_error(reason)))
 

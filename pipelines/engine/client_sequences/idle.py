@@ -19,7 +19,8 @@ class IdleSequences:
     """
 
     def __init__(self, cache: KVCache, prefix: PrefixCache) -> None:
-        self._cache, self._prefix = cache, prefix
+        self._cache = cache
+        self._prefix = prefix
         self._states: dict[int, ClientState] = {}
         self._holding: dict[int, ClientState] = {}  # those with slots
 
@@ -91,14 +92,16 @@ class IdleSequences:
     def take_over(self, other: IdleSequences) -> None:
         """Add all sequences of another KV cache, without their slots."""
         other.forget_slots()
-        self._states, other._states = other._states, {}
+        self._states = other._states
+        other._states = {}
 
     def _forget(self, state: ClientState) -> None:
         del self._states[state.id]
         self._holding.pop(state.id, None)
 
     def _release(self, state: ClientState, is_reusable: bool) -> None:
-        sequence, state.sequence = state.sequence, None
+        sequence = state.sequence
+        state.sequence = None
         if sequence is not None and is_reusable:
             self._prefix.keep(sequence)
         elif sequence is not None:

@@ -34,10 +34,14 @@ class ClientSequence:
         owner: int = 0,
         source: ClientSequence | None = None,
     ) -> None:
-        self._engine, self._core, self.priority, self.owner = engine, core, priority, owner
+        self._engine = engine
+        self._core = core
+        self.priority = priority
+        self.owner = owner
         self._vocab_size = core.runner.cache.layout.vocab_size
         self._state: ClientState | None = None  # made on the engine's thread
-        self._is_busy = self._is_closed = False
+        self._is_busy = False
+        self._is_closed = False
         self.length: int = 0 if source is None else source.length
         engine.call_soon(lambda: self._open(source))
 

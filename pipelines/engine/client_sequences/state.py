@@ -72,7 +72,8 @@ class ThinkTime:
         if seconds > MAX_THINK_SECONDS:
             return
         if self._mean is None:
-            self._mean, self._deviation = seconds, seconds / 2
+            self._mean = seconds
+            self._deviation = seconds / 2
             return
         self._deviation += THINK_WEIGHT * (abs(seconds - self._mean) - self._deviation)
         self._mean += THINK_WEIGHT * (seconds - self._mean)
@@ -110,7 +111,9 @@ class ClientState(SequenceState):
         self._order: FeedOrder | None = None
         self._result: FeedResult | None = None
         self._logits: Logits | None = None
-        self._num_before = self._first_wanted = self._num_rows = 0
+        self._num_before = 0
+        self._first_wanted = 0
+        self._num_rows = 0
         self._sent_at = self.idle_since
         self._is_answering = False  # the client has had logits
 
@@ -125,7 +128,8 @@ class ClientState(SequenceState):
         other = ClientState(
             self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner, self.clock
         )
-        other.tokens, other.is_suspect = list(self.tokens), self.is_suspect
+        other.tokens = list(self.tokens)
+        other.is_suspect = self.is_suspect
         other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)
         return other
@@ -154,12 +158,14 @@ class ClientState(SequenceState):
             self.think.add(now - self.idle_since)
         if not self.tokens:
             self.request = replace(self.request, prompt=order.tokens, arrival=now)
-        self._order, self._num_before = order, len(self.tokens)
+        self._order = order
+        self._num_before = len(self.tokens)
         self.tokens += order.tokens
         self._first_wanted = self._num_before if order.wanted == "all" else len(self.tokens) - 1
         self._num_rows = 0
         self._logits = np.empty((len(self.tokens) - self._first_wanted, self._vocab_size), np.float32)
-        self.started, self._device_seconds = None, 0.0
+        self.started = None
+        self._device_seconds = 0.0
         num_new = len(self.tokens) - len(self.sequence or ())
         arrival = now if num_new > 1 or not self.token_times else self.info.arrival
         self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority, is_client_driven=True)
@@ -214,8 +220,11 @@ class ClientState(SequenceState):
     def post(self) -> None:
         """Hand the result of a completed feed to its client. The time until its next feed counts from now."""
         if self._result is not None and self._order is not None:
-            order, result = self._order, self._result
-            self._order = self._result = self._logits = None
+            order = self._order
+            result = self._result
+            self._order = None
+            self._result = None
+            self._logits = None
             self.idle_since = self.clock()
             order.on_done(result)
 
@@ -236,7 +245,8 @@ class FeedRequest(RequestState):
     """The request of one feed; it ends with the feed."""
 
     def __init__(self, state: ClientState) -> None:
-        self.request, self.queue = state.request, OutputQueue()
+        self.request = state.request
+        self.queue = OutputQueue()
         self.sequences = [state]
 
     @property

@@ -19,7 +19,8 @@ class DraftCheck:
     """
 
     def __init__(self, state: SequenceState, draft: Draft) -> None:
-        self.state, self.draft = state, draft
+        self.state = state
+        self.draft = draft
         self.choices: list[Choice] = []
         self.num_accepted = 0
         self.error: Exception | None = None

@@ -56,7 +56,8 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         assert not runner.cache.states
-        self._runner, self._vocab_size = runner, vocab_size
+        self._runner = runner
+        self._vocab_size = vocab_size
         self._sequences: dict[int, KVSequence] = {}  # by the id of the answer; the least recently used first
         self._num_failures = 0
         self.seconds = 0.0
@@ -74,7 +75,8 @@ class DraftModel:
 
     def step_seconds(self, num_sequences: int) -> float:
         """Return the expected seconds of one drafted token for each of ``num_sequences`` answers."""
-        index, past = self._runner.index, self._runner.cache.slots.high_slot
+        index = self._runner.index
+        past = self._runner.cache.slots.high_slot
         count = min(num_sequences, index.max_decoding(past))
         variant = index.smallest(count, count, past)
         return float("inf") if variant is None else self._runner.costs(variant) * -(-num_sequences // count)
@@ -85,7 +87,8 @@ class DraftModel:
         missing = len(state.tokens) - (0 if known is None else len(known)) - PACKED_TOKENS
         if missing <= 0:
             return 0.0
-        index, past = self._runner.index, self._runner.cache.slots.high_slot
+        index = self._runner.index
+        past = self._runner.cache.slots.high_slot
         variant = index.smallest(min(missing, max(index.widest)), 1, past)
         return 0.0 if variant is None else self._runner.costs(variant) * missing / variant.rows
 
@@ -106,7 +109,8 @@ class DraftModel:
 
     def measure(self, until: float) -> None:
         """Measure what a drafted token costs, for each number of requests, before the moment ``until`` of the runner's clock."""
-        index, costs = self._runner.index, self._runner.costs
+        index = self._runner.index
+        costs = self._runner.costs
         for rows, sequences in index.sizes:
             variant = index.at(rows, sequences, 1)
             if rows == sequences and variant is not None and self._runner.clock() < until:
@@ -173,7 +177,8 @@ class DraftModel:
 
     def _step(self, segments: Sequence[Segment]) -> list[Logits]:
         """Run segments in as few calls as hold them, and return the logits ``[vocab]`` after each: copies."""
-        lines, rest = list[Logits](), list(segments)
+        lines = list[Logits]()
+        rest = list(segments)
         while rest:
             count = next(n for n in range(len(rest), 0, -1) if n == 1 or self._runner.variant_for(rest[:n]) is not None)
             lines += [line.copy() for line in self._runner.step(rest[:count])]

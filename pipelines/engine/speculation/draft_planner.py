@@ -111,7 +111,9 @@ class DraftPlanner:
     """
 
     def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
-        self._runner, self._max_seq_len, self.model = runner, max_seq_len, model
+        self._runner = runner
+        self._max_seq_len = max_seq_len
+        self.model = model
         self.is_possible = not runner.cache.states
         self._index: VariantIndex = runner.index
         self._options: dict[tuple[int, int, int, int], tuple[_Option, ...]] = {}
@@ -145,7 +147,8 @@ class DraftPlanner:
         modelled = [i for i, draft in enumerate(drafts) if draft.kind == KIND and draft.tokens]
         if self.model is None or not modelled:
             return DraftPlan(call, option.variant, tuple(drafts), answers=answers)
-        model, before = self.model, self.model.seconds
+        model = self.model
+        before = self.model.seconds
         expected = max(lengths[i] for i in modelled) * model.step_seconds(len(modelled))
         for i, draft in zip(modelled, model.propose([(states[i], lengths[i]) for i in modelled]), strict=True):
             drafts[i] = draft
@@ -165,13 +168,15 @@ class DraftPlanner:
 
         It took ``seconds`` with the host's work around it, and without that of the draft model.
         """
-        call, has_drafts = plan.call, any(draft.tokens for draft in plan.drafts)
+        call = plan.call
+        has_drafts = any(draft.tokens for draft in plan.drafts)
         is_after = not self._num_plain  # the device changes back from the size of a draft
         lost = self._steps_lost(plan, seconds) if has_drafts or plan.model_seconds or is_after else 0.0
         if call.is_pure:
             self._count_overhead(plan, has_drafts, seconds)
         if not has_drafts:
-            self._num_due, self._num_drafted = max(0, self._num_due - 1), 0
+            self._num_due = max(0, self._num_due - 1)
+            self._num_drafted = 0
         self._num_plain += 1
         if has_drafts or plan.model_seconds:
             self._num_drafted += 1
@@ -182,7 +187,8 @@ class DraftPlanner:
 
     def _steps_lost(self, plan: DraftPlan, seconds: float) -> float:
         """Return how many decode steps longer a call took, with its draft model, than without drafts."""
-        runner, step = self._runner, self._step_seconds(plan.call)
+        runner = self._runner
+        step = self._step_seconds(plan.call)
         expected = runner.costs(plan.call.variant) + self._overheads.get(False, 0.0)
         most = MAX_DEBT if runner.costs.is_stable(plan.variant) else MOST_LOST
         return max(0.0, min((seconds + plan.spent_seconds - expected) / step, most))
@@ -225,7 +231,8 @@ class DraftPlanner:
 
         A draft of the draft model has zeros for tokens that are not known yet.
         """
-        drafts, num_tokens = state.drafts, len(state.tokens)
+        drafts = state.drafts
+        num_tokens = len(state.tokens)
         if drafts is None:
             return NO_DRAFT
         limit = min(drafts.limit, room, self._max_seq_len - num_tokens, state.num_left - 1)
@@ -233,7 +240,8 @@ class DraftPlanner:
             return NO_DRAFT
         draft = drafts.propose(state.tokens, limit)
         if drafts.params.uses_model and self.model is not None:
-            rates, modelled = drafts.rates_among(self._rates), Draft((0,) * min(limit, self.model.room(state)), KIND)
+            rates = drafts.rates_among(self._rates)
+            modelled = Draft((0,) * min(limit, self.model.room(state)), KIND)
             foreseen = min(state.num_left, FORESEEN_TOKENS) * self._step_seconds(call)
             is_better = not draft.tokens or rates.rate(draft) < rates.rate(modelled)
             if is_better and self.model.catch_up_seconds(state) <= CATCH_UP_SHARE * foreseen:
@@ -267,8 +275,10 @@ class DraftPlanner:
         gains = [0.0, *accumulate(chance.probability for chance in chances)]
         sure = sum(chance.probability == 1.0 for chance in chances)
         model_seconds = self._model_seconds(chances, proposed)
-        base, count = self._step_seconds(call), call.num_decoding
-        best, most = None, 0.0
+        base = self._step_seconds(call)
+        count = call.num_decoding
+        best = None
+        most = 0.0
         for option in self._options_for(call):
             held = min(option.most, len(chances))
             more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
@@ -279,7 +289,8 @@ class DraftPlanner:
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
             speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
-                best, most = _Option(option.variant, held), speed
+                best = _Option(option.variant, held)
+                most = speed
         probes = ((PROBE_AFTER, PROBE_GAIN), (PROBE_RARELY_AFTER, 0.0))
         least = min((gain for after, gain in probes if self._num_plain >= after), default=MIN_GAIN)
         return best if most > min(least, MIN_GAIN) else None
@@ -295,7 +306,8 @@ class DraftPlanner:
 
     def _options_for(self, call: PlainCall) -> tuple[_Option, ...]:
         """Return the variants that hold the call with more rows, each with more than the one before."""
-        index, past = self._runner.index, self._runner.cache.slots.high_slot
+        index = self._runner.index
+        past = self._runner.cache.slots.high_slot
         if index is not self._index or len(self._options) > MAX_KEPT:
             self._index = index
             self._options.clear()
@@ -311,14 +323,16 @@ class DraftPlanner:
 
     def _step_seconds(self, call: PlainCall) -> float:
         """Return the seconds of a plain decode step of the call's decoding requests, with what is around it."""
-        count, past = call.num_decoding, self._runner.cache.slots.high_slot
+        count = call.num_decoding
+        past = self._runner.cache.slots.high_slot
         variant = call.variant if call.is_pure else self._runner.index.smallest(count, count, past) or call.variant
         cost = self._runner.costs(variant)
         return max(cost + self._overheads.get(False, 0.0), 0.5 * cost)
 
     def _more_seconds(self, call: PlainCall, variant: Variant) -> float:
         """Return by how many seconds the call takes longer with drafts in ``variant``."""
-        costs, around = self._runner.costs, self._overheads
+        costs = self._runner.costs
+        around = self._overheads
         more_around = around[True] - around[False] if len(around) > 1 else 0.0
         return costs(variant) - costs(call.variant) + more_around
 

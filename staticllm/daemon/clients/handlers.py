@@ -91,7 +91,8 @@ class InferHandlers:
 
     def close(self) -> bool:
         """Close the request; return False if there is none."""
-        request, self._request = self._request, None
+        request = self._request
+        self._request = None
         if request is None:
             return False
         self._session.follow(self, None)

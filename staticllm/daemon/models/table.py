@@ -93,7 +93,8 @@ class ModelTable:
             is_new = slot is None
             if slot is None:
                 self._make_room(source)
-                slot = self._slots[key] = ModelSlot(source)
+                slot = ModelSlot(source)
+                self._slots[key] = slot
             slot.num_users += 1
         if is_new:
             self._fill(key, slot)

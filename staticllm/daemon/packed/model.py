@@ -83,7 +83,8 @@ class PackedModel:
         self.limits = EngineLimits(0, 0)
         self._config = dict(config)
         self._program: ov.CompiledModel | None = None
-        core, xml = get_core(), Path(xml)
+        core = get_core()
+        xml = Path(xml)
         weights = Path(weights) if weights is not None else xml.with_suffix(".bin")
         self._weights = None if xml.name == MODEL_XML else np.memmap(weights, np.uint8, "c")
         directory = _directory_of(xml, self._weights)

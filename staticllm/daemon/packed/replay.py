@@ -95,7 +95,8 @@ class StateGuard:
         if ids is None or self.num_columns is None:
             self.forget()
             return
-        self.batch, self.num_columns = ids.shape[0], self.num_columns + ids.shape[1]
+        self.batch = ids.shape[0]
+        self.num_columns = self.num_columns + ids.shape[1]
 
     def reset(self) -> None:
         """Note that all states were set back."""

@@ -306,7 +306,8 @@ class PackedRequest:
         if any(not all(row.mask) for row in call.rows):
             first = len(self._logs[0].ids) if self._logs else 0
             self._apart[first] = first + len(call.rows[0].ids)
-        self._sequences, self._logs = sequences, logs_of(call, self._logs)
+        self._sequences = sequences
+        self._logs = logs_of(call, self._logs)
         done = [result for result in results if result is not None]
         self.times = Call(
             max((result.queued_seconds for result in done), default=0.0),

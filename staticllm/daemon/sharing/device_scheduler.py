@@ -225,7 +225,8 @@ class DeviceScheduler:
         last = self._held
         if last is not None and last.owner != request.owner and self._is_held_for_another(request, request.arrival):
             return False
-        self._used[request.owner] = self._floor = standing
+        self._used[request.owner] = standing
+        self._floor = standing
         self._running.append(request)
         self._held = None
         request.is_granted = True

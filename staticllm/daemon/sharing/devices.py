@@ -78,7 +78,8 @@ class Timeline:
         Raises ``ConfigError`` (none is in progress) and ``OSError`` (the file cannot be written).
         """
         with self._lock:
-            events, self._events = self._events, None
+            events = self._events
+            self._events = None
         if events is None:
             raise ConfigError("no recording of the daemon is in progress")
         write_whole(path, json.dumps({"traceEvents": _chrome(list(events))}).encode())
@@ -174,13 +175,15 @@ class Devices:
         with self._lock:
             found = self._schedulers.get(device)
             if found is None:
-                found = self._schedulers[device] = DeviceScheduler(on_use=self._record)
+                found = DeviceScheduler(on_use=self._record)
+                self._schedulers[device] = found
             return found
 
     def open(self, owner: ClientId, track: str) -> Usage:
         """Return the usage of a new client, which grows from now on until ``forget``."""
         with self._lock:
-            usage = self._usages[owner] = Usage(track)
+            usage = Usage(track)
+            self._usages[owner] = usage
         return usage
 
     def forget(self, owner: ClientId) -> None:

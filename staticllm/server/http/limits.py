@@ -136,7 +136,8 @@ def check_json(data: bytes) -> None:
         raise _refused(f"{num_escapes} escapes in its texts, at most {max_escapes} are parsed: send UTF-8")
     if _is_small(_num_structures(data), data.count(b",")) and not _has_long_number(data):
         return
-    num_structures = num_values = 0
+    num_structures = 0
+    num_values = 0
     for part in outside_texts(data):
         num_structures += _num_structures(part)
         num_values += part.count(b",")

@@ -77,7 +77,8 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        self.conn = self._strict = StrictConnection(h11.SERVER, MAX_HEAD)
+        self.conn = StrictConnection(h11.SERVER, MAX_HEAD)
+        self._strict = self.conn
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 

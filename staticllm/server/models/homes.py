@@ -124,7 +124,8 @@ class WorkerHome(ModelHome):
         folder = self.folder
         command = [*daemon_command(), "--worker-of", str(os.getpid())]
         try:
-            process = self._process = Child(command, environment={"STATICLLM_RUNTIME_DIR": str(folder)})
+            process = Child(command, environment={"STATICLLM_RUNTIME_DIR": str(folder)})
+            self._process = process
         except OSError as error:
             raise EndpointError(f"the process of {self.name!r} cannot be started: {error.strerror}") from None
         _log.info("process %d runs %r", process.pid, self.name)

@@ -184,7 +184,8 @@ class ModelHub:
         name = model.spec.name
         task = self._loads.get(name)
         if task is None:
-            task = self._loads[name] = asyncio.create_task(self._load(model))
+            task = asyncio.create_task(self._load(model))
+            self._loads[name] = task
             task.add_done_callback(lambda done: self._end_load(name, done))
         return task
 

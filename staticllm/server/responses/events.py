@@ -99,7 +99,8 @@ class EventMaker:
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[StreamEvent]:
         yield from self.close("completed")
         prefix = {"message": "msg", "reasoning": "rs", "call": "fc"}[kind]
-        opened = self._open = _Open(kind, new_id(prefix), self._num_added, "", call_id, name)
+        opened = _Open(kind, new_id(prefix), self._num_added, "", call_id, name)
+        self._open = opened
         self._num_added += 1
         yield {"type": "response.output_item.added", "output_index": opened.index, "item": opened.empty()}
         if kind != "call":

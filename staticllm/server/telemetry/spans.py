@@ -75,7 +75,8 @@ def attributes_of(record: RequestRecord) -> dict[str, Any]:
         elif name in _NAMES and not (name == "n" and value == 1):
             found[f"gen_ai.request.{_NAMES[name]}"] = value
     if record.model is not None:
-        found["gen_ai.request.model"] = found["gen_ai.response.model"] = record.model
+        found["gen_ai.request.model"] = record.model
+        found["gen_ai.response.model"] = found["gen_ai.request.model"]
     if record.session is not None:
         found["gen_ai.conversation.id"] = record.session
     if record.prompt_tokens:

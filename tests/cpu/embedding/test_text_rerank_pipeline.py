@@ -243,7 +243,7 @@ def test_nothing_to_rank_and_long_texts(directory, pipe):
     assert pipe.rerank(QUERY, []) == []
     assert pipe.submit(QUERY, []).result(0) == []
     long = "fox " * 5000
-    (cut, short) = pipe.scores(QUERY, [long, "fox"])
+    cut, short = pipe.scores(QUERY, [long, "fox"])
     assert 0 <= cut <= 1
     assert short == pytest.approx(float(pipe.scores(QUERY, ["fox"])[0]), abs=1e-6)
     with (

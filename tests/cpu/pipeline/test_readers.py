@@ -71,7 +71,7 @@ def test_an_iterator_can_be_dropped_in_another_thread(pipe, recwarn):
 def test_an_iterator_can_continue_in_another_thread(pipe):
     handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True)
     pieces, _ = in_thread(lambda: (it := iter(handle), next(it))[0])
-    (second, _) = in_thread(lambda: next(pieces))
+    second, _ = in_thread(lambda: next(pieces))
     assert second
     assert len(handle.result(timeout=30).tokens[0]) == 20
     assert list(pieces) == []

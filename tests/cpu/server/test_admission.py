@@ -233,7 +233,7 @@ def test_a_flood_of_one_client_does_not_fill_the_queue_of_others():
         others = await _waiting(admission, "a", "b")
         assert not any(task.done() for task in others)
         assert [task.done() for task in flood][:3] == [False, False, True]  # its last ones made room
-        (third, fourth) = await _waiting(admission, "c", "d")
+        third, fourth = await _waiting(admission, "c", "d")
         assert not third.done()
         assert fourth.exception().status == 429  # now each has one
         assert admission.num_waiting == 4

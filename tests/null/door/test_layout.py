@@ -236,3 +236,16 @@ def test_every_folder_of_tests_says_what_it_needs(root):
     }  # fmt: skip
     conftests = {path.relative_to(root / "tests").as_posix() for path in (root / "tests").rglob("conftest.py")}
     assert conftests == {"conftest.py", "cpu/daemon/conftest.py"}
+
+
+def test_one_statement_assigns_one_thing(root):
+    """Names that are assigned together hide each other. Swaps are one thing, and so are constants that share a docstring."""
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and node.col_offset:
+                assert len(node.targets) == 1, f"{path}:{node.lineno}: one assignment a line"
+                names, values = node.targets[0], node.value
+                if isinstance(names, ast.Tuple) and isinstance(values, ast.Tuple):
+                    later = {ast.unparse(part) for value in values.elts[1:] for part in ast.walk(value)}
+                    is_swap = any(ast.unparse(name) in later for name in names.elts[:-1])
+                    assert is_swap, f"{path}:{node.lineno}: one assignment a line"
