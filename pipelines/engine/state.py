@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.random  # which numpy would import with the first request, when files may be scarce
@@ -51,6 +51,9 @@ class SequenceState:
     Used on the engine's thread, except ``cancel_reason``, which any thread may set.
     """
 
+    is_client_driven: ClassVar[bool] = False
+    """Whether a client or a beam search chooses its tokens."""
+
     def __init__(
         self,
         request: EngineRequest,
@@ -66,7 +69,9 @@ class SequenceState:
         self.clock = clock
         self.id = new_id() if index else request.id
         self.tokens = list(request.prompt)
-        self.info = RequestInfo(self.id, request.arrival, len(self.tokens), request.priority, request.deadline)
+        self.info = RequestInfo(
+            self.id, request.arrival, len(self.tokens), request.priority, request.deadline, self.is_client_driven
+        )
         self.sequence: KVSequence | None = None  # its slots in the arena; only the KVCacheManager sets it
         self.cancel_reason: FinishReason | None = None
         self.is_shifted = False  # its keys are not those that the model would compute; only the KVCacheManager sets it

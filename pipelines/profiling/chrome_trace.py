@@ -189,6 +189,7 @@ def _step(event: Event) -> StepRecord:
         has_failed=args["failed"],
         host=_host(args["host_ns"]),
         drafts=tuple((number, count, accepted) for number, count, accepted in args["drafts"]),
+        draft_seconds=args["draft_ns"] / 1e9,
     )
 
 

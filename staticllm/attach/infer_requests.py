@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from ..wire.messages import Kind, Message, ProtocolError
 from ..wire.tensors import Array
 from .client import DaemonGoneError, UnavailableError, checked
 from .hints import wants_last
+
+MICROSECOND = timedelta(microseconds=1)
 
 
 class CallOutputs(NamedTuple):
@@ -224,7 +227,7 @@ class NativeRequest:
     def profile(self) -> list[dict[str, Any]]:
         return [
             {"node_name": node.node_name, "node_type": node.node_type, "exec_type": node.exec_type,
-             "status": node.status.name, "real_us": node.real_time.microseconds, "cpu_us": node.cpu_time.microseconds}
+             "status": node.status.name, "real_us": node.real_time // MICROSECOND, "cpu_us": node.cpu_time // MICROSECOND}
             for node in self._request.profiling_info
         ]  # fmt: skip
 

@@ -108,7 +108,7 @@ class ThreadDriver(QueueDriver):
                 name = f"staticllm-embedding-{device.instance.name}"
                 self._threads.append(start_thread(lambda device=device: self._serve(device), name))  # type: ignore[misc]
 
-    def _admitted(self, request: EmbeddingRequest) -> None:
+    def _admitted(self, request: EmbeddingRequest, is_first: bool) -> None:
         self._notify()
 
     def _wake(self) -> None:

@@ -68,7 +68,7 @@ class QueueDriver(ABC):
                 with self._lock:
                     self._check_open()
                     self._queue.admit(request, ids[start : start + SLICE], time.perf_counter())
-                    self._admitted(request)
+                    self._admitted(request, start == 0)
             self._wake()
         except BaseException:  # also Ctrl-C: nobody waits for the texts
             self._refused(request)
@@ -80,8 +80,8 @@ class QueueDriver(ABC):
         """End all requests with a ``ClosedError``, and release the devices after what they run now."""
 
     @abstractmethod
-    def _admitted(self, request: EmbeddingRequest) -> None:
-        """Take notice of texts of a request that were admitted. The lock is held."""
+    def _admitted(self, request: EmbeddingRequest, is_first: bool) -> None:
+        """Take notice of texts of a request, maybe the first ones, that were admitted. The lock is held."""
 
     @abstractmethod
     def _wake(self) -> None:
@@ -211,7 +211,9 @@ class JobDriver(QueueDriver):
         with self._is_running:
             self.runner.close()
 
-    def _admitted(self, request: EmbeddingRequest) -> None:
+    def _admitted(self, request: EmbeddingRequest, is_first: bool) -> None:
+        if is_first:
+            self._delay.come(request)
         self._planner.come(request.priority)
 
     def _wake(self) -> None:

@@ -88,6 +88,8 @@ class ClientState(SequenceState):
     Used on the engine's thread.
     """
 
+    is_client_driven = True
+
     def __init__(
         self,
         vocab_size: int,
@@ -100,7 +102,6 @@ class ClientState(SequenceState):
     ) -> None:
         request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner, arrival=clock())
         super().__init__(request, OutputQueue(), vocab_size, clock=clock)
-        self.info.has_feed = True
         self.think = think or ThinkTime()
         self.is_internal = is_internal
         self.idle_since = self.clock()

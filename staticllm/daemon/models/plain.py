@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 import numpy as np
 import openvino as ov
@@ -19,6 +20,8 @@ from staticllm.devices import read_first_tensor
 from staticllm.pipelines.costs.model import CallCosts
 
 read_first_tensor()
+
+MICROSECOND = timedelta(microseconds=1)
 
 
 class PlainModel:
@@ -146,7 +149,7 @@ class PlainRequest:
     def profile(self) -> list[dict[str, object]]:
         return [
             {"node_name": node.node_name, "node_type": node.node_type, "exec_type": node.exec_type,
-             "status": node.status.name, "real_us": node.real_time.microseconds, "cpu_us": node.cpu_time.microseconds}
+             "status": node.status.name, "real_us": node.real_time // MICROSECOND, "cpu_us": node.cpu_time // MICROSECOND}
             for node in self._request.profiling_info
         ]  # fmt: skip
 

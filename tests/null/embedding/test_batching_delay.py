@@ -89,3 +89,22 @@ def test_a_client_that_comes_alone_is_served_in_the_end(queue, monkeypatch):
     queue.submit(second)
     second.future.result(20)
     assert [sorted(call) for call in queue.runner.calls] == [[1, 2, 3, 4], [5]]
+
+
+def test_a_lone_client_and_an_urgent_one_begin_at_once(monkeypatch):
+    """The queue forgot to count who came: every call after one that had emptied it waited."""
+    monkeypatch.setattr(planned_calls, "LONGEST_DELAY", 20.0)
+    monkeypatch.setattr(planned_calls, "DELAY_SHARE", 1e6)
+    queue = JobDriver(Adder(), 100)
+    for more in ({}, {}, {"priority": 1}):
+        queue.submit(request(3, **more))
+        assert queue.wait_seconds == 0.0
+        assert queue.run_next() == 1
+    for number in (1, 2):
+        queue.submit(request(number))
+    assert queue.run_next() == 2
+    queue.submit(request(1))
+    assert queue.wait_seconds > 1.0
+    queue.submit(request(1, deadline=1e9))
+    assert queue.wait_seconds == 0.0
+    queue.close()
