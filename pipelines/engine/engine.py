@@ -150,7 +150,7 @@ class Engine:
         self.check_process()
         with self._wake:
             num_waiting = len(self._inbox) + self._num_waiting
-            limit = self._core.options.max_waiting
+            limit = self._core.device.options.max_waiting
             if num_waiting >= limit:
                 raise BusyError(
                     f"{num_waiting} requests wait, MAX_WAITING is {limit}: try again later, "
@@ -199,7 +199,7 @@ class Engine:
 
     def progress(self) -> EngineProgress:
         """Return how far each request is. Any thread may call; the engine's thread does not wait for it."""
-        return progress_of((*self._inbox.values(), *self._core.requests.values()), self._core.runner)
+        return progress_of((*self._inbox.values(), *self._core.requests.values()), self._core.device.runner)
 
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine has done since the call or answer of this number: ``CallWatch.after`` says how."""
@@ -296,7 +296,7 @@ class Engine:
         Raises:
             ClosedError: the engine was closed, or belongs to another process.
         """
-        self.run_between_steps(lambda: self._core.draft_planner.use_model(model))
+        self.run_between_steps(lambda: self._core.device.draft_planner.use_model(model))
 
     def share_device(self, use: SoleUse) -> None:
         """Take turns with others on the device; to be called before the first request."""
@@ -356,12 +356,12 @@ class Engine:
     @property
     def runner(self) -> ModelRunner:
         """The current runner; to be used only inside ``run_between_steps``."""
-        return self._core.runner
+        return self._core.device.runner
 
     @property
     def kv_manager(self) -> KVCacheManager:
         """The current KV cache manager; to be used only inside ``run_between_steps``."""
-        return self._core.kv_manager
+        return self._core.device.kv_manager
 
     def step(self) -> None:
         """Admit requests, run callbacks, and let the core make one step. Runs on the engine's thread."""
@@ -381,7 +381,7 @@ class Engine:
         """Return the turn of the next step on the device. A step without a call needs none."""
         if not self._core.has_calls:
             return nullcontext()
-        return self._device_use.turn(self._core, self._core.options.limits)
+        return self._device_use.turn(self._core, self._core.device.options.limits)
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device."""

@@ -11,16 +11,14 @@ from functools import partial
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, Quarantine, call_context, step_record
+from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, call_context, step_record
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.device_state import device_state
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.jobs import JobSources
-from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
-from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
 from staticllm.pipelines.engine.state import Outcome, RequestState, SequenceState, request_record
 from staticllm.pipelines.generation.sampler import Choice
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
@@ -47,7 +45,7 @@ class EngineCore:
         self.requests: dict[int, RequestState] = {}
         self.jobs = JobSources()
         self.wait_until: float | None = None
-        self._device = device_state(runner, options, clock)
+        self.device = device_state(runner, options, clock)
         self._last_batch: Batch | None = None  # of the last step
         self._planner = Planner(policy, options.waits_for_batch)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
@@ -59,42 +57,17 @@ class EngineCore:
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
         """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
         assert not self.requests
-        self._device = self._device.replaced(runner, options, self.clock)
-
-    @property
-    def runner(self) -> ModelRunner:
-        """What runs the model's programs."""
-        return self._device.runner
-
-    @property
-    def options(self) -> EngineOptions:
-        """The limits of the engine."""
-        return self._device.options
-
-    @property
-    def kv_manager(self) -> KVCacheManager:
-        """The slots of the requests."""
-        return self._device.kv_manager
-
-    @property
-    def quarantine(self) -> Quarantine:
-        """The requests that run alone, because logits of a shared call were not finite."""
-        return self._device.quarantine
-
-    @property
-    def draft_planner(self) -> DraftPlanner:
-        """What decides about drafts."""
-        return self._device.draft_planner
+        self.device = self.device.replaced(runner, options, self.clock)
 
     @property
     def vocab_size(self) -> int:
         """The number of token ids of the model."""
-        return self.runner.cache.layout.vocab_size
+        return self.device.runner.cache.layout.vocab_size
 
     @property
     def num_waiting(self) -> int:
         """The number of admitted requests that wait, however many answers or beams each has; feeds do not count."""
-        is_any = self._device.table.count(RequestStatus.WAITING) > 0
+        is_any = self.device.table.count(RequestStatus.WAITING) > 0
         return sum(request.is_waiting for request in self.requests.values()) if is_any else 0
 
     @property
@@ -110,39 +83,39 @@ class EngineCore:
     @property
     def rows(self) -> list[Rows]:
         """The rows of the last step's call, by client; empty if it made none."""
-        return rows_of(self._last_batch, self.runner.cache.slot_bytes)
+        return rows_of(self._last_batch, self.device.runner.cache.slot_bytes)
 
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each client sequence that is expected back."""
-        running = (info.last_token_time for info in self._device.table if info.status is RequestStatus.RUNNING)
-        expected = self.kv_manager.idle.expected_since(self.clock())
+        running = (info.last_token_time for info in self.device.table if info.status is RequestStatus.RUNNING)
+        expected = self.device.kv_manager.idle.expected_since(self.clock())
         return [*expected, *(moment for moment in running if moment is not None)]
 
     @property
     def is_offloading(self) -> bool:
         """Whether cached slots are on their way to the host pool; ``step`` moves them even without requests."""
-        return self.kv_manager.prefix.is_offloading
+        return self.device.kv_manager.prefix.is_offloading
 
     @property
     def has_unknown_costs(self) -> bool:
         """Whether ``measure_next`` has something to measure."""
-        return self.options.measure_costs and not self.runner.probe.is_done
+        return self.device.options.measure_costs and not self.device.runner.probe.is_done
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Measure the cost of one more variant, without a request; no further call begins once ``is_needed`` is true."""
-        self.runner.probe.measure_next(is_needed)
+        self.device.runner.probe.measure_next(is_needed)
 
     def admit(self, request: RequestState) -> None:
         """Add a request; ``step`` serves it from now on."""
         if request.request.overflow == "context_shift":
-            _ = self.runner.rotations  # found now: the calls would overwrite the logits of a step
+            _ = self.device.runner.rotations  # found now: the calls would overwrite the logits of a step
         self.requests[request.request.id] = request
         request.admit(self)
 
     def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
         """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
         self.requests[request.request.id] = request
-        self.kv_manager.add_swapped(request.sequences[0], stored)
+        self.device.kv_manager.add_swapped(request.sequences[0], stored)
 
     def step(self) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
@@ -155,7 +128,7 @@ class EngineCore:
             self._execute()
         if not self.requests:
             self.post()
-            self.kv_manager.run_idle_work()
+            self.device.kv_manager.run_idle_work()
 
     def end_search(self, search: BeamRequest, reason: FinishReason) -> None:
         """Forget a beam search that has ended."""
@@ -165,7 +138,7 @@ class EngineCore:
 
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End every admitted request, in any state that an exception left."""
-        states = self.kv_manager.clear()
+        states = self.device.kv_manager.clear()
         for search in tuple(self.searches.values()):
             search.give_up(self.feeds, reason, error)
         self.searches.clear()
@@ -184,9 +157,9 @@ class EngineCore:
         self.requests.clear()
         with suppress(Exception):
             self.feeds.end_held(FinishReason.ERROR, error)
-        self.runner.cache.reset()
+        self.device.runner.cache.reset()
         self.searches.clear()
-        self.install(self.runner, self.options)
+        self.install(self.device.runner, self.device.options)
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
         """End a request that was not admitted."""
@@ -195,7 +168,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the sources of jobs, end the thread of a user's policy, and drop the programs. No request may be left."""
-        for part in (self.jobs, self._planner, self.draft_planner, self.runner):
+        for part in (self.jobs, self._planner, self.device.draft_planner, self.device.runner):
             part.close()
 
     def _end_expired(self) -> None:
@@ -203,7 +176,7 @@ class EngineCore:
         for search in tuple(self.searches.values()):
             if (reason := search.sequences[0].finish_reason_at(now)) is not None:
                 search.end(reason)
-        for state in list(self.kv_manager.states.values()):
+        for state in list(self.device.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
 
@@ -214,7 +187,7 @@ class EngineCore:
         try:
             plan = self._plan()
         except NoPlanError as error:
-            self._end_unrunnable(self.kv_manager.states[error.request])
+            self._end_unrunnable(self.device.kv_manager.states[error.request])
             return
         if plan is None:
             return
@@ -238,13 +211,13 @@ class EngineCore:
             self._take_result(entry, segment, result)
         planning = ready - begin - batch.draft_seconds
         host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, self.clock() - chosen)
-        self._device.batches.observe(batch, host, result.device_seconds)
+        self.device.batches.observe(batch, host, result.device_seconds)
         self._unposted += [entry.state for entry in batch.entries]
         self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
 
     def _prepare(self, plan: Plan) -> Batch | None:
         """Build the planned batch. None if its first request cannot run at all; it is ended."""
-        batch = self._device.batches.prepare(plan)
+        batch = self.device.batches.prepare(plan)
         self._preempted += batch.preempted
         if isinstance(batch, Batch):
             return batch
@@ -272,23 +245,25 @@ class EngineCore:
         Raises:
             NoPlanError: a request cannot run at all.
         """
-        if not self.jobs.has_jobs and not len(self.kv_manager.idle):
-            index = self.runner.index
-            high_slot = self.runner.cache.slots.high_slot
-            plan = self._planner.repeated(self._device.table, self.kv_manager.free_slots, index.max_decoding(high_slot))
+        if not self.jobs.has_jobs and not len(self.device.kv_manager.idle):
+            index = self.device.runner.index
+            high_slot = self.device.runner.cache.slots.high_slot
+            plan = self._planner.repeated(
+                self.device.table, self.device.kv_manager.free_slots, index.max_decoding(high_slot)
+            )
             if plan is not None:
                 return plan
         view = self._view()
         return self._planner.plan(view) if view.requests or view.jobs else None
 
     def _view(self) -> View:
-        runner = self.runner
-        manager = self.kv_manager
+        runner = self.device.runner
+        manager = self.device.kv_manager
         manager.count_own_slots()
         high_slot = runner.cache.slots.high_slot
         leaving_slots = manager.prefix.leaving_slots
         device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
-        view = self._device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
+        view = self.device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, idle=manager.idle.views) if jobs or len(manager.idle) else view
 
@@ -300,18 +275,18 @@ class EngineCore:
         segments = [entry.segment for entry in batch.entries]
         try:
             meanwhile = partial(self._meanwhile, batch.is_decoding, batch.entries)
-            result = self.runner.run(batch.variant, segments, meanwhile, batch.accept)
+            result = self.device.runner.run(batch.variant, segments, meanwhile, batch.accept)
         except Exception as error:
             seconds = self.clock() - start
             self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
-            if self.runner.cache.is_void:
-                self._preempted += self.kv_manager.discard_slots()
+            if self.device.runner.cache.is_void:
+                self._preempted += self.device.kv_manager.discard_slots()
             for entry in batch.entries:
                 self._end(entry.state, FinishReason.ERROR, as_ours(error), is_trusted=False)
             return None
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             if segment.stored is not None:
-                self.kv_manager.put_in_host_pool(entry.state, segment.stored)
+                self.device.kv_manager.put_in_host_pool(entry.state, segment.stored)
         return result
 
     def _meanwhile(self, is_decoding: bool, entries: Sequence[BatchEntry] = ()) -> None:
@@ -320,9 +295,9 @@ class EngineCore:
         for entry in entries:
             entry.state.prepare()
         if is_decoding:
-            self.kv_manager.prefix.advance()
+            self.device.kv_manager.prefix.advance()
         else:
-            self.kv_manager.prefix.finish_offloading()
+            self.device.kv_manager.prefix.finish_offloading()
 
     def post(self) -> None:
         """Hand the chosen tokens to their readers, and the last call to the profiler."""
@@ -337,12 +312,12 @@ class EngineCore:
         """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
         state = entry.state
         if result.argmax is None and (len(step.segments) > 1 or entry.check is not None):
-            self.quarantine.add(state.id)  # another request or the draft may be the cause; it runs again
+            self.device.quarantine.add(state.id)  # another request or the draft may be the cause; it runs again
             return
         if entry.check is not None:
             self._take_checked(entry.check)
             return
-        self.quarantine.discard(state.id)
+        self.device.quarantine.discard(state.id)
         outcome = state.take_result(result, len(entry.segment.tokens))
         if outcome is Outcome.CHOOSE:
             self._choose_first_or_next(state, result.logits[-1], result.argmax)
@@ -368,10 +343,10 @@ class EngineCore:
             return
         siblings: list[SequenceState] = []
         if state.sequence is not None:
-            self.kv_manager.prefix.keep_prompt(state.sequence)
+            self.device.kv_manager.prefix.keep_prompt(state.sequence)
             siblings = self.requests[state.request.id].fork() if state.request.num_sequences > 1 else []
             for sibling in siblings:
-                self.kv_manager.fork(state, sibling)
+                self.device.kv_manager.fork(state, sibling)
         self._unposted += siblings
         for each in (state, *siblings):
             self._choose(each, logits, argmax)
@@ -388,29 +363,29 @@ class EngineCore:
         if (reason := state.add(choice)) is not None:
             self._end(state, reason)
             return
-        self._device.table.add_token(state.id, self.clock())
-        limit = self.options.max_seq_len
-        if len(state.tokens) > limit and not self.kv_manager.shorten(state, limit // 2):
+        self.device.table.add_token(state.id, self.clock())
+        limit = self.device.options.max_seq_len
+        if len(state.tokens) > limit and not self.device.kv_manager.shorten(state, limit // 2):
             self._end(state, FinishReason.LENGTH)
         elif state.info.status is RequestStatus.SWAPPED:
-            self.kv_manager.offload(state)
+            self.device.kv_manager.offload(state)
 
     def _end(
         self, state: SequenceState, reason: FinishReason, error: Exception | None = None, is_trusted: bool = True
     ) -> None:
         """End an answer; its slots are kept for their prefix if they can be trusted."""
         if is_trusted:
-            self.kv_manager.free(state)
+            self.device.kv_manager.free(state)
         else:
-            self.kv_manager.discard(state)
-        self.quarantine.discard(state.id)
+            self.device.kv_manager.discard(state)
+        self.device.quarantine.discard(state.id)
         self._report(state, reason, error)
 
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
         if not self.feeds.end(state.id) and state.is_recorded:
             self.profiler.record(request_record(state, reason))
             if state.drafts is not None:
-                self.draft_planner.forget(state.id)
+                self.device.draft_planner.forget(state.id)
         if self.requests[state.request.id].finish(state, reason, error):
             del self.requests[state.request.id]
 
@@ -419,6 +394,6 @@ class EngineCore:
         for entry in batch.entries:
             entry.state.add_call(seconds)
         self._last_batch = batch
-        context = call_context(self._device.table, self.runner.cache.slots.num_used, self._preempted)
+        context = call_context(self.device.table, self.device.runner.cache.slots.num_used, self._preempted)
         self._preempted.clear()
         return context

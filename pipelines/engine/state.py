@@ -252,7 +252,7 @@ class RequestState:
 
     def admit(self, core: EngineCore) -> None:
         """Begin in a core."""
-        core.kv_manager.add(self.sequences[0])
+        core.device.kv_manager.add(self.sequences[0])
 
     def fork(self) -> list[SequenceState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""

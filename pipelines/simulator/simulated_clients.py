@@ -63,7 +63,7 @@ class SimulatedClients:
             raise result.error
         assert arrival.think is not None
         self._started.setdefault(state.id, state.started)
-        is_full = len(state.tokens) >= self._core.options.max_seq_len
+        is_full = len(state.tokens) >= self._core.device.options.max_seq_len
         if is_full or len(state.token_times) >= arrival.num_output:
             self._done.append(state)
         else:

@@ -131,7 +131,7 @@ class SimulatedDevice:
             self.core.jobs.add(self._jobs)
         if model.drafting is not None:
             drafts = model.drafting.model(model.limits.max_num_seqs, model.max_seq_len, self.clock)
-            self.core.draft_planner.use_model(drafts)
+            self.core.device.draft_planner.use_model(drafts)
         self._inbox: deque[SimulatedRequest] = deque()
         self._served: dict[int, _Served] = {}  # by the number in the engine
         self._numbers: dict[int, int] = {}  # of arrivals, by the number in the engine
@@ -152,7 +152,7 @@ class SimulatedDevice:
     @property
     def host_slots_used(self) -> int:
         """The number of KV slots of the host pool that swapped requests use."""
-        return self.core.kv_manager.host_pool.num_swapped_slots
+        return self.core.device.kv_manager.host_pool.num_swapped_slots
 
     def submit(self, request: SimulatedRequest) -> None:
         """Add a request, which the next plan can use.
@@ -225,7 +225,7 @@ class SimulatedDevice:
 
     def _admit(self, now: float) -> None:
         """Admit submitted requests, and tokens of clients. A request that brings slots waits for room in the host pool."""
-        host_pool = self.core.kv_manager.host_pool
+        host_pool = self.core.device.kv_manager.host_pool
         while self._inbox:
             request = self._inbox[0]
             if request.before is not None and request.num_tokens - 1 > host_pool.free_slots:

@@ -38,17 +38,17 @@ class Feeds:
     ) -> ClientState:
         """Return a new sequence, which is idle; ``is_internal`` as in ``ClientState``, the others as in ``EngineRequest``."""
         state = ClientState(self._core.vocab_size, priority, None, is_internal, adapters, owner, self._core.clock)
-        self._core.kv_manager.idle.add(state)
+        self._core.device.kv_manager.idle.add(state)
         return state
 
     def fork(self, source: ClientState) -> ClientState:
         """Return another sequence with the tokens and slots of ``source``, which is idle."""
-        return self._core.kv_manager.idle.fork(source)
+        return self._core.device.kv_manager.idle.fork(source)
 
     def feed(self, state: ClientState, order: FeedOrder) -> None:
         """Begin a feed of an idle sequence; steps serve it from now on. One that can never run ends with an error."""
         length = len(state.tokens) + len(order.tokens)
-        limit = self._core.options.max_seq_len
+        limit = self._core.device.options.max_seq_len
         if length > limit:
             error = PromptError(
                 f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
@@ -65,26 +65,26 @@ class Feeds:
         state.begin(order)
         self._core.requests[state.id] = FeedRequest(state)
         self._running[state.id] = state
-        self._core.kv_manager.come_back(state)
+        self._core.device.kv_manager.come_back(state)
         if state.is_suspect:
-            self._core.quarantine.add(state.id)
+            self._core.device.quarantine.add(state.id)
 
     def complete(self, id: int) -> None:
         """Let a sequence be idle whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
         state = self._running.pop(id)
-        self._core.kv_manager.leave(state)
+        self._core.device.kv_manager.leave(state)
         del self._core.requests[state.id]
         if state.is_internal:
             state.post()
-        if state.is_closed and state in self._core.kv_manager.idle:  # the search ended while the call ran
-            self._core.kv_manager.idle.close(state, is_reusable=False)
+        if state.is_closed and state in self._core.device.kv_manager.idle:  # the search ended while the call ran
+            self._core.device.kv_manager.idle.close(state, is_reusable=False)
 
     def end(self, id: int) -> bool:
         """Let a sequence be idle whose feed ends without a result. Return False if it is closed, or no such sequence."""
         state = self._running.pop(id, None)
         if state is None or state.is_closed:
             return False
-        self._core.kv_manager.idle.add(state)
+        self._core.device.kv_manager.idle.add(state)
         return True
 
     def begin_held(self) -> None:
@@ -113,8 +113,8 @@ class Feeds:
         Its slots stay cached for other requests if that ``is_reusable``.
         """
         state.is_closed = True
-        if state in self._core.kv_manager.idle:
-            self._core.kv_manager.idle.close(state, is_reusable)
+        if state in self._core.device.kv_manager.idle:
+            self._core.device.kv_manager.idle.close(state, is_reusable)
             if not state.is_internal:
                 self._core.profiler.record(request_record(state, FinishReason.STOP))
         elif state.id in self._core.requests:
@@ -123,5 +123,5 @@ class Feeds:
     def forget(self, state: ClientState) -> None:
         """Close a sequence whose slots are gone, in any state that an exception left."""
         state.is_closed = True
-        if state in self._core.kv_manager.idle:
-            self._core.kv_manager.idle.remove(state)
+        if state in self._core.device.kv_manager.idle:
+            self._core.device.kv_manager.idle.remove(state)

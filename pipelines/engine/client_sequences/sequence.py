@@ -38,7 +38,7 @@ class ClientSequence:
         self._core = core
         self.priority = priority
         self.owner = owner
-        self._vocab_size = core.runner.cache.layout.vocab_size
+        self._vocab_size = core.device.runner.cache.layout.vocab_size
         self._state: ClientState | None = None  # made on the engine's thread
         self._is_busy = False
         self._is_closed = False
@@ -130,7 +130,7 @@ class ClientSequence:
         if source is None:
             self._state = self._core.feeds.open(self.priority, owner=self.owner)
         else:
-            self._state = self._core.kv_manager.idle.fork(source._opened)
+            self._state = self._core.device.kv_manager.idle.fork(source._opened)
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,9 @@ def test_other_properties_are_another_engine(daemon):
 def test_engines_of_the_daemon_have_the_bound_of_shared_models(daemon):
     with load(daemon=True):
         ((_, model),) = daemon.models.served()
-        assert model.engine._core.options.limits.token_bound == TokenBound(2.5, 0.04)
+        assert model.engine._core.device.options.limits.token_bound == TokenBound(2.5, 0.04)
     with load() as pipe:
-        assert pipe.engine._core.options.limits.token_bound == TokenBound(4.0, 0.1)
+        assert pipe.engine._core.device.options.limits.token_bound == TokenBound(4.0, 0.1)
 
 
 def test_a_program_that_leaves_frees_its_requests_and_its_model(daemon):

@@ -44,7 +44,7 @@ def draft_model_for(engine, masks=None, is_right=lambda tokens: True, variants=F
         run = program.run
         program.run = lambda meanwhile=None, run=run: min(run(meanwhile), seconds)
     model = DraftModel(runner, VOCAB_SIZE)
-    engine._core.draft_planner.use_model(model)
+    engine._core.device.draft_planner.use_model(model)
     return model
 
 
@@ -149,7 +149,7 @@ def test_a_draft_ends_where_the_model_is_unsure():
     for confidence, is_drafting in ((0.005, True), (0.01, False)):
         engine = fake_engine(make_policy("fcfs"), 1)
         draft_model_for(engine, is_right=lambda tokens: True)
-        runner = engine._core.draft_planner.model._runner
+        runner = engine._core.device.draft_planner.model._runner
         for program in runner.programs.values():
             program._next_token = None  # its logits are then 1 and -1
         request = modelled(range(12), 20, params={"confidence": confidence})

@@ -187,7 +187,7 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
     engine.enqueue([running])
     engine.step()
     switched = []
-    engine.switch(other.runner, other._core.options, lambda: switched.append(True))
+    engine.switch(other.runner, other._core.device.options, lambda: switched.append(True))
     engine.submit_state(waiting)
     for _ in range(3):
         engine.step()
@@ -203,7 +203,7 @@ def test_a_switch_happens_between_two_requests_and_is_reported():
     engine.enqueue([running])
     engine.step()
     switched = []
-    engine.switch(other.runner, other._core.options, lambda: switched.append(engine.is_idle))
+    engine.switch(other.runner, other._core.device.options, lambda: switched.append(engine.is_idle))
     engine.submit_state(waiting)
     run_to_end(engine, [])
     assert engine.runner is other.runner
@@ -217,7 +217,7 @@ def test_requests_that_wait_for_a_switch_can_be_cancelled_or_expire():
     running = fake_request([1, 2, 3], 60)
     engine.enqueue([running])
     engine.step()
-    engine.switch(other.runner, other._core.options)
+    engine.switch(other.runner, other._core.device.options)
     cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
     for request in (cancelled, late, waiting):
         engine.submit_state(request)

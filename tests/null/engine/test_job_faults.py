@@ -248,7 +248,7 @@ def test_jobs_go_on_while_the_engine_changes_its_runner():
     texts = [submitted(queue, i, length=60) for i in range(20, 60)]
     chat = fake_request(PROMPT, 30)
     engine.submit_state(chat)
-    engine.switch(engine.runner, engine._core.options, switched.set)
+    engine.switch(engine.runner, engine._core.device.options, switched.set)
     texts += [submitted(queue, i, length=60) for i in range(60, 100)]
     late = fake_request(PROMPT, 12)
     engine.submit_state(late)

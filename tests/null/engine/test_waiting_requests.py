@@ -35,7 +35,7 @@ def test_a_request_whose_sequences_lose_their_slots_counts_once(request_of):
     engine.enqueue([request_of()])
     while not engine.is_idle:
         engine.step()
-        most = max(most, engine._core._device.table.count(RequestStatus.WAITING))
+        most = max(most, engine._core.device.table.count(RequestStatus.WAITING))
         assert engine._num_waiting <= 1
     assert most > 2, "slots were too many for this test"
     assert_empty(engine)
@@ -48,7 +48,7 @@ def test_feeds_that_wait_do_not_count():
     engine.feed([Feed(sequence, range(30), results.append, "last") for sequence in sequences])
     engine._admit()
     engine._callbacks.run()
-    assert engine._core._device.table.count(RequestStatus.WAITING) == 5
+    assert engine._core.device.table.count(RequestStatus.WAITING) == 5
     engine._admit()
     assert engine._num_waiting == 0
     engine.submit_state(fake_request(range(5), 3))

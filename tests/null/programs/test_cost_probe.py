@@ -232,7 +232,7 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
     monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
-    core._device = replace(core._device, options=replace(core.options, measure_costs=True))
+    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def measure_next(is_needed):

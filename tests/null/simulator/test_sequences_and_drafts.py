@@ -78,7 +78,7 @@ def test_every_sequence_gets_its_tokens_and_gives_its_slots_back(
     assert len(run.requests) == sum(arrival.num_answers for arrival in arrivals)
     wanted = sorted(arrival.num_output for arrival in arrivals for _ in range(arrival.num_answers))
     assert sorted(len(record.token_times) for record in run.requests) == wanted
-    num_kept = device.core.kv_manager.prefix.idle_slots
+    num_kept = device.core.device.kv_manager.prefix.idle_slots
     assert (device.slots_used, device.host_slots_used, device.num_requests) == (num_kept, 0, 0)
     assert prefix_caching or not num_kept
     for step in run.steps[0]:
