@@ -115,6 +115,7 @@ class Engine:
         self._is_closing = False
         self._is_draining = False
         self._has_news = False  # since the last step began
+        self._has_rested = False
         self._pid = os.getpid()
         self._device_use = SoleUse()
         self._text = text
@@ -404,21 +405,26 @@ class Engine:
         self._wake.notify()
 
     def _loop(self) -> None:
-        has_rested = False
-        while True:
-            with self._wake:
-                is_free = not self._is_needed and not self._core.is_offloading
-                if is_free and not (has_rested and self._core.has_unknown_costs):
-                    has_rested = not self._wake.wait(IDLE_SECONDS if self._core.has_unknown_costs else None)
-                if not is_free and self._core.wait_until is not None and not (self._has_news or self._is_closing):
-                    self._wake.wait(max(0.0, self._core.wait_until - self._core.clock()))
-                has_rested = has_rested and not self._is_needed
-                if self._is_closing and not (self._is_draining and not self.is_idle):
-                    break
-            if has_rested:
-                self._measure_next()
-            else:
-                self.step()
+        while (work := self._next_work()) is not None:
+            work()
+        self._end_rest()
+
+    def _next_work(self) -> Callable[[], None] | None:
+        """Wait until there is something to do, and return it: a step, or after a rest a measurement. None at the end."""
+        core = self._core
+        with self._wake:
+            if self._is_needed or core.is_offloading:
+                if core.wait_until is not None and not (self._has_news or self._is_closing):
+                    self._wake.wait(max(0.0, core.wait_until - core.clock()))
+            elif not (self._has_rested and core.has_unknown_costs):
+                self._has_rested = not self._wake.wait(IDLE_SECONDS if core.has_unknown_costs else None)
+            self._has_rested = self._has_rested and not self._is_needed
+            if self._is_closing and not (self._is_draining and not self.is_idle):
+                return None
+        return self._measure_next if self._has_rested else self.step
+
+    def _end_rest(self) -> None:
+        """End what is left, and close the core."""
         with self._wake:  # nothing is added after this: the engine is closing
             left = list(self._inbox.values())
             self._next = None
