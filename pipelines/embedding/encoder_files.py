@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.core import Pooling
-from staticllm.errors import AdapterError, ModelError, last_line
+from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import max_positions
 from staticllm.system.files import read_regular
 
@@ -267,10 +267,12 @@ def _dense(folder: Path) -> Dense:
 def _read_safetensors(path: Path) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of a file in the format of safetensors, as f32."""
     try:
-        tensors = parse_safetensors(read_regular(path, MAX_DENSE_BYTES)).tensors
+        data = read_regular(path, MAX_DENSE_BYTES)
     except (OSError, MemoryError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {last_line(error)}") from None
-    except AdapterError as error:
+    try:
+        tensors = parse_safetensors(data)
+    except ValueError as error:
         raise ModelError(f"{path}: is not a file of safetensors ({error})") from None
     found = {}
     for name, tensor in tensors.items():

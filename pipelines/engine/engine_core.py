@@ -155,8 +155,7 @@ class EngineCore:
             with suppress(Exception):
                 request.finish_from(0, FinishReason.ERROR, error)
         self.requests.clear()
-        with suppress(Exception):
-            self.feeds.end_held(FinishReason.ERROR, error)
+        self.feeds.drop(error)
         self.device.runner.cache.reset()
         self.searches.clear()
         self.install(self.device.runner, self.device.options)

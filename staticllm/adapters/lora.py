@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.adapters.safetensors_file import SafetensorsFile, parse_safetensors, read_safetensors
+from staticllm.adapters.safetensors_file import SafetensorsFile, parse_adapter, read_safetensors
 from staticllm.errors import AdapterError, enough_memory
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.model_paths.path_kinds import ADAPTER
@@ -165,7 +165,7 @@ def adapter_in_memory(data: bytes) -> LoraAdapter:
         AdapterError: they are damaged or impossible, or those of no LoRA adapter.
     """
     with enough_memory(AdapterError, "an adapter in memory"):
-        return _adapter(parse_safetensors(data), None)
+        return _adapter(parse_adapter(data), None)
 
 
 def _adapter(file: SafetensorsFile, config: PeftConfig | None) -> LoraAdapter:
@@ -217,7 +217,7 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
 
 def _matrix(file: SafetensorsFile, name: str) -> NDArray[np.float32]:
     """Return a tensor of two axes; further axes of size 1, as of a convolution, are dropped."""
-    tensor = file.tensors[name]
+    tensor = file.take(name)
     shape = tensor.shape
     if len(shape) < 2 or any(size != 1 for size in shape[2:]) or min(shape[:2]) > MAX_RANK:
         raise AdapterError(

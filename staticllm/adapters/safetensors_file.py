@@ -1,11 +1,11 @@
 """Reads tensors of floating-point numbers from a safetensors file, which may come from an untrusted source.
 
-The ``safetensors`` package checks it: every tensor has exactly the bytes of its shape, none overlap, and headers are bounded.
+The ``safetensors`` package checks that every tensor has exactly the bytes of its shape, and that none overlap. What errors would
+repeat is bounded here: the header, the number of tensors, their names and their axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,13 @@ from safetensors import SafetensorError, deserialize
 from staticllm.errors import AdapterError
 from staticllm.system.files import read_regular
 
-MAX_BYTES = 4 << 30
-"""Bytes of one file. The largest adapters have less than 2 GB."""
+MAX_BYTES = 2 << 30
+"""Bytes of one file. Reading takes twice as much memory for a moment."""
+MAX_HEADER = 16 << 20
+"""Bytes of a header."""
+MAX_TENSORS = 1 << 16
+MAX_NAME = 1024
+MAX_AXES = 8
 _TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -44,7 +49,11 @@ class SafetensorsFile:
     """The tensors of a file, by name. ``name`` names the file in errors."""
 
     name: str
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
+
+    def take(self, name: str) -> Tensor:
+        """Return a tensor, and forget it, so that its memory is freed with it."""
+        return self.tensors.pop(name)
 
 
 def read_safetensors(path: Path) -> SafetensorsFile:
@@ -54,19 +63,39 @@ def read_safetensors(path: Path) -> SafetensorsFile:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AdapterError(f"the adapter {str(path)!r} cannot be read: {reason}") from None
-    return parse_safetensors(data, str(path))
+    return parse_adapter(data, str(path))
 
 
-def parse_safetensors(data: bytes, name: str = "in memory") -> SafetensorsFile:
-    """Return the tensors in the bytes of a safetensors file; ``name`` names it in errors.
+def parse_adapter(data: bytes, name: str = "in memory") -> SafetensorsFile:
+    """Return the tensors in the bytes of an adapter's file; ``name`` names it in errors.
 
     Raises:
         AdapterError: they are not those of a safetensors file.
     """
     try:
+        return SafetensorsFile(name, parse_safetensors(data))
+    except ValueError as error:
+        raise AdapterError(f"the adapter {name!r} is damaged, or no safetensors file: {error}") from None
+
+
+def parse_safetensors(data: bytes) -> dict[str, Tensor]:
+    """Return the tensors in the bytes of a safetensors file, by name.
+
+    Raises:
+        ValueError: they are not those of a safetensors file, or of one with a header, names or axes beyond the limits.
+    """
+    if int.from_bytes(data[:8], "little") > MAX_HEADER:
+        raise ValueError(f"its header has more than {MAX_HEADER} bytes")
+    try:
         found = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise AdapterError(f"the adapter {name!r} is damaged, or no safetensors file: {reason}") from None
-    tensors = {key: Tensor(value["dtype"], tuple(value["shape"]), value["data"]) for key, value in found}
-    return SafetensorsFile(name, tensors)
+        raise ValueError(str(error).splitlines()[0][:200]) from None
+    if len(found) > MAX_TENSORS:
+        raise ValueError(f"it has {len(found)} tensors, at most {MAX_TENSORS} are read")
+    for name, value in found:
+        if len(name) > MAX_NAME or len(value["shape"]) > MAX_AXES:
+            raise ValueError(
+                f"the tensor {name[:60]!r} has a name of {len(name)} characters and {len(value['shape'])} axes, "
+                f"at most {MAX_NAME} and {MAX_AXES} are read"
+            )
+    return {name: Tensor(value["dtype"], tuple(value["shape"]), value["data"]) for name, value in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from staticllm.core import FinishReason
@@ -100,6 +101,12 @@ class Feeds:
         self._held = []
         for _, order in held:
             order.on_done(FeedResult(None, error or closed_error(reason)))
+
+    def drop(self, error: Exception) -> None:
+        """Forget all feeds, after ending them has failed."""
+        self._running.clear()
+        with suppress(Exception):
+            self.end_held(FinishReason.ERROR, error)
 
     def set_priority(self, state: ClientState, priority: int) -> None:
         """Change the priority of a sequence, and of its feed in progress."""

@@ -42,10 +42,10 @@ def one_line(caught):
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_tensors_are_read_as_f32(kind):
-    file = parse_safetensors(safetensors_bytes(PLAIN, dict.fromkeys(PLAIN, kind)))
+    tensors = parse_safetensors(safetensors_bytes(PLAIN, dict.fromkeys(PLAIN, kind)))
     for name, expected in PLAIN.items():
-        assert np.array_equal(file.tensors[name].to_f32(), expected)
-        assert file.tensors[name].to_f32().dtype == np.float32
+        assert np.array_equal(tensors[name].to_f32(), expected)
+        assert tensors[name].to_f32().dtype == np.float32
 
 
 def test_the_paths_of_modules_have_no_prefix_of_peft():
@@ -276,3 +276,15 @@ def test_numbers_are_rounded_to_the_nearest_of_bf16(values):
     down = (exact.view(np.uint32) & 0xFFFF0000).view(np.float32)
     up = ((exact.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
     assert np.array_equal(np.abs(found - exact), np.minimum(np.abs(exact - down), np.abs(up - exact)))
+
+
+def test_headers_names_and_axes_are_bounded():
+    """An error repeats names and shapes, and the package allows headers of 100 MB."""
+    for bad, said in (
+        ((17 << 20).to_bytes(8, "little") + b"{}", "header has more than"),
+        (safetensors_bytes({"x" * 2000: A}), "a name of 2000 characters"),
+        (safetensors_bytes({"y": A.reshape(2, 3, *[1] * 10)}), "12 axes"),
+    ):
+        with pytest.raises(AdapterError, match=said) as caught:
+            adapter_in_memory(bad)
+        assert len(one_line(caught)) < 300
