@@ -157,9 +157,13 @@ class TextQueue:
                 del self._held[query.id]
 
     def place_late(self, query: Query, now: float) -> int | Busy:
-        """Place a text as bulk work, because its limit cannot be met any more."""
-        query.priority = min(query.priority, DOCUMENT)
-        return self.place(query, now)
+        """Place a text as bulk work, because its limit cannot be met any more; one that no device takes stays what it is."""
+        priority = query.priority
+        query.priority = min(priority, DOCUMENT)
+        place = self.place(query, now)
+        if isinstance(place, Busy):
+            query.priority = priority
+        return place
 
     def excess(self, queries: Iterable[Query], devices: Iterable[int]) -> Excess | None:
         """Return why these devices, if all were idle, would not take texts that arrive together; None if they would."""
