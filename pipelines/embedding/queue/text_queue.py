@@ -220,10 +220,10 @@ class TextQueue:
             self.cancel(text.id)
 
     def put_back(self, text: Text) -> bool:
-        """Let a text that was taken wait again for the first device. Return False if its request is over."""
+        """Let a text that was taken wait again for the first device, before later ones. Return False if its request is over."""
         if not self.is_wanted(text):
             return False
-        self.devices[0].push(text, None)
+        self.devices[0].push_first(text)
         self._places[text.id] = text, 0
         if text.deadline is not None:
             heapq.heappush(self._deadlines, (text.deadline, text.id))
