@@ -66,7 +66,7 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             return found
 
         def is_watched():
-            """Ask for a short answer until its calls are told: the worker is watched some time after the first reading."""
+            """Ask for a short answer, and return the calls that are told."""
             client.post(served.url + CHAT, json={**BODY, "max_tokens": 2})
             return feed()["calls"]
 
