@@ -8,7 +8,7 @@ import numpy as np
 import openvino as ov
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling
-from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
 from staticllm.pipelines.embedding.packing.chunks import (
     MOST_TOKENS,
     ChunkBuffers,
@@ -67,6 +67,7 @@ class EncoderRunner:
         self._chunk_programs: dict[EncoderVariant, ChunkProgram] = {}
         self._presents: dict[int, list[Rows]] = {}  # by the rows of the variant
         self.costs = CostModel[EncoderVariant]()
+        self._num_to_learn: dict[EncoderVariant, int] = {}  # calls that replace a cost if they are faster
         self.variants = tuple(sorted(variant for variant in self._compiled if not variant.past))
         """The variants that run whole texts, the smallest first."""
         self.continuing = tuple(sorted(variant for variant in self._compiled if variant.past))
@@ -187,8 +188,20 @@ class EncoderRunner:
         return self.chunks
 
     def _measure(self, variant: EncoderVariant, seconds: float) -> None:
-        is_first = variant not in self.costs.measured  # it prepares, so it says only that the variant takes no longer
-        self.costs.update(variant, min(seconds, self.cost(variant)) if is_first else seconds)
+        """Learn from a call. All costs are stable, so that also a short process keeps what it has measured."""
+        if (
+            variant not in self.costs.measured
+        ):  # the first run prepares, so it says only that the variant takes no longer
+            self._num_to_learn[variant] = STABLE_CALLS - 1
+            self.costs.set(variant, min(seconds, self.cost(variant)))
+            return
+        num_left = self._num_to_learn.get(variant, 0)
+        if num_left:
+            self._num_to_learn[variant] = num_left - 1
+        if num_left and seconds < self.cost(variant):
+            self.costs.set(variant, seconds)
+        else:
+            self.costs.update(variant, seconds)
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
         """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""

@@ -5,33 +5,39 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from staticllm.core import Clock
-from staticllm.pipelines.profiling.record_ring import RecordRing
+from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
 from staticllm.pipelines.profiling.records import EngineProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Stats
 
-KEPT = 1024
-"""The calls and answers that are kept; of those that were not read before they were replaced, only the number is known."""
+KEPT = KEPT_RECORDS
+"""The calls and answers that are kept, so that a log takes all that a ring has; of those that were not read before they were
+replaced, only the number is known."""
 MAX_KNOWN = 8192
 """Requests whose last token is remembered; more can only be those whose end was dropped."""
 MAX_BYTES = 256 << 10
 """About the most bytes of the calls in an answer, and of its requests; the next answer has the next calls."""
 MAX_ENTRIES = 256
 MAX_REQUESTS = 512
+Choice = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of a log, the number of its last one, and how many were dropped before they were read."""
+    """Entries of a log, the number to go on from, and how many up to there are missing because they were dropped.
+
+    ``has_more``: whether the log has later entries.
+    """
 
     entries: list[dict[str, Any]]
     cursor: int
     num_dropped: int
+    has_more: bool = False
 
 
 class CallLog:
@@ -53,21 +59,26 @@ class CallLog:
         with self._lock:
             self._end += count
 
-    def after(self, number: int) -> Entries:
-        """Return what came after the entry of this number; all that is kept if there is no such entry yet."""
+    def after(self, number: int, first_of: Choice = list) -> Entries:
+        """Return what came after the entry of this number; all that is kept if there is no such entry yet.
+
+        ``first_of`` chooses how many of the first entries are told; those behind them are not dropped, but come later.
+        """
         with self._lock:
-            entries = list(self._entries)
             end = self._end
-        number = number if number <= end else 0
-        oldest = entries[0]["number"] if entries else end + 1
-        found = [entry for entry in entries if entry["number"] > number]
-        return Entries(found, end, max(0, oldest - number - 1) if number else 0)
+            number = number if number <= end else 0
+            new = list(takewhile(lambda entry: entry["number"] > number, reversed(self._entries)))
+        new.reverse()
+        found = first_of(new)
+        cursor = end if len(found) == len(new) else found[-1]["number"]
+        return Entries(found, cursor, cursor - number - len(found), len(found) < len(new))
 
 
 class CallWatch:
-    """Makes a log of an engine's records when somebody asks; otherwise it costs nothing. Any thread may ask.
+    """Makes a log of an engine's records when somebody asks; until then only the engine's ring of records is kept.
 
-    Moments are those of the engine's clock. Jobs are left out.
+    Any thread may ask. Moments are those of the engine's clock. Jobs are left out, but those that the ring dropped count as
+    dropped: their kind is not known.
     """
 
     def __init__(self, ring: RecordRing, clock: Clock) -> None:
@@ -87,14 +98,13 @@ class CallWatch:
         ``now`` is this moment. ``cursor`` is the number for the next reading; what is more than an answer may hold comes then.
         """
         self._take()
-        known = self._log.after(number)
-        found = _first_of(known.entries)
+        known = self._log.after(number, _first_of)
         return {
             "watch": self._name,
             "now": self._clock(),
-            "entries": found,
-            "more": len(found) < len(known.entries),
-            "cursor": found[-1]["number"] if found else known.cursor,
+            "entries": known.entries,
+            "more": known.has_more,
+            "cursor": known.cursor,
             "dropped": known.num_dropped,
             "requests": [asdict(request) for request in progress.requests[:MAX_REQUESTS]],
             "num_slots": progress.num_slots,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -75,12 +76,12 @@ def _by_device(value: object) -> Mapping[str, Mapping[str, object]] | None:
 
 
 _FIELDS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
-    "HETEROGENEOUS": ("is_heterogeneous", lambda value: switch("HETEROGENEOUS", False if value is None else value)),
+    "HETEROGENEOUS": ("is_heterogeneous", partial(switch, "HETEROGENEOUS")),
     "LATENCY_MS": ("limit_s", _limit),
     "QUEUE_POLICY": ("policy", _policy),
     "QUEUE_DEPTHS": ("depths", _depths),
     DEVICE_PROPERTIES: ("device_properties", _by_device),
-    "SEPARATE_PROCESS": ("is_apart", lambda value: switch("SEPARATE_PROCESS", False if value is None else value)),
+    "SEPARATE_PROCESS": ("is_apart", partial(switch, "SEPARATE_PROCESS")),
 }
 """Property -> the field of ``PoolOptions``, and what makes its value."""
 POOL_PROPERTIES = tuple(_FIELDS)
@@ -93,7 +94,8 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     Raises:
         ConfigError: a value is impossible.
     """
-    found = PoolOptions(**{field: parsed(properties.pop(name, None)) for name, (field, parsed) in _FIELDS.items()})
+    given = [name for name in _FIELDS if name in properties]  # None is a value, and not one of a switch
+    found = PoolOptions(**{field: parsed(properties.pop(name)) for name in given for field, parsed in [_FIELDS[name]]})
     if found.policy not in (None, "plain") and found.limit_s is None:
         raise ConfigError(f"QUEUE_POLICY={found.policy!r} needs a latency limit: give LATENCY_MS")
     if found.depths is None and isinstance(folder := properties.get("CACHE_DIR"), (str, Path)) and folder:

@@ -51,13 +51,17 @@ class ThreadDriver(QueueDriver):
 
     def submit(self, request: EmbeddingRequest) -> None:
         """Add a request, as ``QueueDriver.submit``; the threads start with the first one."""
-        check_process(self._pid)
-        longest = max(map(len, request.texts))
-        if longest > self._max_tokens:
-            raise PromptError(f"a text of {longest} tokens, the limit is {self._max_tokens}: truncate it")
-        with self._lock:
-            self._check_open()
-            self._start_threads()
+        try:
+            check_process(self._pid)
+            longest = max(map(len, request.texts))
+            if longest > self._max_tokens:
+                raise PromptError(f"a text of {longest} tokens, the limit is {self._max_tokens}: truncate it")
+            with self._lock:
+                self._check_open()
+                self._start_threads()
+        except BaseException:
+            request.future.cancel()  # without the lock, which a forked child may never get
+            raise
         super().submit(request)
 
     def close(self) -> None:
@@ -68,9 +72,9 @@ class ThreadDriver(QueueDriver):
         try:
             self.detach()
         finally:
-            running = [thread.is_alive() for thread in self._threads] or [False] * len(self.pool.devices)
+            running = [number for number, thread in enumerate(self._threads) if thread.is_alive()]
             for device in self.pool.devices:
-                if os.getpid() == self._pid and not running[device.number]:
+                if os.getpid() == self._pid and device.number not in running:
                     device.instance.close()
 
     def detach(self) -> None:
@@ -102,11 +106,12 @@ class ThreadDriver(QueueDriver):
             self._clock.join()
 
     def _start_threads(self) -> None:
+        """Start the threads, or those that could not be started before. The lock is held."""
         if self._clock is None:
             self._clock = start_thread(self._watch, "staticllm-embedding-clock")
-            for device in self.pool.devices:
-                name = f"staticllm-embedding-{device.instance.name}"
-                self._threads.append(start_thread(lambda device=device: self._serve(device), name))  # type: ignore[misc]
+        for device in self.pool.devices[len(self._threads) :]:
+            name = f"staticllm-embedding-{device.instance.name}"
+            self._threads.append(start_thread(lambda device=device: self._serve(device), name))  # type: ignore[misc]
 
     def _admitted(self, request: EmbeddingRequest, is_first: bool) -> None:
         self._notify()

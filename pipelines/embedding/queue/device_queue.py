@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -103,7 +104,7 @@ class DeviceQueue:
         self.problem: Exception | None = None
         self._timed: dict[int, tuple[Query, float]] = {}
         self._load = new_load()
-        self._bulk: dict[int, dict[int, Query]] = {}
+        self._bulk: dict[int, OrderedDict[int, Query]] = {}
         self._bulk_tokens = 0
         self._num_bulk = 0
         self._oldest_limit = math.inf
@@ -200,13 +201,18 @@ class DeviceQueue:
     def push(self, query: Query, limit: float | None) -> None:
         """Append a text: a timed one if it has a ``limit``, else bulk work."""
         if limit is None:
-            self._bulk.setdefault(query.priority, {})[query.id] = query
+            self._bulk.setdefault(query.priority, OrderedDict())[query.id] = query
             self._bulk_tokens += query.num_tokens
             self._num_bulk += 1
         else:
             self._timed[query.id] = (query, limit)
             self._load.add(query.num_tokens)
             self._oldest_limit = min(self._oldest_limit, limit)
+
+    def push_first(self, query: Query) -> None:
+        """Put a text before the other bulk texts of its priority: it came before them, and waits again."""
+        self.push(query, None)
+        self._bulk[query.priority].move_to_end(query.id, last=False)
 
     def remove(self, query: Query) -> bool:
         """Remove a text that waits; return whether it did."""
@@ -283,8 +289,8 @@ class DeviceQueue:
             self._load.add(timed.num_tokens)
 
     def _remove_bulk(self, query: Query) -> bool:
-        found = self._bulk.get(query.priority, {})
-        if found.pop(query.id, None) is None:
+        found = self._bulk.get(query.priority)
+        if found is None or found.pop(query.id, None) is None:
             return False
         self._bulk_tokens -= query.num_tokens
         self._num_bulk -= 1

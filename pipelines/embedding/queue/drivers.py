@@ -245,7 +245,9 @@ class JobDriver(QueueDriver):
             return
         with self._lock:
             self._drop_over()
-            self._planner.run_alone([text for text in texts if self._queue.put_back(text)])
+            latest_first = sorted(texts, key=lambda text: text.id, reverse=True)
+            waiting = [text for text in latest_first if self._queue.put_back(text)]
+            self._planner.run_alone(reversed(waiting))
             is_closing = self._is_closing
         if is_closing:
             self._end(self._queue.waiting_requests)

@@ -132,10 +132,6 @@ class CallPlanner:
             calls = [PlannedCall([text], chunk=text.chunk)] if is_begun else self._packed([text], variants)
             self._plans.setdefault(text.priority, Plan()).alone.extendleft(calls)
 
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._plans = {}
-
     def _turn(self) -> int | None:
         """Return the priority whose next call runs, after planning it; None if no text waits."""
         while priorities := self._device.bulk_priorities:

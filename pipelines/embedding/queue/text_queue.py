@@ -157,9 +157,13 @@ class TextQueue:
                 del self._held[query.id]
 
     def place_late(self, query: Query, now: float) -> int | Busy:
-        """Place a text as bulk work, because its limit cannot be met any more."""
-        query.priority = min(query.priority, DOCUMENT)
-        return self.place(query, now)
+        """Place a text as bulk work, because its limit cannot be met any more; one that no device takes stays what it is."""
+        priority = query.priority
+        query.priority = min(priority, DOCUMENT)
+        place = self.place(query, now)
+        if isinstance(place, Busy):
+            query.priority = priority
+        return place
 
     def excess(self, queries: Iterable[Query], devices: Iterable[int]) -> Excess | None:
         """Return why these devices, if all were idle, would not take texts that arrive together; None if they would."""
@@ -216,10 +220,10 @@ class TextQueue:
             self.cancel(text.id)
 
     def put_back(self, text: Text) -> bool:
-        """Let a text that was taken wait again for the first device. Return False if its request is over."""
+        """Let a text that was taken wait again for the first device, before later ones. Return False if its request is over."""
         if not self.is_wanted(text):
             return False
-        self.devices[0].push(text, None)
+        self.devices[0].push_first(text)
         self._places[text.id] = text, 0
         if text.deadline is not None:
             heapq.heappush(self._deadlines, (text.deadline, text.id))

@@ -103,7 +103,10 @@ def _moved(values: dict[str, Any], shift: float) -> RequestProgress:
 
 
 class SchedulerFeed:
-    """The calls of one server's engines, by model. Belongs to one event loop. An engine that is not read costs nothing."""
+    """The calls of one server's engines, by model. Belongs to one event loop.
+
+    Of an engine that is not read, only its ring of records is kept.
+    """
 
     def __init__(self) -> None:
         self._origin = time.perf_counter()

@@ -26,6 +26,7 @@ from staticllm.server.models.served import (
     Loading,
     LoadPipeline,
     ModelSpec,
+    Pipeline,
     ServedModel,
     num_seqs_of,
 )
@@ -237,17 +238,18 @@ class ModelHub:
         load = partial(
             self._load_pipeline, model.spec, settings.device, _admitting(settings), on_progress, home or False, is_apart
         )
+        pipeline: Pipeline | None = None
         try:
             try:
                 pipeline = await self._in_thread(load)
             except (ProcessLostError, WorkerLostError) as error:
                 _log.warning("loading %r again: %s", model.spec.name, error)
                 pipeline = await self._in_thread(load)
+            num_seqs = num_seqs_of(pipeline, settings.device)
+            limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
         except BaseException:
-            await self._leave_home(home)
+            await self._release(pipeline, home)
             raise
-        num_seqs = num_seqs_of(pipeline, settings.device)
-        limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
         return Loaded(pipeline, Admission(limits), num_seqs, home, is_apart)
 
     async def _make_room(self, model: ServedModel, limit: int) -> None:
@@ -285,8 +287,7 @@ class ModelHub:
         model.become(UNLOADED)
         if loaded is not None:
             _log.info("unloading %r", model.spec.name)
-            await self._in_thread(loaded.pipeline.close)
-            await self._leave_home(loaded.home)
+            await self._release(loaded.pipeline, loaded.home)
 
     def _home_of(self, model: ServedModel) -> ModelHome | None:
         """Return the other process in which a model is loaded; None for this one."""
@@ -312,9 +313,14 @@ class ModelHub:
             _log.warning("%r runs in the server's process: --daemon is for chat models", name)
         self._told_of.add(name)
 
-    async def _leave_home(self, home: ModelHome | None) -> None:
-        if home is not None:
-            await self._in_thread(home.close)
+    async def _release(self, pipeline: Pipeline | None, home: ModelHome | None) -> None:
+        """Close a pipeline, and then the process that it ran in, also if the pipeline's end fails."""
+        try:
+            if pipeline is not None:
+                await self._in_thread(pipeline.close)
+        finally:
+            if home is not None:
+                await self._in_thread(home.close)
 
     def _revive(self, model: ServedModel) -> None:
         """Load a model again whose process has ended, so that the next request need not wait for it as long."""

@@ -72,9 +72,15 @@ def calls_of(runner):
     return found
 
 
+def set_costs(runner):
+    """Give costs that a few calls hardly change: which variant runs does not depend on this machine."""
+    for variant in (*runner.variants, *runner.continuing):
+        runner.costs.set(variant, 1e-3 * variant.rows)
+
+
 def test_the_beginning_of_queries_runs_once(folder, original):
     runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
-    runner.costs = CostModel({variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)})
+    set_costs(runner)
     calls = calls_of(runner)
     for number, count in enumerate((6, 9, 3, 8, 4)):
         text = begun(count, number)
@@ -92,7 +98,7 @@ def test_the_beginning_of_queries_runs_once(folder, original):
 
 def test_few_beginnings_are_kept_and_each_is_right(folder, original):
     runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
-    runner.costs = CostModel({variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)})
+    set_costs(runner)
     rng = np.random.default_rng(2)
     stems = [tokens(10, 100 + number) for number in range(6)]
     for number in range(40):
@@ -103,7 +109,7 @@ def test_few_beginnings_are_kept_and_each_is_right(folder, original):
 
 def test_vectors_that_are_not_finite_keep_nothing(folder):
     runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
-    runner.costs = CostModel({variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)})
+    set_costs(runner)
     embed_texts(runner, [begun(3, 1)])
     chunk = runner.resumed(begun(3, 2))
     program = runner._program(runner.next_chunk(chunk))
@@ -176,7 +182,7 @@ def test_a_long_text_ends_between_its_chunks(folder, end):
 def test_a_longer_common_beginning_replaces_a_shorter_one(folder, original):
     more = EncoderVariant(1, 4, 1, 32), EncoderVariant(1, 24, 1, 32)
     runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, *more, WHOLE), True)
-    runner.costs = CostModel({variant: 1e-3 * variant.rows for variant in (*runner.variants, *runner.continuing)})
+    set_costs(runner)
     calls = calls_of(runner)
     for stem in (tokens(11, 3), tokens(11, 4)):
         for number in range(2):

@@ -66,7 +66,7 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             return found
 
         def is_watched():
-            """Ask for a short answer until its calls are told: the worker is watched some time after the first reading."""
+            """Ask for a short answer, and return the calls that are told."""
             client.post(served.url + CHAT, json={**BODY, "max_tokens": 2})
             return feed()["calls"]
 
@@ -87,8 +87,7 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             assert all(0 <= each["arrival"] <= seen[-1]["now"] for each in seen[-1]["requests"]), "one clock"
             assert seen[-1]["limits"]["kv_slots"] > 0
             until(lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]})
-            if not any(each["dropped"] for each in seen):  # on a busy machine
-                assert ids <= {number for call in calls.values() for number, _ in call["prefill"]}
+            assert ids <= {number for call in calls.values() for number, _ in call["prefill"]}
             shown = "\n".join(lines_of(served.url, seen[-1], seen[-2]))
             assert "2 running" in shown
             assert "KV slots" in shown

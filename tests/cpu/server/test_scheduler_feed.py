@@ -1,4 +1,4 @@
-"""Tests the feed of the scheduler: its documented form, its cursor, and that an engine is watched only while somebody reads."""
+"""Tests the feed of the scheduler: its documented form, its cursor, and that a model that does not answer stops nobody."""
 
 from __future__ import annotations
 

@@ -65,6 +65,26 @@ def test_only_the_text_that_is_not_finite_fails():
         bad.future.result()
 
 
+def test_texts_that_wait_again_are_the_first_of_their_priority(monkeypatch):
+    queue = JobDriver(Adder(), 100)
+    old, new = request(POISON, 20, 21), request(30)
+    run = queue.runner.run
+
+    def run_while_others_come(*arguments):
+        queue.submit(new)
+        return run(*arguments)
+
+    queue.submit(old)
+    monkeypatch.setattr(queue.runner, "run", run_while_others_come)
+    assert queue.run_next() == 3
+    monkeypatch.setattr(queue.runner, "run", run)
+    waiting = queue._queue.devices[0].first_bulk(0, 9)
+    assert [int(text.tokens.ids[0]) for text in waiting] == [POISON, 20, 21, 30], "the oldest is found first"
+    run_all(queue)
+    assert queue.runner.calls == [[POISON, 20, 21], [POISON], [30]], "the request of the first failed"
+    assert new.future.result().tolist() == [[240, 8]]
+
+
 def test_a_failing_call_ends_its_texts_and_no_others():
     queue = JobDriver(Adder(), 1000)
     first, second = request(1, length=60), request(*range(2, 6), length=60)

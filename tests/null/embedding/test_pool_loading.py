@@ -25,6 +25,8 @@ from staticllm.wire.messages import Kind, Message, read_message, write_message
     ("properties", "text"),
     [
         ({"HETEROGENEOUS": "maybe"}, "HETEROGENEOUS='maybe': must be YES or NO"),
+        ({"HETEROGENEOUS": None}, "HETEROGENEOUS=None: must be YES or NO"),
+        ({"SEPARATE_PROCESS": None}, "SEPARATE_PROCESS=None: must be YES or NO"),
         ({"SEPARATE_PROCESS": 1}, "SEPARATE_PROCESS=1: must be YES or NO"),
         ({"LATENCY_MS": 0}, "LATENCY_MS=0"),
         ({"LATENCY_MS": True}, "LATENCY_MS=True"),

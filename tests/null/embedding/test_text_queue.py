@@ -373,3 +373,30 @@ def test_a_promoted_document_can_be_cancelled_and_moved():
     assert promoted.id not in moved
     assert {query.id for query in batch} <= moved
     assert tested.devices[0].num_waiting == 0
+
+
+def test_a_query_that_is_held_while_no_device_works_is_a_query_when_one_recovers():
+    tested = manager(Predicted(LIMIT), FAST)
+    tested.devices[0].health = Health.RECOVERING
+    query = Query(0, 0.0, 10)
+    assert isinstance(tested.place(query, 0.0), Busy)
+    assert isinstance(tested.place_late(query, 0.0), Busy)
+    assert query.priority == QUERY
+    tested.hold(query)
+    tested.place_held(0.1)
+    assert tested.held == (query,)
+    tested.revive(0, 0.2)
+    assert tested.held == ()
+    assert query.priority == QUERY
+    assert (tested.devices[0].num_timed, tested.devices[0].num_bulk) == (1, 0)
+
+
+def test_a_query_that_is_held_too_long_runs_late():
+    tested = manager(Predicted(LIMIT), FAST)
+    tested.devices[0].health = Health.RECOVERING
+    query = Query(0, 0.0, 10)
+    tested.hold(query)
+    tested.place_held(0.1)
+    tested.revive(0, 10 * LIMIT)
+    assert query.priority == DOCUMENT
+    assert (tested.devices[0].num_timed, tested.devices[0].num_bulk) == (0, 1)

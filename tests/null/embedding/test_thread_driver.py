@@ -9,10 +9,11 @@ import pytest
 from support.encoders.fake_instances import COSTS, NAN, POISON, Adder, request, sums
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
-from staticllm.pipelines.embedding.pool import failures
+from staticllm.pipelines.embedding.pool import failures, thread_driver
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.pool_loader import make_pool
 from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
+from staticllm.system.threads import start_thread
 
 SECONDS = 20
 
@@ -370,6 +371,57 @@ def test_costs_follow_the_measured_seconds(make):
 def test_a_text_of_too_many_tokens_is_refused(make):
     with pytest.raises(PromptError, match="65 tokens, the limit is 64"):
         submit(make(Adder("A")), 1, length=65)
+
+
+def test_the_future_of_a_request_that_a_closed_pool_refuses_is_cancelled(make):
+    pool = make(Adder("A"))
+    pool.close()
+    refused = request(1)
+    with pytest.raises(ClosedError):
+        pool.submit(refused)
+    assert refused.future.cancelled()
+    long = request(1, length=65)
+    with pytest.raises(PromptError):
+        make(Adder("B")).submit(long)
+    assert long.future.cancelled()
+
+
+def test_threads_that_cannot_start_refuse_a_request_and_start_with_a_later_one(make, monkeypatch):
+    devices = Adder("A"), Adder("B")
+    pool = make(*devices)
+
+    def start(run, name):
+        if name.endswith("-B"):
+            raise StaticLLMError("no more threads")
+        return start_thread(run, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thread_driver, "start_thread", start)
+        refused = request(1)
+        with pytest.raises(StaticLLMError, match="no more threads"):
+            pool.submit(refused)
+    assert refused.future.cancelled()
+    devices[0].gate.clear()
+    found = submit(pool, *range(20, 80), length=60)
+    assert devices[1].began.wait(SECONDS)
+    devices[0].gate.set()
+    assert results(found) == [sums(*range(20, 80), length=60)]
+
+
+def test_a_pool_some_of_whose_threads_could_not_start_is_closed(monkeypatch):
+    devices = Adder("A"), Adder("B")
+    pool = ThreadDriver(make_pool(devices, "plain", None, 1000))
+
+    def start(run, name):
+        if name.endswith("-B"):
+            raise StaticLLMError("no more threads")
+        return start_thread(run, name)
+
+    monkeypatch.setattr(thread_driver, "start_thread", start)
+    with pytest.raises(StaticLLMError):
+        submit(pool, 1)
+    pool.close()
+    assert [device.is_closed for device in devices] == [True, True]
 
 
 def test_a_refused_request_leaves_nothing_before_the_lock_is_given_back():

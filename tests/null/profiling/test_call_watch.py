@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staticllm.core import FinishReason, Variant
-from staticllm.pipelines.profiling.call_watch import KEPT, CallWatch
+from staticllm.pipelines.profiling.call_watch import KEPT, CallLog, CallWatch
 from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
 from staticllm.pipelines.profiling.records import EngineProgress, JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
@@ -117,6 +117,7 @@ def test_what_nobody_reads_is_dropped_and_counted():
     watched.entries()
     for number in range(KEPT_RECORDS + 10):
         watched.add(step(number, [1]))
+    assert KEPT >= KEPT_RECORDS, "the log throws nothing away that the ring has"
     page = watched.watch.after(1, EngineProgress((), 64), watched.profiler.stats())
     found = watched.entries(after=1)
     end = KEPT_RECORDS + 11
@@ -127,6 +128,20 @@ def test_what_nobody_reads_is_dropped_and_counted():
     lost.entries()
     lost.add(*(step(number, [2]) for number in range(KEPT_RECORDS)), step(1e6, [1]))
     assert lost.entries()[-1]["gap_ms"] is None, "the calls between are not known"
+
+
+def test_a_hole_between_entries_is_counted_in_its_page_only():
+    log = CallLog()
+    log.add({"id": 1})
+    log.skip(5)
+    log.add({"id": 2})
+    log.skip(2)
+    assert [(log.after(number).num_dropped, len(log.after(number).entries)) for number in (0, 1, 3, 6, 7, 9)] == [
+        (7, 2), (7, 1), (5, 1), (2, 1), (2, 0), (0, 0),
+    ]  # fmt: skip
+    page = log.after(0, lambda entries: entries[:1])
+    assert (page.cursor, page.num_dropped, page.has_more) == (1, 0, True)
+    assert (log.after(1).cursor, log.after(1).has_more) == (9, False)
 
 
 def test_a_cursor_of_another_watch_gets_everything():

@@ -9,6 +9,7 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.call_watch import KEPT, MAX_ENTRIES, MAX_REQUESTS, CallWatch
+from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
 from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.server.feed.feed import Mirror
@@ -70,22 +71,23 @@ def test_calls_and_answers_are_mirrored_in_their_order_with_numbers_of_their_own
 
 
 def test_an_answer_is_bounded_and_the_next_one_goes_on():
+    count = 1024
     engine = Engine(num_requests=5000)
     process, mirror = Process(engine), Mirror(origin=0.0)
     mirror.read(process.calls_after, PAUSE)
-    for start in range(KEPT):
+    for start in range(count):
         engine.step(float(start), decode=range(1000))  # 12 MB in all: encode refuses a message of more than 1 MiB
     seen = 0
-    for _ in range(KEPT):
+    for _ in range(count):
         state = mirror.read(process.calls_after, PAUSE)
         assert len(state.requests) == MAX_REQUESTS
         found = mirror.log.after(seen)
         assert found.num_dropped == 0
         seen = found.cursor
-        if seen == KEPT:
+        if seen == count:
             break
-    assert [call["start"] for call in mirror.log.after(0).entries] == [float(start) for start in range(KEPT)]
-    assert len(process.asked) > KEPT / MAX_ENTRIES
+    assert [call["start"] for call in mirror.log.after(0).entries] == [float(start) for start in range(count)]
+    assert len(process.asked) > count / MAX_ENTRIES
 
 
 def test_what_was_lost_before_it_was_read_is_counted():
@@ -97,12 +99,45 @@ def test_what_was_lost_before_it_was_read_is_counted():
     mirror.read(process.calls_after, PAUSE)
     for start in range(KEPT + 10):
         engine.step(float(start))
-    for _ in range(2):
+    for _ in range(KEPT // MAX_ENTRIES):
         mirror.read(process.calls_after, PAUSE)
     found = mirror.log.after(1)
     assert found.num_dropped == 11
     assert len(found.entries) == KEPT
     assert found.cursor == KEPT + 12
+
+
+def test_a_hole_behind_calls_that_are_kept_is_counted_once():
+    engine = Engine()
+    process, mirror = Process(engine), Mirror(origin=0.0)
+    engine.step()
+    mirror.read(process.calls_after, PAUSE)
+    for start in range(KEPT_RECORDS + 10):
+        engine.step(float(start))
+    seen, dropped, told = 0, [], 0
+    for _ in range(KEPT // MAX_ENTRIES):
+        mirror.read(process.calls_after, PAUSE)
+        found = mirror.log.after(seen)
+        dropped.append(found.num_dropped)
+        told += len(found.entries)
+        seen = found.cursor
+    assert [each for each in dropped if each] == [10]
+    assert told == KEPT_RECORDS + 1, "the first call, and what the ring still had"
+    assert seen == KEPT_RECORDS + 11
+
+
+def test_what_ran_before_the_first_reading_and_is_lost_is_counted():
+    engine = Engine()
+    process, mirror = Process(engine), Mirror(origin=0.0)
+    mirror.read(process.calls_after, PAUSE)
+    for start in range(KEPT_RECORDS + 10):
+        engine.step(float(start))
+    found = process.calls_after(0)
+    assert found["dropped"] == 10
+    for _ in range(KEPT // MAX_ENTRIES):
+        mirror.read(process.calls_after, PAUSE)
+    found = mirror.log.after(0)
+    assert (found.num_dropped, len(found.entries), found.cursor) == (10, KEPT_RECORDS, KEPT_RECORDS + 10)
 
 
 def test_another_process_begins_again_and_the_numbers_here_go_on():

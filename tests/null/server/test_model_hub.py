@@ -1,0 +1,86 @@
+"""Tests that a hub releases the pipeline and the process of a model whose loading or end fails."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
+    pytest.importorskip(package)
+
+from staticllm.errors import ConfigError, StaticLLMError  # noqa: E402
+from staticllm.server.models import hub  # noqa: E402
+from staticllm.server.models.hub import ModelHub  # noqa: E402
+from staticllm.server.models.served import ModelSpec  # noqa: E402
+from staticllm.server.settings import ServerSettings  # noqa: E402
+
+
+class Home:
+    """Stands for the process of a model."""
+
+    def __init__(self, log):
+        self._log = log
+        self.is_lost = False
+
+    def close(self):
+        self._log.append("home")
+
+
+class Pipeline:
+    """Stands for a pipeline, whose end may fail."""
+
+    def __init__(self, log, error=None):
+        self._log = log
+        self._error = error
+
+    def close(self):
+        self._log.append("pipeline")
+        if self._error is not None:
+            raise self._error
+
+
+def run(monkeypatch, tmp_path, use, error=None):
+    """Run ``use(hub, model)`` with a hub of one model in a process of its own; return what was closed, in order."""
+    log = []
+    monkeypatch.setattr(hub, "has_files", lambda path: True)
+    monkeypatch.setattr(ModelHub, "_home_of", lambda self, model: Home(log))
+
+    async def main():
+        models = ModelHub([ModelSpec("one", tmp_path, "chat")], ServerSettings(), lambda *_: Pipeline(log, error))
+        try:
+            await use(models, models.models["one"])
+        finally:
+            await models.close()
+
+    asyncio.run(main())
+    return log
+
+
+@pytest.mark.parametrize("name", ["num_seqs_of", "AdmissionLimits"])
+def test_a_model_whose_limits_cannot_be_made_is_released(monkeypatch, tmp_path, name):
+    class Refusing:
+        def __call__(self, *_):
+            raise ConfigError("no such limit")
+
+        of = __call__
+
+    monkeypatch.setattr(hub, name, Refusing())
+
+    async def use(models, model):
+        with pytest.raises(ConfigError, match="no such limit"):
+            await models.acquire(model)
+        assert models.status(model) == "unloaded"
+
+    assert run(monkeypatch, tmp_path, use) == ["pipeline", "home"]
+
+
+def test_the_process_of_a_model_ends_also_if_the_end_of_its_pipeline_fails(monkeypatch, tmp_path):
+    async def use(models, model):
+        async with models.using(model):
+            assert models.status(model) == "loaded"
+        with pytest.raises(StaticLLMError, match="it hangs"):
+            await models.unload("one")
+        assert models.status(model) == "unloaded"
+
+    assert run(monkeypatch, tmp_path, use, StaticLLMError("it hangs")) == ["pipeline", "home"]
