@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,8 +12,9 @@ from support import calls
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.conversation import template_shape
 from staticllm.pipelines.conversation.events import ArgumentsDelta, CallBroken, merged, message_of
-from staticllm.pipelines.conversation.formats import find_format
+from staticllm.pipelines.conversation.formats import find_format, format_beside, shows_tools
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls
 from staticllm.pipelines.generation.options.extra import extra_options
@@ -27,6 +29,23 @@ TEMPLATES = {
     "functionary31": calls.FUNCTION_JSON,
     "functionary2": "{{ '<|from|>assistant\\n<|recipient|>' + name + '\\n<|content|>' + arguments }}",
 }  # fmt: skip
+DESCRIBED = {
+    "glm": "For each function call, output the function name and arguments within the following XML format:\n"
+    "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>"
+    "{{ content.split('</think>')[-1] }}",
+    "deepseek": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' "
+    "+ tool['function']['name'] + '\\n' + '```json' + '\\n' + tool['function']['arguments'] + '\\n' + '```' "
+    "+ '<｜tool▁call▁end｜>'}}{{'<｜tool▁calls▁end｜>'}}</think>",
+    "deepseek31": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments "
+    "+ '<｜tool▁call▁end｜>'}}</think>",
+    "functionary31": "<function=example_function_name>{\"example_name\": \"example_value\"}</function> <|python_tag|>",
+    "xml": "<tool_call>\n<function=example>\n<parameter=example_1>\nvalue_1\n</parameter>\n</function>\n</tool_call>",
+    "bare_xml": "<function=example>\n<parameter=example_1>\nvalue_1\n</parameter>\n</function>",
+    "mistral": "[TOOL_CALLS]name[ARGS]{}",
+    "mistral_ids": "[TOOL_CALLS]name[CALL_ID]id[ARGS]{}",
+}  # fmt: skip
+"""Templates whose source has calls, but that show none in a prompt."""
+TEMPLATES |= {f"described {name}": template for name, template in DESCRIBED.items()}
 OPENINGS = {"functionary3": "assistant<|end_header_id|>\n\n>>>", "functionary2": "<|from|>assistant\n<|recipient|>"}
 FORMATS = {name: find_format(template).after(OPENINGS.get(name, "")) for name, template in TEMPLATES.items()}
 TOOLS = [
@@ -105,6 +124,15 @@ CASES = [
         "<|from|>assistant\n<|recipient|>now\n<|content|>{}", "I look.", "", [BERLIN, NOW],
     ),
 ]  # fmt: skip
+CASES += [(f"described {case[0]}", *case[1:]) for case in CASES if case[0] in DESCRIBED]
+XML = "<function=weather>\n<parameter=city>\nBerlin\n</parameter>\n</function>"
+CASES += [
+    ("described xml", f"I look.<tool_call>\n{XML}\n</tool_call>", "I look.", "", [BERLIN]),
+    ("described xml", XML, "", "", [BERLIN]),
+    ("described bare_xml", f"I look.{XML}", "I look.", "", [BERLIN]),
+    ("described mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Berlin"}[TOOL_CALLS]now[ARGS]{}', "", "", [BERLIN, NOW]),
+    ("described mistral_ids", '[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{"city": "Berlin"}', "", "", [BERLIN]),
+]
 
 
 def test_formats_of_templates():
@@ -113,11 +141,50 @@ def test_formats_of_templates():
         "glm": ("learnt", False), "deepseek": ("learnt", False), "deepseek31": ("learnt", False),
         "minicpm": ("fenced", True), "lfm2": ("python", False), "functionary3": ("recipients", False),
         "functionary31": ("learnt", False), "functionary2": ("recipients", False),
+        **{f"described {name}": ("learnt", False) for name in DESCRIBED},
     }  # fmt: skip
     assert FORMATS["glm"].reasoning == ("<think>", "</think>")
     assert FORMATS["minicpm"].reasoning == ("<|thought_start|>", "<|thought_end|>")
     assert FORMATS["functionary3"].is_call_open
     assert not find_format(TEMPLATES["functionary3"]).after("").is_call_open
+
+
+@pytest.mark.parametrize("name", ["glm", "deepseek", "deepseek31", "functionary31"])
+def test_calls_that_are_only_described_are_those_that_are_shown(name):
+    assert replace(FORMATS[f"described {name}"], reasoning=("", "")) == replace(FORMATS[name], reasoning=("", ""))
+    assert find_format(DESCRIBED["xml"]).learnt == calls.LEARNT["xml"].learnt
+    assert find_format(DESCRIBED["mistral_ids"]).learnt == calls.LEARNT["mistral"].learnt
+
+
+def test_a_template_that_shows_no_tools_gets_the_format_of_its_own_description():
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = format_beside(turns + DESCRIBED["bare_xml"], has_tools=True)
+    assert (found.syntax, found.learnt) == ("generic", None)
+
+
+def test_a_probe_that_runs_out_of_time_once_is_made_again(monkeypatch):
+    """The template shows its calls and mentions nothing that ``_DESCRIBED`` has."""
+    template = calls.showing(
+        '<once><tool name="{{ c.function.name }}">{{ c.function.arguments | tojson }}</tool></once>'
+    )
+    monkeypatch.setattr(template_shape, "ALL_PROBES_SECONDS", -1.0)
+    assert find_format(template).syntax == ""
+    assert format_beside(template, has_tools=True).syntax == "generic"
+    assert not shows_tools(template)
+    monkeypatch.undo()
+    assert find_format(template).syntax == "learnt"
+    assert format_beside(template, has_tools=True).syntax == "learnt"
+    assert shows_tools(template)
+    assert template_shape.probed_shape(template) is template_shape.probed_shape(template), "a complete one is kept"
+
+
+@pytest.mark.parametrize("name", ["XML", "GLM", "DEEPSEEK", "DEEPSEEK_31", "FUNCTION_JSON", "MISTRAL"])
+def test_calls_are_found_while_probes_run_out_of_time(name, monkeypatch):
+    template = f"{getattr(calls, name)}{{# cut #}}"
+    monkeypatch.setattr(template_shape, "ALL_PROBES_SECONDS", -1.0)
+    assert find_format(template).learnt == find_format(getattr(calls, name)).learnt
+    monkeypatch.undo()
+    assert find_format(template) == find_format(getattr(calls, name))
 
 
 @pytest.mark.parametrize(("name", "text", "content", "reasoning", "found"), CASES)
