@@ -10,12 +10,15 @@ from typing import Any
 
 from staticllm.pipelines.conversation.events import Output
 from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
+from staticllm.pipelines.conversation.named_arguments import FENCE
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.template_shape import CallExamples
 from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
 """Where a call has an id; also what a required call is given there."""
+TYPE = "function"
+"""The type of a call. Some models write it in place of the name, then the name and a block of JSON, as models before them did."""
 MAX_LEAD_CHARS = 256
 """The most characters between the first marker of a call and what is directly before its name."""
 _JSON = re.compile(r'\{\s*"arg1":\s*"some_value"\s*\}')
@@ -219,10 +222,13 @@ def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: M
     yield from source.skip_space()
     name = (yield from source.word(f"{ends}\n{'{' if inner is None else '<'}")).strip()
     name = _NUMBERED.sub("", name) if numbered else name
+    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
+    if inner is None and name == TYPE and (yield from source.skip_space()) != "{":
+        name = yield from _take_fenced_name(source)
+        end = [FENCE, *end]
     if not name:
         raise MalformedError("a call without a name")
     output.begin_call(name)
-    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None:
         yield from take_object(source, output.arguments)
     else:
@@ -239,6 +245,14 @@ def _take_after_name(source: Source, tokens: list[str], has_json: bool) -> Steps
     if len(tokens) > 2 and tokens[1] == ID and not (yield from source.starts_with(tokens[0])):
         tokens = tokens[2:]
     yield from _take_tokens(source, tokens)
+
+
+def _take_fenced_name(source: Source) -> Steps[str]:
+    """Take a name and the beginning of a block of JSON."""
+    name = (yield from source.word("\n")).strip()
+    yield from source.skip_space()
+    yield from source.expect(f"{FENCE}json")
+    return name
 
 
 def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:

@@ -98,6 +98,9 @@ CASES = [
     ("deepseek", f"{BEGIN}{CALL}{FENCED[:-40]}", f"{BEGIN}{CALL}{FENCED[:-40]}", "", []),
     ("deepseek", f"{BEGIN}{END}", f"{BEGIN}{END}", "", []),
     ("deepseek31", f'{BEGIN}{CALL}weather{SEP}{{"city": "Berlin"}}{STOP}{CALL}now{SEP}{{}}{STOP}{END}', "", "", [BERLIN, NOW]),
+    ("deepseek31", f"{BEGIN}{CALL}{FENCED}{END}", "", "", [BERLIN]),
+    ("deepseek31", f"{BEGIN}{CALL}{FENCED}\n{CALL}now{SEP}{{}}{STOP}{END}", "", "", [BERLIN, NOW]),
+    ("deepseek31", f"{BEGIN}{CALL}function{SEP}now{STOP}", f"{BEGIN}{CALL}function{SEP}now{STOP}", "", []),
     ("deepseek31", f'{BEGIN}{CALL}weather{SEP}{{"city": "Berlin"}}', "", "", [BERLIN]),
     (
         "minicpm",
