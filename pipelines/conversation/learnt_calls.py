@@ -67,6 +67,32 @@ class LearntCalls:
         )
         return tuple(token for text in texts for token in tokens_of(text) if token != ID)
 
+    @property
+    def has_number(self) -> bool:
+        """Whether the number of a call stands behind its name."""
+        return bool(re.fullmatch(r":\d+", self._after_name[0]))
+
+    @property
+    def name_ends(self) -> str:
+        """The characters that end the name of a function. Before JSON, some models leave out what is between."""
+        is_in_tag = re.search(r"<[^<>]*$", self.before) is not None
+        after_name = self._after_name[self.has_number and len(self._after_name) > 1 :]
+        return f"{after_name[0][0]}\n{'<' if self.parameters is not None else '' if is_in_tag else '{'}"
+
+    @property
+    def _after_name(self) -> list[str]:
+        inner = self.parameters
+        return tokens_of(self.after_name) or ([] if inner is None else tokens_of(inner.before_name))
+
+    def can_call(self, function: str) -> bool:
+        """Return whether the name of a function is read as it is written."""
+        is_json = function[:1] in ("{", "[") and not self.wrapper[0] and len(tokens_of(self.before)) == 1
+        return not (is_json or set(function) & {*self.name_ends, "<"})
+
+    def can_pass(self, parameter: str) -> bool:
+        """Return whether the name of a parameter is read as it is written."""
+        return self.parameters is None or tokens_of(self.parameters.after_name)[0][0] not in parameter
+
 
 def tokens_of(text: str) -> list[str]:
     """Return the tags of a text and what is between them; white space between lines is left out."""
@@ -216,11 +242,9 @@ def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
 def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
     inner = learnt.parameters
     end = tokens_of(learnt.after)
-    after_name = tokens_of(learnt.after_name) or ([] if inner is None else tokens_of(inner.before_name))
-    numbered = bool(re.fullmatch(r":\d+", after_name[0]))
-    ends = after_name[1 if numbered and len(after_name) > 1 else 0][0]
+    numbered = learnt.has_number
     yield from source.skip_space()
-    name = (yield from source.word(f"{ends}\n{'{' if inner is None else '<'}")).strip()
+    name = (yield from source.word(learnt.name_ends)).strip()
     name = _NUMBERED.sub("", name) if numbered else name
     yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None and name == TYPE and (yield from source.skip_space()) != "{":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import string
 from dataclasses import replace
 from itertools import count
 
@@ -217,6 +219,78 @@ def test_arguments_stream_as_they_come_and_a_broken_call_says_so():
     assert [type(event).__name__ for event in events] == ["CallBegin", "ArgumentsDelta"]
 
 
+def required(name, tools):
+    chosen = extra_options({"tools": tools, "tool_choice": "required"}, False).tool_options
+    return required_calls(FORMATS[name], chosen)["format"]
+
+
+WRITTEN = {"city": "Berlin", "days": "3", "opts": "{}"}
+
+
+def written(form, key=""):
+    """Return a text that a format of a structural tag allows, with all optional parts."""
+    kind = form["type"]
+    if kind == "sequence":
+        texts = []
+        for each in form["elements"]:
+            texts.append(written(each, key))
+            key = next((name for name in WRITTEN if name in texts[-1]), key)
+        return "".join(texts)
+    if kind == "optional":
+        return written(form["content"], key)
+    if kind == "string":
+        return "Berlin"
+    if kind == "json_schema":
+        schema = form["json_schema"]
+        if "properties" in schema or not key:
+            return '{"city": "Berlin", "days": 3, "opts": {}}' if "properties" in schema else "{}"
+        return '"Berlin"' if schema["type"] == "string" else WRITTEN[key]
+    return form["value"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_required_call_allows_is_what_the_parser_reads(name):
+    for tool, arguments in zip(TOOLS, ({"city": "Berlin", "days": 3, "opts": {}}, {}), strict=True):
+        form = required(name, [tool])
+        assert json.loads(json.dumps(form)) == form
+        assert parsed(name, written(form)) == ("", "", [(tool["function"]["name"], arguments)])
+
+
+LEARNT = [name for name, format in FORMATS.items() if format.learnt is not None]
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_a_name_that_is_not_refused_is_read_as_it_is_written(name):
+    has_keys = FORMATS[name].learnt.parameters is not None
+    num_read = 0
+    for char in string.punctuation:
+        for function, key in ((f"f{char}g", "city"), (f"{char}f", "city"), (f"f{char}", "city"), ("f", f"a{char}city")):
+            schema = {"type": "object", "properties": {key: {"type": "string"}}}
+            try:
+                form = required(name, [{"name": function, **({"parameters": schema} if has_keys else {})}])
+            except GenerationConfigError:
+                continue
+            num_read += 1
+            arguments = {key: "Berlin"} if has_keys else {}
+            assert parsed(name, written(form)) == ("", "", [(function, arguments)]), (function, key)
+    assert num_read > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "parameter"),
+    [
+        ("described xml", 'f[g]{h}"i', 'a[b]{c}"d<e'),
+        ("glm", 'f[g]{h}"i>', 'a[b]{c}"d>e'),
+        ("functionary31", 'f[g]{h}"i', "x"),
+        ("deepseek31", 'f[g]}"i', "x"),
+    ],
+)
+def test_names_may_have_all_that_ends_no_name(name, function, parameter):
+    required(
+        name, [{"name": function, "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}}}]
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "function", "parameter"),
     [
@@ -224,13 +298,17 @@ def test_arguments_stream_as_they_come_and_a_broken_call_says_so():
         ("glm", "f", "a<b"),
         ("deepseek", "f<g", "x"),
         ("deepseek31", "f{g", "x"),
+        ("glm", "{f", "x"),
+        ("glm", "[f", "x"),
+        ("functionary31", "f>g", "x"),
+        ("described xml", "f", "a>b"),
+        ("described mistral", "f[g", "x"),
         ("minicpm", "f", "a-b"),
         ("functionary3", "a\nb", "x"),
     ],
 )
 def test_names_that_cannot_be_written_get_one_line(name, function, parameter):
     tools = [{"name": function, "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}}}]
-    chosen = extra_options({"tools": tools, "tool_choice": "required"}, False).tool_options
     with pytest.raises(GenerationConfigError, match="cannot be written") as caught:
-        required_calls(FORMATS[name], chosen)
+        required(name, tools)
     assert "\n" not in str(caught.value)
