@@ -7,6 +7,7 @@ know. What it shows in no way is written into the messages (``adapted.py``), as 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -47,6 +48,10 @@ MAX_OPENING = 64
 PROBE_SECONDS = 0.5
 ALL_PROBES_SECONDS = 3.0
 """The longest computing time of one probe and of all: what takes longer counts as not shown."""
+RETRY_SECONDS = 30.0
+"""How long what a template shows is kept if a probe ran out of time."""
+MAX_KEPT = 16
+"""The number of templates of which it is kept."""
 USER = {"role": "user", "content": "Hey"}
 TOOL = {
     "type": "function",
@@ -120,22 +125,33 @@ class _IncompleteError(Exception):
         self.shape = shape
 
 
+_incomplete: dict[str, tuple[float, TemplateShape]] = {}
+"""What templates show of which a probe ran out of time, each with the moment until which it is kept."""
+
+
 def probed_shape(template: str) -> TemplateShape:
     """Return what a template shows. A probe that exceeds a bound counts as refused: not every conversation has tools.
 
-    It is kept, except where a probe ran out of time: the next one may not.
+    It is kept; where a probe ran out of time, which the next one may not, only for ``RETRY_SECONDS``: all that is asked for one
+    conversation is then answered alike, and a template that always takes too long does not delay every conversation.
 
     Raises:
         Exception: what compiling a template raises, and what is not the template's fault (``outside_cause``).
         TemplateLimitError: a text of the user alone exceeds a bound.
     """
+    until, shape = _incomplete.get(template, (0.0, None))
+    if shape is not None and time.monotonic() < until:
+        return shape
     try:
         return _complete_shape(template)
     except _IncompleteError as found:
+        if len(_incomplete) >= MAX_KEPT:
+            _incomplete.clear()
+        _incomplete[template] = (time.monotonic() + RETRY_SECONDS, found.shape)
         return found.shape
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=MAX_KEPT)
 def _complete_shape(template: str) -> TemplateShape:
     with limited():
         check_syntax(template)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import string
+import time
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -167,16 +169,33 @@ def test_a_template_that_shows_no_tools_gets_the_format_of_its_own_description()
     assert (found.syntax, found.learnt) == ("generic", None)
 
 
-def test_a_probe_that_runs_out_of_time_once_is_made_again(monkeypatch):
+@pytest.fixture
+def no_time(monkeypatch):
+    """Let all probes run out of time."""
+    monkeypatch.setattr(template_shape, "ALL_PROBES_SECONDS", -1.0)
+    yield monkeypatch
+    monkeypatch.undo()
+    template_shape._incomplete.clear()
+
+
+def later(no_time):
+    """Let the probes have their time again, and the results of those before be old."""
+    no_time.undo()
+    now = time.monotonic() + template_shape.RETRY_SECONDS + 1
+    no_time.setattr(template_shape, "time", SimpleNamespace(monotonic=lambda: now))
+
+
+def test_a_probe_that_runs_out_of_time_once_is_made_again(no_time):
     """The template shows its calls and mentions nothing that ``_DESCRIBED`` has."""
     template = calls.showing(
         '<once><tool name="{{ c.function.name }}">{{ c.function.arguments | tojson }}</tool></once>'
     )
-    monkeypatch.setattr(template_shape, "ALL_PROBES_SECONDS", -1.0)
     assert find_format(template).syntax == ""
     assert format_beside(template, has_tools=True).syntax == "generic"
     assert not shows_tools(template)
-    monkeypatch.undo()
+    no_time.undo()
+    assert find_format(template).syntax == "", "the format of one conversation does not change between two questions"
+    later(no_time)
     assert find_format(template).syntax == "learnt"
     assert format_beside(template, has_tools=True).syntax == "learnt"
     assert shows_tools(template)
@@ -184,11 +203,10 @@ def test_a_probe_that_runs_out_of_time_once_is_made_again(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["XML", "GLM", "DEEPSEEK", "DEEPSEEK_31", "FUNCTION_JSON", "MISTRAL"])
-def test_calls_are_found_while_probes_run_out_of_time(name, monkeypatch):
+def test_calls_are_found_while_probes_run_out_of_time(name, no_time):
     template = f"{getattr(calls, name)}{{# cut #}}"
-    monkeypatch.setattr(template_shape, "ALL_PROBES_SECONDS", -1.0)
     assert find_format(template).learnt == find_format(getattr(calls, name)).learnt
-    monkeypatch.undo()
+    later(no_time)
     assert find_format(template) == find_format(getattr(calls, name))
 
 
