@@ -13,9 +13,9 @@ from typing import Any, Literal
 from staticllm.errors import PromptError
 from staticllm.pipelines.conversation import headed_messages as headed
 from staticllm.pipelines.conversation.chat_template import shape_of
-from staticllm.pipelines.conversation.learnt_calls import LearntCalls, learnt_calls
+from staticllm.pipelines.conversation.learnt_calls import ID, LearntCalls, LearntParameters, learnt_calls
 from staticllm.pipelines.conversation.named_arguments import FENCE
-from staticllm.pipelines.conversation.template_shape import CallExamples
+from staticllm.pipelines.conversation.template_shape import CallExamples, TemplateShape
 
 log = logging.getLogger("staticllm")
 Syntax = Literal[
@@ -51,6 +51,26 @@ _TAGS_BEFORE = re.compile(rf"((?:(?:{_TAG.pattern})\s*)*)$")
 _TAGS_AFTER = re.compile(rf"\s*((?:(?:{_TAG.pattern})\s*)*)")
 _PYTHON = re.compile(rf"(\[?){_NAME}\({_KEY}=[\"']{_VALUE}[\"']\)(\]?)")
 _BRACED = re.compile(rf"call:{_NAME}\{{{_KEY}:(\S*?){_VALUE}(\S*?)\}}")
+
+
+_ARG = LearntParameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+_PARAMETER = LearntParameters("<parameter=", ">\n", ">\n", "\n</parameter>\n")
+_CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DESCRIBED: tuple[tuple[tuple[str, ...], LearntCalls], ...] = (
+    (("<arg_key>", "<arg_value>"), LearntCalls(("", ""), "<tool_call>", "\n", "</tool_call>", _ARG)),
+    ((_CALL, FENCE), LearntCalls(_CALLS, f"{_CALL}function{_SEPARATOR}", f"\n{FENCE}json\n", f"\n{FENCE}{_CALL_END}")),
+    ((_CALL,), LearntCalls(_CALLS, _CALL, _SEPARATOR, _CALL_END)),
+    (
+        ("<tool_call>", "<function=", "<parameter="),
+        LearntCalls(("", ""), "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", _PARAMETER),
+    ),
+    (("<function=", "<parameter="), LearntCalls(("", ""), "<function=", ">\n", "</function>", _PARAMETER)),
+    (("<function=",), LearntCalls(("", ""), "<function=", ">", "</function>")),
+    ((NAMED, "[CALL_ID]", "[ARGS]"), LearntCalls(("", ""), NAMED, f"[CALL_ID]{ID}[ARGS]", "")),
+    ((NAMED, "[ARGS]"), LearntCalls(("", ""), NAMED, "[ARGS]", "")),
+)  # fmt: skip
+"""Calls that a template may only describe, by what its source then has; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +131,24 @@ class MessageFormat:
         return replace(self, is_reasoning_open=is_reasoning_open, is_call_open=is_call_open)
 
 
-@lru_cache(maxsize=8)
 def find_format(template: str) -> MessageFormat:
     """Return the format of the answers that ``template``, the source of a chat template, reads."""
+    return _format_of(template, _examples(template))
+
+
+@lru_cache(maxsize=8)
+def _format_of(template: str, examples: CallExamples | None) -> MessageFormat:
     if headed.CHANNEL in template and headed.MESSAGE in template:
         return MessageFormat("harmony")
     reasoning = next((tags for tags in REASONING_TAGS if tags[1] in template), ("", ""))
     mentioned = _mentioned(template)
-    examples = None if mentioned.syntax in ("fenced", "recipients") else _examples(template)
-    return replace(mentioned if examples is None else _shown(examples, mentioned), reasoning=reasoning)
+    if examples is not None and mentioned.syntax not in ("fenced", "recipients"):
+        mentioned = _shown(examples, mentioned)
+    return replace(mentioned, reasoning=reasoning)
+
+
+def _learnt_format(calls: LearntCalls) -> MessageFormat:
+    return MessageFormat("learnt", (calls.openings[0], ""), learnt=calls)
 
 
 def _examples(template: str) -> CallExamples | None:
@@ -135,7 +164,7 @@ def _shown(examples: CallExamples, mentioned: MessageFormat) -> MessageFormat:
     if seen is not None:
         return seen if seen.call[0] or not mentioned.syntax else mentioned
     if (learnt := learnt_calls(examples)) is not None:
-        return MessageFormat("learnt", (learnt.openings[0], ""), learnt=learnt)
+        return _learnt_format(learnt)
     begin = mentioned.call[0]
     return mentioned if begin and begin in examples.one else MessageFormat()
 
@@ -146,9 +175,11 @@ def _mentioned(template: str) -> MessageFormat:
     has_list = BLOCK[0] in template or TOOL_LIST in template
     is_fenced = f"{FENCE}python" in template
     python = (PYTHON_START, PYTHON_END) if PYTHON_START in template else ("", "")
+    described = next((calls for marks, calls in _DESCRIBED if all(mark in template for mark in marks)), None)
     known: tuple[tuple[object, MessageFormat], ...] = (
         (has_list and is_fenced, MessageFormat("fenced", BLOCK, is_fenced=True)),
         (has_list, MessageFormat("python", BLOCK)),
+        (described, MessageFormat() if described is None else _learnt_format(described)),
         (all(marker in template for marker in headed.RECIPIENT_MARKERS), MessageFormat("recipients", headed.TAGGED)),
         (_RECIPIENT_EXAMPLE.search(template), MessageFormat("recipients", headed.ARROWS)),
         (NAMED in template, MessageFormat("tagged", (NAMED, ""), is_list=True)),
@@ -216,19 +247,20 @@ def _around(before: str, after: str) -> tuple[tuple[str, str], tuple[str, str]]:
     return (joined, closing[0] if closing else ""), ("", "")
 
 
-@lru_cache(maxsize=8)
 def format_beside(template: str, has_tools: bool) -> MessageFormat:
     """Return the format of the answers to a prompt of this template, with or without tools.
 
     Where the template shows no tools, and no call of which an example could be made, tools come with the description of a format
     of their own (``adapted.py``).
     """
-    found = find_format(template)
-    if not has_tools:
-        return found
-    shape = shape_of(template)
+    return _beside_tools(template, shape_of(template)) if has_tools else find_format(template)
+
+
+@lru_cache(maxsize=8)
+def _beside_tools(template: str, shape: TemplateShape) -> MessageFormat:
+    found = _format_of(template, shape.examples)
     if shape.tools is None and shape.examples is None:
-        return replace(found, syntax="generic", call=("", ""))
+        return replace(found, syntax="generic", call=("", ""), learnt=None)
     if not found.syntax:
         log.warning(
             "the chat template shows tools, but not how the model writes calls in a known format: they stay text"

@@ -10,12 +10,15 @@ from typing import Any
 
 from staticllm.pipelines.conversation.events import Output
 from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
+from staticllm.pipelines.conversation.named_arguments import FENCE
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.template_shape import CallExamples
 from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
 """Where a call has an id; also what a required call is given there."""
+TYPE = "function"
+"""The type of a call. Some models write it in place of the name, then the name and a block of JSON, as models before them did."""
 MAX_LEAD_CHARS = 256
 """The most characters between the first marker of a call and what is directly before its name."""
 _JSON = re.compile(r'\{\s*"arg1":\s*"some_value"\s*\}')
@@ -63,6 +66,32 @@ class LearntCalls:
             [] if inner is None else [inner.before_name, inner.after_name, inner.after_name_of_other, inner.after_value]
         )
         return tuple(token for text in texts for token in tokens_of(text) if token != ID)
+
+    @property
+    def has_number(self) -> bool:
+        """Whether the number of a call stands behind its name."""
+        return bool(re.fullmatch(r":\d+", self._after_name[0]))
+
+    @property
+    def name_ends(self) -> str:
+        """The characters that end the name of a function. Before JSON, some models leave out what is between."""
+        is_in_tag = re.search(r"<[^<>]*$", self.before) is not None
+        after_name = self._after_name[self.has_number and len(self._after_name) > 1 :]
+        return f"{after_name[0][0]}\n{'<' if self.parameters is not None else '' if is_in_tag else '{'}"
+
+    @property
+    def _after_name(self) -> list[str]:
+        inner = self.parameters
+        return tokens_of(self.after_name) or ([] if inner is None else tokens_of(inner.before_name))
+
+    def can_call(self, function: str) -> bool:
+        """Return whether the name of a function is read as it is written."""
+        is_json = function[:1] in ("{", "[") and not self.wrapper[0] and len(tokens_of(self.before)) == 1
+        return not (is_json or set(function) & {*self.name_ends, "<"})
+
+    def can_pass(self, parameter: str) -> bool:
+        """Return whether the name of a parameter is read as it is written."""
+        return self.parameters is None or tokens_of(self.parameters.after_name)[0][0] not in parameter
 
 
 def tokens_of(text: str) -> list[str]:
@@ -213,16 +242,17 @@ def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
 def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
     inner = learnt.parameters
     end = tokens_of(learnt.after)
-    after_name = tokens_of(learnt.after_name) or ([] if inner is None else tokens_of(inner.before_name))
-    numbered = bool(re.fullmatch(r":\d+", after_name[0]))
-    ends = after_name[1 if numbered and len(after_name) > 1 else 0][0]
+    numbered = learnt.has_number
     yield from source.skip_space()
-    name = (yield from source.word(f"{ends}\n{'{' if inner is None else '<'}")).strip()
+    name = (yield from source.word(learnt.name_ends)).strip()
     name = _NUMBERED.sub("", name) if numbered else name
+    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
+    if inner is None and name == TYPE and (yield from source.skip_space()) != "{":
+        name = yield from _take_fenced_name(source)
+        end = [FENCE, *end]
     if not name:
         raise MalformedError("a call without a name")
     output.begin_call(name)
-    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None:
         yield from take_object(source, output.arguments)
     else:
@@ -239,6 +269,14 @@ def _take_after_name(source: Source, tokens: list[str], has_json: bool) -> Steps
     if len(tokens) > 2 and tokens[1] == ID and not (yield from source.starts_with(tokens[0])):
         tokens = tokens[2:]
     yield from _take_tokens(source, tokens)
+
+
+def _take_fenced_name(source: Source) -> Steps[str]:
+    """Take a name and the beginning of a block of JSON."""
+    name = (yield from source.word("\n")).strip()
+    yield from source.skip_space()
+    yield from source.expect(f"{FENCE}json")
+    return name
 
 
 def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:

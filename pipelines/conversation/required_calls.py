@@ -32,9 +32,10 @@ _NAMES = {
     "fenced": re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII),
     "recipients": re.compile(r"[!-~]+"),
     "harmony": re.compile(r"[\w.-]+", re.ASCII),
-    "learnt": re.compile(r"[!#-;=?-Z\\^-z|}~]+"),
+    "learnt": re.compile(r"[!-~]+"),
 }
-"""The names of functions and parameters that can be written in a syntax; all in those that are not listed."""
+"""The names of functions and parameters that can be written in a syntax; all in those that are not listed. What was learnt may
+allow fewer (``LearntCalls``)."""
 
 
 def required_calls(format: MessageFormat, tools: ToolOptions) -> Part:
@@ -139,14 +140,19 @@ def _owner_of(name: str) -> Owner:
     return Owner(f"the parameters of the tool {shown(name)}", "leave it out, or use tool_choice='auto'")
 
 
-def _check_names(syntax: str, name: str, parameters: Sequence[Parameter]) -> None:
-    known = _NAMES.get(syntax)
-    for each in (name, *(parameter.name for parameter in parameters)):
-        if known is not None and not known.fullmatch(each):
-            raise GenerationConfigError(
-                f"a required call of {name!r}: the name {each!r} cannot be written in the model's format of calls; rename it, "
-                "or use tool_choice='auto'"
-            )
+def _check_names(format: MessageFormat, name: str, parameters: Sequence[Parameter]) -> None:
+    known = _NAMES.get(format.syntax)
+    learnt = format.learnt
+    keys = [parameter.name for parameter in parameters]
+    refused = [each for each in (name, *keys) if known is not None and not known.fullmatch(each)]
+    if learnt is not None:
+        refused += [] if learnt.can_call(name) else [name]
+        refused += [key for key in keys if not learnt.can_pass(key)]
+    if refused:
+        raise GenerationConfigError(
+            f"a required call of {name!r}: the name {refused[0]!r} cannot be written in the model's format of calls; rename it, "
+            "or use tool_choice='auto'"
+        )
 
 
 def _call(format: MessageFormat, name: str, parameters: object) -> list[Part]:
@@ -155,7 +161,7 @@ def _call(format: MessageFormat, name: str, parameters: object) -> list[Part]:
     has_parameters = format.syntax in ("python", "fenced") or (learnt is not None and learnt.parameters is not None)
     listed = listed_parameters(schema, _owner_of(name)) if has_parameters else []
     listed.sort(key=lambda parameter: not parameter.is_required)
-    _check_names(format.syntax, name, listed)
+    _check_names(format, name, listed)
     if learnt is not None and learnt.parameters is not None:
         around = _around_learnt(learnt)
         arguments = _tagged(listed, learnt.parameters)
@@ -165,7 +171,7 @@ def _call(format: MessageFormat, name: str, parameters: object) -> list[Part]:
     else:
         around = _around_json(format) if learnt is None else _around_learnt(learnt)
         arguments = [_json(schema)]
-    written = json.dumps(name)[1:-1] if around.before_name.endswith('"') else name
+    written = json.dumps(name)[1:-1] if learnt is None and around.before_name.endswith('"') else name
     return [*_text(around.before_name), _name(written), *_text(around.after_name), *arguments, *_text(around.end)]
 
 

@@ -1,12 +1,13 @@
 """Finds out what a chat template shows of a conversation, by rendering probes: its source may say anything.
 
 A template that was written for one model reads tools, calls and results in that model's way, and leaves out what it does not
-know. What it shows in no way is written into the messages (``conversation.py``), as GenAI does.
+know. What it shows in no way is written into the messages (``adapted.py``), as GenAI does.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -47,6 +48,10 @@ MAX_OPENING = 64
 PROBE_SECONDS = 0.5
 ALL_PROBES_SECONDS = 3.0
 """The longest computing time of one probe and of all: what takes longer counts as not shown."""
+RETRY_SECONDS = 30.0
+"""How long what a template shows is kept if a probe ran out of time."""
+MAX_KEPT = 16
+"""The number of templates of which it is kept."""
 USER = {"role": "user", "content": "Hey"}
 TOOL = {
     "type": "function",
@@ -96,7 +101,7 @@ class TemplateShape:
     ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text.
     ``has_system``: it shows a system message, without tools or beside them. ``calls`` are those
     beside tools, ``lone_calls`` those of a conversation that has no tools now. ``examples`` is None if they cannot be told.
-    ``has_reasoning_beside_text``: it takes a text in the same message as well.
+    ``has_reasoning_beside_text``: it takes a text in the same message as well. ``is_complete``: no probe ran out of time.
     """
 
     wants_parts: bool
@@ -109,16 +114,45 @@ class TemplateShape:
     examples: CallExamples | None
     reasoning: str | None
     has_reasoning_beside_text: bool
+    is_complete: bool
 
 
-@lru_cache(maxsize=16)
+class _IncompleteError(Exception):
+    """A probe ran out of time."""
+
+    def __init__(self, shape: TemplateShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+
+_incomplete: dict[str, tuple[float, TemplateShape]] = {}
+"""What templates show of which a probe ran out of time, each with the moment until which it is kept."""
+
+
 def probed_shape(template: str) -> TemplateShape:
     """Return what a template shows. A probe that exceeds a bound counts as refused: not every conversation has tools.
+
+    It is kept; where a probe ran out of time, which the next one may not, only for ``RETRY_SECONDS``: all that is asked for one
+    conversation is then answered alike, and a template that always takes too long does not delay every conversation.
 
     Raises:
         Exception: what compiling a template raises, and what is not the template's fault (``outside_cause``).
         TemplateLimitError: a text of the user alone exceeds a bound.
     """
+    until, shape = _incomplete.get(template, (0.0, None))
+    if shape is not None and time.monotonic() < until:
+        return shape
+    try:
+        return _complete_shape(template)
+    except _IncompleteError as found:
+        if len(_incomplete) >= MAX_KEPT:
+            _incomplete.clear()
+        _incomplete[template] = (time.monotonic() + RETRY_SECONDS, found.shape)
+        return found.shape
+
+
+@lru_cache(maxsize=MAX_KEPT)
+def _complete_shape(template: str) -> TemplateShape:
     with limited():
         check_syntax(template)
         try:
@@ -128,7 +162,10 @@ def probed_shape(template: str) -> TemplateShape:
         except Exception as error:  # the template refuses this shape
             if outside_cause(error) is not None:
                 raise
-    return _Prober(template).shape()
+    shape = _Prober(template).shape()
+    if not shape.is_complete:
+        raise _IncompleteError(shape)  # what is raised is not kept
+    return shape
 
 
 def in_parts(message: Message) -> Message:
@@ -174,6 +211,7 @@ class _Prober:
     def __init__(self, template: str) -> None:
         self._template = template
         self._seconds_left = ALL_PROBES_SECONDS
+        self._is_complete = True
 
     def shape(self) -> TemplateShape:
         place = self._tool_place()
@@ -181,7 +219,7 @@ class _Prober:
         calls = lone if place is None else self._call_form(place)
         form = calls or lone
         examples = None if form is None else self._examples(form, place if calls is form else None)
-        return TemplateShape(
+        shape = TemplateShape(
             wants_parts=self._wants_parts,
             takes_parts=self._takes_parts(),
             has_system=self._has_system([]),
@@ -191,7 +229,9 @@ class _Prober:
             lone_calls=lone,
             examples=examples,
             **self._reasoning(form, place if calls is form else None),
+            is_complete=True,
         )
+        return replace(shape, is_complete=self._is_complete)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] = (), has_prompt: bool = False) -> str:
         """Return what the template makes of a conversation, whose texts have the shape it wants; "" if it refuses that."""
@@ -209,6 +249,7 @@ class _Prober:
                 return ""
             finally:
                 self._seconds_left -= seconds - budget.seconds_left
+                self._is_complete &= budget.seconds_left >= 0
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -340,16 +340,6 @@ def prepare_grammar(
     return PreparedGrammar(mask, CompileTimes(max(0.0, seconds), grammars.init_seconds))
 
 
-def mask_of(request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None) -> GrammarMask | None:
-    """Return the processor of a request's grammar at the beginning of an answer; None without a grammar.
-
-    Raises:
-        GenerationConfigError: as for ``prepare_grammar``.
-    """
-    prepared = prepare_grammar(request, vocab_size, grammars)
-    return None if prepared is None else prepared.mask
-
-
 def request_record(state: SequenceState, reason: FinishReason) -> RequestRecord:
     """Return the record of one answer that ends now."""
     request = state.request

@@ -77,8 +77,7 @@ class GenerationHandle:
         self._check_single()
         if wants_text:
             self._processors[0].want_text()
-        yield from self._take_first()
-        yield from self._read(None)
+        yield from self._read(None, has_echo=True)
 
     def __iter__(self) -> Iterator[str]:
         """Yield text as it is generated."""
@@ -347,12 +346,19 @@ class GenerationHandle:
         if error is not None:
             raise error
 
-    def _read(self, until: float | None) -> Iterator[TextDelta]:
-        """Yield the increments of all answers as this thread's reader; raise TimeoutError after the moment ``until``."""
+    def _read(self, until: float | None, has_echo: bool = False) -> Iterator[TextDelta]:
+        """Yield the increments of all answers as this thread's reader; raise TimeoutError after the moment ``until``.
+
+        ``has_echo``: the prompt comes first if it is part of the answer and was not read yet.
+        """
         token = object()
         if not self._enter(token, until):
             raise TimeoutError("another thread is reading this handle, and the request has not ended yet; it goes on")
         try:
+            if has_echo:
+                if not self.is_done:
+                    check_process(self._pid)
+                yield from self._take_first()
             while not self.is_done:
                 self._role.move_here(token)
                 check_process(self._pid)

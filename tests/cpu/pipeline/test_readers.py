@@ -10,6 +10,7 @@ import time
 import pytest
 
 from staticllm import ClosedError, GenerationConfigError, StaticLLMError, StaticLLMPipeline, demo_model_path
+from staticllm.pipelines.text import handle as text_handle
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -50,6 +51,36 @@ def test_result_times_out_while_another_thread_is_reading(pipe):
     assert time.monotonic() - start < 5
     assert "".join(pieces), "the reader got no more text"
     assert len(handle.result().tokens[0]) == 190, "the reader lost tokens"
+
+
+def test_the_echo_comes_after_the_checks_of_its_reader(pipe):
+    handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True, echo=True)
+    answers = queue.SimpleQueue()
+    token = object()
+    assert handle._role.enter(token), "a reader such as ``result``, which leaves the echo"
+    thread = threading.Thread(target=lambda: answers.put("".join(handle)))
+    thread.start()
+    time.sleep(0.2)
+    assert handle._first is not None, "a reader that waits for its turn has taken nothing"
+    handle._role.leave(token)
+    thread.join(30)
+    assert answers.get(timeout=0).startswith("hello")
+
+
+def test_a_thread_that_may_not_wait_gets_no_echo(pipe, monkeypatch):
+    def refuse():
+        raise StaticLLMError("this thread may not wait")
+
+    handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True, echo=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(text_handle, "check_may_wait", refuse)
+        with pytest.raises(StaticLLMError, match="may not wait"):
+            next(handle.deltas())
+    with monkeypatch.context() as patch:
+        patch.setattr(handle, "_pid", -1)
+        with pytest.raises(StaticLLMError):
+            next(handle.deltas())
+    assert "".join(handle).startswith("hello")
 
 
 def test_an_iterator_can_be_dropped_in_another_thread(pipe, recwarn):

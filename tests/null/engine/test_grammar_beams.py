@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.beam_steps import advanced
-from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, text_of
+from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, mask_for, text_of
 from support.engine.output_queues import outputs_of
 from support.quick import examples
 
@@ -18,7 +18,6 @@ from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
-from staticllm.pipelines.engine.state import mask_of
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -42,7 +41,7 @@ def logprobs_after(tokens, seed):
 
 
 def beam_of(request):
-    return BeamRequest(request, VOCAB_SIZE, grammar_mask=mask_of(request, VOCAB_SIZE, COMPILER))
+    return BeamRequest(request, VOCAB_SIZE, grammar_mask=mask_for(request, VOCAB_SIZE, COMPILER))
 
 
 def request_of(pattern, num_beams=3, count=2, max_new_tokens=20, prompt=range(9), **options):
@@ -54,7 +53,7 @@ def request_of(pattern, num_beams=3, count=2, max_new_tokens=20, prompt=range(9)
 
 def search(request, seed):
     limits = Limits(request.max_new_tokens, request.stop_token_ids)
-    found, beams = BeamSearch(request.beams, request.prompt, limits), [((), mask_of(request, VOCAB_SIZE, COMPILER))]
+    found, beams = BeamSearch(request.beams, request.prompt, limits), [((), mask_for(request, VOCAB_SIZE, COMPILER))]
     while beams:
         logits = [logprobs_after(tokens, seed)[0].astype(np.float32) for tokens, _ in beams]
         successors, before, beams = advanced(found, logits, [mask for _, mask in beams]), beams, []

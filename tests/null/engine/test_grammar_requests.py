@@ -9,14 +9,13 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, text_of
+from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, mask_for, text_of
 from support.engine.output_queues import outputs_of
 from support.quick import examples
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.request import EngineRequest, EngineText, TokenOutput
-from staticllm.pipelines.engine.state import mask_of
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -33,7 +32,7 @@ def request_of(pattern, prompt=range(9), seed=1, count=1, max_new_tokens=60, sam
         tuple(prompt), sampling, seed=seed, num_sequences=count, max_new_tokens=max_new_tokens,
         stop_token_ids=frozenset([END]), grammar=Grammar("regex", pattern),
     )  # fmt: skip
-    return FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_of(request, VOCAB_SIZE, COMPILER))
+    return FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_for(request, VOCAB_SIZE, COMPILER))
 
 
 def answers_of(request):
@@ -199,7 +198,7 @@ def test_max_new_tokens_cuts_a_run_of_forced_tokens():
             stop_token_ids=frozenset([END]),
             grammar=Grammar("lark", "start: /(the city|the name) of maybe function/"),
         )
-        cut = FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_of(request, VOCAB_SIZE, COMPILER))
+        cut = FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_for(request, VOCAB_SIZE, COMPILER))
         engine = new_engine()
         run_to_end(engine, [cut])
         *tokens, end = outputs_of(cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from staticllm.pipelines.engine.state import prepare_grammar
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
@@ -47,6 +48,12 @@ def compiler_of(num_unused: int = 0) -> GrammarCompiler:
 def mask_of(compiler, grammar, stop_token_ids=(END,), vocab_size=OTHER_SPECIAL + 1, max_new_tokens=None):
     matcher = compiler.matcher(grammar, vocab_size, max_new_tokens)
     return GrammarMask(matcher, stop_token_ids, compiler.vocabulary.special, vocab_size, compiler.times)
+
+
+def mask_for(request, vocab_size, compiler):
+    """Return the processor of a request's grammar at the beginning of an answer; None without a grammar."""
+    prepared = prepare_grammar(request, vocab_size, compiler)
+    return None if prepared is None else prepared.mask
 
 
 def random_answer(compiler, grammar, seed, max_tokens=1500, num_free=60, prepares=False, **options):
