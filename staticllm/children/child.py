@@ -211,12 +211,12 @@ def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
         child = Child([*daemon_command(), *options], folder=folder, errors=errors, is_detached=True)
     except OSError as error:
         raise endpoint.EndpointError(f"the daemon could not be started: {error}") from error
-    if child.wait_until(partial(endpoint.listens, folder), DAEMON_SECONDS):
+    if child.wait_until(partial(endpoint.answers, folder), DAEMON_SECONDS):
         return
     if child.exit_code == 1:  # another one was faster, or it has failed
         moment = time.monotonic() + OTHER_SECONDS
         while time.monotonic() < moment:
-            if endpoint.listens(folder):
+            if endpoint.answers(folder):
                 return
             time.sleep(LOOK_SECONDS)
     said = errors.read_text("utf-8", "replace").strip()[-LAST_BYTES:]

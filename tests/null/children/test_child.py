@@ -9,7 +9,8 @@ import pytest
 
 from staticllm.children import child as module
 from staticllm.children.child import Child, ChildLostError, start_daemon
-from staticllm.wire.endpoint import EndpointError
+from staticllm.wire import endpoint
+from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import Kind, Message
 
 ECHO = """
@@ -87,3 +88,23 @@ def test_a_daemon_that_cannot_start_says_where_and_why(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "daemon_command", lambda: [sys.executable, "-c", "raise SystemExit('no device')"])
     with pytest.raises(EndpointError, match=r"does not listen after 0 s: see .*daemon\.log; no device"):
         start_daemon(tmp_path)
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(60)", "raise SystemExit(1)"])
+def test_a_daemon_that_is_silent_while_it_starts_is_waited_for(tmp_path, monkeypatch, code):
+    """With exit code 1, another program's daemon is the one that listens."""
+    looks = []
+
+    def listens(folder):
+        looks.append(folder)
+        if len(looks) < 3:
+            raise SilentError("it has not answered")
+        return True
+
+    monkeypatch.setattr(endpoint, "listens", listens)
+    monkeypatch.setattr(module, "daemon_command", lambda: [sys.executable, "-c", code])
+    start_daemon(tmp_path)
+    assert looks == [tmp_path] * 3
+    started = module._detached.pop()
+    started.kill()
+    started.wait(60)
