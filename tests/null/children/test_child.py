@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 
@@ -72,6 +74,15 @@ def test_a_child_that_is_killed_or_late_is_lost():
 def test_a_child_that_does_not_end_is_killed():
     child = child_of("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
     assert child.end(0.5) == -9
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
+def test_ctrl_c_does_not_end_a_child_that_has_taken_its_pipes():
+    child = child_of(ECHO)
+    child.ask(Message(Kind.PING), 60)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.ask(Message(Kind.PING), 60).kind is Kind.PING
+    assert child.end(60) == 0
 
 
 def test_waiting_for_a_child_ends_when_it_is_ready_has_ended_or_is_late():
