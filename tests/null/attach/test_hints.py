@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
-from staticllm.attach import hints
+import staticllm
+
+
+@pytest.fixture(scope="module")
+def hints():
+    """The module by its file: to import its package attaches this program, and with it all other tests."""
+    spec = importlib.util.spec_from_file_location(
+        "hints_alone", Path(staticllm.__file__).parent / "attach" / "hints.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -26,7 +39,7 @@ from staticllm.attach import hints
         ("", False),
     ],
 )
-def test_a_version_counts_by_its_first_two_numbers(monkeypatch, version, is_on):
+def test_a_version_counts_by_its_first_two_numbers(hints, monkeypatch, version, is_on):
     monkeypatch.delenv("STATICLLM_HINTS", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__=version))
     assert hints._is_on() is is_on
