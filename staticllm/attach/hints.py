@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import threading
 from typing import Any
@@ -53,8 +54,8 @@ def _is_on() -> bool:
     if wanted:
         return wanted != "0"
     version = str(getattr(sys.modules.get("transformers"), "__version__", ""))
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    return TESTED[0] <= numbers < TESTED[1]
+    numbers = re.match(r"(\d+)\.(\d+)", version)  # those of 5.5rc1 are 5 and 5
+    return numbers is not None and TESTED[0] <= (int(numbers[1]), int(numbers[2])) < TESTED[1]
 
 
 def _counted(method: Any) -> Any:

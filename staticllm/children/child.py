@@ -174,6 +174,13 @@ class Child:
         return ChildLostError(f"by signal {-code}" if code < 0 else f"with code {code}, {reason}", code)
 
 
+def last_words(errors: Path) -> str:
+    """Return the last line that a child wrote into its ``errors``, as far as an error quotes it; empty if there is none."""
+    lines = errors.read_text("utf-8", "replace").split("\n") if errors.is_file() else []
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "".join(each if each.isprintable() else "?" for each in said[:LAST_BYTES])
+
+
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Return the child's stream of questions and that of its answers; stderr takes the place of stdout.
 
@@ -211,12 +218,12 @@ def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
         child = Child([*daemon_command(), *options], folder=folder, errors=errors, is_detached=True)
     except OSError as error:
         raise endpoint.EndpointError(f"the daemon could not be started: {error}") from error
-    if child.wait_until(partial(endpoint.listens, folder), DAEMON_SECONDS):
+    if child.wait_until(partial(endpoint.answers, folder), DAEMON_SECONDS):
         return
     if child.exit_code == 1:  # another one was faster, or it has failed
         moment = time.monotonic() + OTHER_SECONDS
         while time.monotonic() < moment:
-            if endpoint.listens(folder):
+            if endpoint.answers(folder):
                 return
             time.sleep(LOOK_SECONDS)
     said = errors.read_text("utf-8", "replace").strip()[-LAST_BYTES:]

@@ -236,6 +236,14 @@ def listens(folder: Path) -> bool:
     return True
 
 
+def answers(folder: Path) -> bool:
+    """Return whether a daemon listens in a folder and answers; one that is silent while it starts may answer later."""
+    try:
+        return listens(folder)
+    except SilentError:
+        return False
+
+
 def silence_of(where: object) -> str:
     """Return the text of a ``SilentError``."""
     return (

@@ -43,12 +43,13 @@ class Host(DaemonControl, Protocol):
 
 
 class Greeting:
-    """A connection whose client is not known yet."""
+    """A connection whose client is not known yet. ``joined`` is what the host has added for it, also if ``wait`` failed then."""
 
     def __init__(self, channel: Channel, host: Host) -> None:
         self._channel = channel
         self._host = host
         self.started = time.monotonic()
+        self.joined: Connection | None = None
 
     def wait(self) -> Connection | None:
         """Wait for the ``HELLO``, and return the connection that follows; None if it was refused, and is closed."""
@@ -73,16 +74,16 @@ class Greeting:
         if message.kind is not Kind.HELLO:
             raise ProtocolError(f"the first message is {message.kind.name}, not HELLO")
         try:
-            connection, body = self._host.join(message, self._channel)
+            self.joined, body = self._host.join(message, self._channel)
         except StaticLLMError as error:
             self._channel.send(refused(error))
             return None
         try:
             self._channel.send(Message(Kind.WELCOME, body=body))
         except BaseException:
-            connection.end()
+            self.joined.end()
             raise
-        return connection
+        return self.joined
 
 
 class Connection:

@@ -12,7 +12,7 @@ from pathlib import Path
 import openvino as ov
 
 from staticllm.children.answers import check, failed
-from staticllm.children.child import Child, ChildLostError, take_pipes
+from staticllm.children.child import Child, ChildLostError, last_words, take_pipes
 from staticllm.daemon.models.sources import ModelSource
 from staticllm.daemon.sharing.devices import is_virtual
 from staticllm.devices import get_core, kind
@@ -53,16 +53,17 @@ def _run_child(source: ModelSource, blob: Path) -> None:
         "xml": str(source.xml), "weights": str(source.weights), "device": source.device, "config": dict(source.config),
         "blob": str(blob),
     }  # fmt: skip
-    child = Child(
-        [sys.executable, "-m", "staticllm.daemon.models.compiling"], has_pipes=True, errors=blob.with_suffix(".err")
-    )
+    errors = blob.with_suffix(".err")
+    child = Child([sys.executable, "-m", "staticllm.daemon.models.compiling"], has_pipes=True, errors=errors)
     try:
         check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
     except TimeoutError:
         raise DeviceError(f"{source.xml.name} was not compiled for {source.device} in {MAX_SECONDS:g} s") from None
     except ChildLostError as error:
+        said = last_words(errors)
         raise DeviceError(
             f"the compiler of {source.device} crashed on {source.xml.name} (exit code {error.code})"
+            + (f": {said}" if said else "")
         ) from None
     except StaticLLMError as error:
         raise DeviceError(f"{source.device} refused {source.xml.name}: {error}") from None

@@ -16,8 +16,8 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
 from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay
 from staticllm.daemon.packed.request import EngineLimits, PackedRequest
-from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceUse, EngineId
-from staticllm.daemon.sharing.devices import Devices, real_device
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceScheduler, DeviceUse, EngineId
+from staticllm.daemon.sharing.devices import Devices, is_virtual, real_device
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError, pipeline_closed
 from staticllm.model_dir import forget_in_memory, keep_in_memory, max_positions, read_model
@@ -95,23 +95,14 @@ class PackedModel:
                 self._try_start(directory, device, _config_of(directory, device, config, weights), policy)
         finally:
             forget_in_memory(directory)
-        self.input_names = tuple(port.get_any_name() for port in model.inputs)
-        self.device = device if self._program is None else real_device(self._program, device)
-        devices = Devices() if devices is None else devices
-        scheduler = devices.scheduler(self.device)
-        num_bytes = weights.stat().st_size
-        native = {name: value for name, value in config.items() if name in supported_properties(core, device)}
-        self._original = OriginalModel(
-            model,
-            device,
-            native,
-            scheduler=scheduler,
-            compiling=devices.compiling,
-            engine=EngineId(id),
-            num_bytes=num_bytes,
-        )
-        if self.engine is not None:
-            self.engine.share_device(DeviceUse(scheduler, EngineId(id), num_bytes))
+        try:
+            self._original = self._share(
+                model, device, weights.stat().st_size, Devices() if devices is None else devices
+            )
+        except BaseException:
+            if self.engine is not None:
+                self.engine.close()
+            raise
         if self.reason is not None:
             log.info("%s runs as it is: %s", xml, self.reason)
 
@@ -146,6 +137,27 @@ class PackedModel:
         self._original.close()
         self._weights = None
         self._program = None
+
+    def _share(self, model: ov.Model, device: str, num_bytes: int, devices: Devices) -> OriginalModel:
+        """Let the engine take turns with the other users of its device, and return the original model, which does the same."""
+        self.input_names = tuple(port.get_any_name() for port in model.inputs)
+        self.device = device if self._program is None else real_device(self._program, device)
+        known = supported_properties(get_core(), device)  # raises if there is no such device
+        native = {name: value for name, value in self._config.items() if name in known}
+        is_hidden = self._program is None and is_virtual(device)  # the device behind it is not known yet
+        scheduler = DeviceScheduler() if is_hidden else devices.scheduler(self.device)
+        engine = EngineId(self.id)
+        if self.engine is not None:
+            self.engine.share_device(DeviceUse(scheduler, engine, num_bytes))
+        return OriginalModel(
+            model,
+            device,
+            native,
+            scheduler=scheduler,
+            compiling=devices.compiling,
+            engine=engine,
+            num_bytes=num_bytes,
+        )
 
     def _try_start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
         """Start the engine, or note why no pass can lower the model."""

@@ -221,7 +221,6 @@ class Daemon:
         return len(self._greetings) + len(self._connections)
 
     def _serve(self, raw: Any, greeting: Greeting) -> None:
-        connection: Connection | None = None
         try:
             endpoint.welcome(raw, self._key)
             connection = greeting.wait()
@@ -232,7 +231,7 @@ class Daemon:
             log.warning("a connection is refused: %s", error)
             raw.close()
         finally:
-            self._forget(greeting, connection)
+            self._forget(greeting, greeting.joined)
 
     def _forget(self, greeting: Greeting, connection: Connection | None = None) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from staticllm.errors import ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.daemon_link import ask
 from staticllm.wire.channel import Channel, join_daemon
 from staticllm.wire.endpoint import EndpointError, SilenceWatch, SilentError
-from staticllm.wire.messages import Kind, Message
+from staticllm.wire.messages import Kind, Message, ProtocolError
 
 STOP_SECONDS = 15.0
 LOG_BYTES = 1 << 20
@@ -109,7 +109,10 @@ def status(folder: Path) -> dict[str, Any] | None:
 @contextmanager
 def control(folder: Path) -> Iterator[Channel]:
     """Connect to the daemon of a folder as a client without models. Raises ``EndpointError`` and ``StaticLLMError``."""
-    channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True)
+    try:
+        channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True)
+    except ProtocolError as error:
+        raise StaticLLMError(f"the daemon's answer is damaged: {error}") from error
     try:
         check(answer)
         yield channel

@@ -149,7 +149,7 @@ class DeviceGrant:
 class Due:
     """The moment at which an engine must have the device for the next token of a request of this ``priority``.
 
-    It counts until the moment ``until`` if the engine does not request for the device before.
+    It counts until the moment ``until`` if the engine does not ask for the device before.
     """
 
     moment: float
@@ -169,7 +169,7 @@ class DeviceScheduler:
     An engine with running requests sets ``due``, the moment at which it must have the device for the next token. A call of the
     same priority that would end after it waits, until it has waited long enough for its ``MIN_CALL_SHARE`` of the time. One of a
     lower priority has no such share, and for one of a higher priority ``due`` does not count. A moment that has passed while its
-    engine does not request counts no more: the client of the sequence has not come back.
+    engine does not ask counts no more: the client of the sequence has not come back.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, on_use: OnUse | None = None) -> None:

@@ -129,7 +129,7 @@ class WorkerHome(ModelHome):
         except OSError as error:
             raise EndpointError(f"the process of {self.name!r} cannot be started: {error.strerror}") from None
         _log.info("process %d runs %r", process.pid, self.name)
-        if process.wait_until(partial(endpoint.listens, folder), START_SECONDS):
+        if process.wait_until(partial(endpoint.answers, folder), START_SECONDS):
             return
         code = process.exit_code
         if code is not None and (code < 0 or crash_name(code) is not None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import openvino as ov
 import openvino.opset13 as op
@@ -45,3 +47,11 @@ def test_a_compiler_that_crashes_ends_only_the_child(source, monkeypatch):
     monkeypatch.setattr(Child, "ask", crash)
     with pytest.raises(DeviceError, match=r"the compiler of CPU crashed on model\.xml \(exit code -11\)"):
         compile_model(source, in_child=True)
+
+
+def test_a_child_that_cannot_start_says_why_in_one_line(source, tmp_path, monkeypatch):
+    (tmp_path / "openvino.py").write_text("raise ImportError('libopenvino.so is missing\x1b[31m')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    with pytest.raises(DeviceError, match=r"crashed on model\.xml \(exit code 1\): ImportError: libopenvino") as raised:
+        compile_model(source, in_child=True)
+    assert str(raised.value).isprintable()

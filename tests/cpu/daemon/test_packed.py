@@ -7,8 +7,11 @@ import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm.daemon.packed import model as module
 from staticllm.daemon.packed.model import PackedModel
+from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ClosedError, PromptError
+from staticllm.pipelines.engine.engine import Engine
 from tests.support.attach.packed_programs import EXACT, SHORT, TOLERANCE, Original, Program
 
 PACKED = ["demo", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom", "opt", "phi3"))]
@@ -242,6 +245,36 @@ def test_an_ir_of_another_name_needs_no_other_file(tmp_path, zoo):
     model.close()
     with pytest.raises(ClosedError):
         model.open().infer(Program().inputs(1, 6))
+
+
+def test_an_engine_whose_model_cannot_be_shared_is_closed(zoo, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    def start(*args):
+        engines.append(Engine(*args))
+        return engines[-1]
+
+    engines = []
+    monkeypatch.setattr(module, "Engine", start)
+    monkeypatch.setattr(module, "OriginalModel", fail)
+    with pytest.raises(MemoryError):
+        PackedModel(zoo / "llama" / "openvino_model.xml", "CPU", EXACT | SHORT)
+    (engine,) = engines
+    with pytest.raises(ClosedError):
+        engine.run_between_steps(lambda: None)
+
+
+def test_only_a_device_has_a_scheduler(plain_model):
+    devices = Devices()
+    with pytest.raises(RuntimeError):
+        PackedModel(plain_model, "NO_SUCH", {"NUM_STREAMS": 1}, devices=devices)
+    model = PackedModel(plain_model, "AUTO", {}, devices=devices)
+    assert "its inputs are" in model.reason
+    assert not devices._schedulers
+    model.close()
+    PackedModel(plain_model, "CPU", {}, devices=devices).close()
+    assert set(devices._schedulers) == {"CPU"}
 
 
 def test_all_slots_are_free_after_the_last_request(loaded):

@@ -14,7 +14,7 @@ import pytest
 
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
-from staticllm.wire.messages import Kind, Message
+from staticllm.wire.messages import PROTOCOL, Kind, Message
 from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
@@ -85,6 +85,28 @@ def test_a_client_has_at_most_so_many_connections(honest, daemon):
         one_more.close()
         second.close()
         wait_for(lambda: RawClient(client.session).welcome.kind is Kind.WELCOME)
+
+
+def test_clients_that_leave_before_they_are_welcome_take_no_place(daemon, monkeypatch):
+    gone, join = threading.Semaphore(0), daemon.join
+
+    def late(hello, channel):
+        assert gone.acquire(timeout=10)
+        return join(hello, channel)
+
+    monkeypatch.setattr(daemon, "join", late)
+    body = {"protocol": PROTOCOL, "openvino": ov.get_version(), "pid": os.getpid(), "program": "test"}
+    for _ in range(2 * daemon.limits.clients * (daemon.limits.requests + 1)):
+        channel = Channel(endpoint.connect(endpoint.runtime_folder()))
+        channel.send(Message(Kind.HELLO, body=body))
+        channel.close()
+        gone.release()
+        wait_for(lambda: not daemon._greetings)
+    gone.release()
+    with RawClient() as client:
+        assert client.welcome.kind is Kind.WELCOME
+        assert client.ask(Kind.PING).kind is Kind.OK
+    wait_for(lambda: not (daemon._connections or daemon._greetings or daemon._sessions))
 
 
 def test_the_33rd_client_is_told_the_limit(monkeypatch, tmp_path):

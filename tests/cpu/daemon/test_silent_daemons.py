@@ -77,6 +77,29 @@ def test_a_daemon_that_is_suspended_before_it_answers_the_first_message(silent, 
     accepted[0].close()
 
 
+def control():
+    with lifetime.control(endpoint.runtime_folder()):
+        pass
+
+
+@pytest.mark.parametrize("ask", [control, *(CLIENTS[client][0] for client in ("status", "stop"))])
+def test_an_answer_that_is_no_message_is_one_line(silent, ask):
+    listener, key = silent
+
+    def answer():
+        with listener.accept() as accepted:
+            endpoint.welcome(accepted, key)
+            accepted.recv_bytes()
+            accepted.send_bytes(bytes(99))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    with pytest.raises(StaticLLMError, match="the daemon's answer is damaged: ") as caught:
+        ask()
+    one_line(caught)
+    thread.join(10)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems refuse who comes when too many wait")
 def test_a_place_among_too_many_who_wait_has_a_limit(silent):
     where, waiting = endpoint.address(endpoint.runtime_folder()), []

@@ -26,6 +26,7 @@ from staticllm.daemon.process import lifetime  # noqa: E402
 from staticllm.pipelines.artifacts.crashes import num_crashes  # noqa: E402
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
 from staticllm.server.models.homes import WorkerHome  # noqa: E402
+from staticllm.wire import endpoint  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}
@@ -214,6 +215,23 @@ def test_a_worker_that_does_not_start_is_one_line(run_folder, monkeypatch):
     home = WorkerHome("demo", lambda: None)
     with pytest.raises(DeviceError, match="cannot be started: it ended with exit code 7"):
         load_pipeline(demo_spec(), "CPU", PROPERTIES, lambda event: None, home)
+    home.close()
+
+
+def test_a_worker_that_is_silent_while_it_starts_is_waited_for(run_folder, monkeypatch):
+    looks = []
+
+    def listens(folder):
+        looks.append(folder)
+        if len(looks) < 3:
+            raise endpoint.SilentError("it has not answered")
+        return True
+
+    monkeypatch.setattr(endpoint, "listens", listens)
+    monkeypatch.setenv("STATICLLM_DAEMON_COMMAND", json.dumps([sys.executable, "-c", "import time; time.sleep(60)"]))
+    home = WorkerHome("demo", lambda: None)
+    home.start()
+    assert looks == [home.folder] * 3
     home.close()
 
 

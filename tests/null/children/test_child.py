@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 
@@ -9,7 +11,8 @@ import pytest
 
 from staticllm.children import child as module
 from staticllm.children.child import Child, ChildLostError, start_daemon
-from staticllm.wire.endpoint import EndpointError
+from staticllm.wire import endpoint
+from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import Kind, Message
 
 ECHO = """
@@ -73,6 +76,15 @@ def test_a_child_that_does_not_end_is_killed():
     assert child.end(0.5) == -9
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
+def test_ctrl_c_does_not_end_a_child_that_has_taken_its_pipes():
+    child = child_of(ECHO)
+    child.ask(Message(Kind.PING), 60)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.ask(Message(Kind.PING), 60).kind is Kind.PING
+    assert child.end(60) == 0
+
+
 def test_waiting_for_a_child_ends_when_it_is_ready_has_ended_or_is_late():
     child = child_of("sys.stdin.read()")
     looks = iter((False, False, True))
@@ -87,3 +99,23 @@ def test_a_daemon_that_cannot_start_says_where_and_why(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "daemon_command", lambda: [sys.executable, "-c", "raise SystemExit('no device')"])
     with pytest.raises(EndpointError, match=r"does not listen after 0 s: see .*daemon\.log; no device"):
         start_daemon(tmp_path)
+
+
+@pytest.mark.parametrize("code", ["import time; time.sleep(60)", "raise SystemExit(1)"])
+def test_a_daemon_that_is_silent_while_it_starts_is_waited_for(tmp_path, monkeypatch, code):
+    """With exit code 1, another program's daemon is the one that listens."""
+    looks = []
+
+    def listens(folder):
+        looks.append(folder)
+        if len(looks) < 3:
+            raise SilentError("it has not answered")
+        return True
+
+    monkeypatch.setattr(endpoint, "listens", listens)
+    monkeypatch.setattr(module, "daemon_command", lambda: [sys.executable, "-c", code])
+    start_daemon(tmp_path)
+    assert looks == [tmp_path] * 3
+    started = module._detached.pop()
+    started.kill()
+    started.wait(60)
