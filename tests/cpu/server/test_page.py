@@ -238,6 +238,7 @@ def test_the_scheduler_shows_what_runs_and_what_waits(tab, model, served):
     url = served.url + "/v1/chat/completions"
     tab.page.get_by_role("link", name="Scheduler").click()
     tab.page.get_by_text("No request is in the engine").wait_for()
+    earlier = tab.page.locator("#answers tr").count()
     threads = [threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -252,7 +253,9 @@ def test_the_scheduler_shows_what_runs_and_what_waits(tab, model, served):
     for thread in threads:
         thread.join()
     tab.page.get_by_text("No request is in the engine").wait_for()
-    assert 6 <= tab.page.locator("#answers tr").count() <= 8, "the first reading also tells of answers before it"
+    assert tab.page.locator("#answers tr").count() == min(8, earlier + 6), (
+        "the first reading also tells of earlier answers"
+    )
     assert tab.page.locator("#plot-ttft .dot").count() >= 6
     assert tab.page.locator("#plot-gap rect").count() > 0
     assert tab.page.locator("#strip g").count() > 50
