@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from support.attach.daemons import wait_for
 from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
@@ -90,8 +91,7 @@ def test_an_error_in_the_background_reaches_the_user(zoo, expected, monkeypatch)
             RuntimeWarning, match="the loaded programs keep serving: DeviceError: the compiler is out of memory"
         ):
             may_fail.set()
-            while not pipe.is_complete:
-                time.sleep(0.01)
+            wait_for(lambda: pipe.is_complete, 60)
             gc.collect()
         with pytest.raises(DeviceError, match="out of memory"):
             pipe.wait_until_complete()

@@ -16,6 +16,7 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "htt
 openai = pytest.importorskip("openai")
 
 import httpx  # noqa: E402
+from support.attach.daemons import wait_for  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
@@ -242,8 +243,7 @@ def test_a_stop_finishes_what_runs_and_refuses_new_requests():
             chunks = chunks_of(response)
             next(chunks)
             served.server.stop_soon()
-            while not served.state.lifecycle.is_stopping:
-                time.sleep(0.005)
+            wait_for(lambda: served.state.lifecycle.is_stopping, 60)
             refused = httpx.post(served.url + CHAT, json=body(count=2), timeout=60)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "stopping"
@@ -278,7 +278,7 @@ def test_after_the_grace_answers_are_cut_off_with_a_reason():
 def test_health_says_what_is_loading():
     release = threading.Event()
 
-    def load(device, properties):
+    def load(device, properties, on_progress):
         pipeline = load_pipeline(demo_spec(), device, properties, lambda event: None)
         release.wait(30)
         return pipeline
@@ -287,8 +287,7 @@ def test_health_says_what_is_loading():
     with context as served, ThreadPoolExecutor(1) as pool:
         assert httpx.get(served.url + "/health", timeout=60).json() == {"status": "ok", "loading": []}
         waiting = pool.submit(httpx.post, served.url + CHAT, json=body(count=2), timeout=60)
-        while not served.state.hub.loading:
-            time.sleep(0.005)
+        wait_for(lambda: served.state.hub.loading, 60)
         health = httpx.get(served.url + "/health", timeout=60)
         assert health.status_code == 503
         assert health.json()["status"] == "loading"
@@ -350,7 +349,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
 
 
 def test_a_model_that_fails_to_load_is_an_answer():
-    def load(device, properties):
+    def load(device, properties, on_progress):
         from staticllm.errors import DeviceError
 
         raise DeviceError("the device is on holiday")
@@ -367,19 +366,17 @@ def test_a_stop_ends_a_loading_in_progress():
 
     ended = threading.Event()
 
-    def load(device, properties):
-        model = served.state.hub.models["demo"]
+    def load(device, properties, on_progress):
         try:
             for number in range(3000):
-                model.take_progress(ProgressEvent("compile", number, 3000, 0.0))
+                on_progress(ProgressEvent("compile", number, 3000, 0.0))
                 time.sleep(0.01)
         finally:
             ended.set()
 
     with serving(pipelines={"demo": load}, is_lazy=True) as served, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(httpx.post, served.url + CHAT, json=body(count=2), timeout=60)
-        while not served.state.hub.loading:
-            time.sleep(0.005)
+        wait_for(lambda: served.state.hub.loading, 60)
         start = time.monotonic()
         served.server.stop_soon()
         assert waiting.result().status_code == 503

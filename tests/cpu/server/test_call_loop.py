@@ -50,7 +50,7 @@ def server():
     prompts = []
 
     def loader(name, template):
-        def load(device, properties):
+        def load(device, properties, on_progress):
             tokenizer = genai.Tokenizer(str(demo_model_path()))
             tokenizer.chat_template = template
             answer = WRITTEN[name]

@@ -40,7 +40,7 @@ QUESTION = [{"role": "user", "content": "Who?"}]
 @pytest.fixture(scope="module")
 def server():
     def loader(template):
-        def load(device, properties):
+        def load(device, properties, on_progress):
             tokenizer = genai.Tokenizer(str(demo_model_path()))
             tokenizer.chat_template = template
             return StaticLLMPipeline(demo_model_path(), device, tokenizer=tokenizer)

@@ -20,7 +20,7 @@ LONG = "The fox went to the river and saw a bear. "
 
 @pytest.fixture(scope="module")
 def served():
-    def load(device, properties):
+    def load(device, properties, on_progress):
         return StaticLLMPipeline(demo_model_path(), device, PREFILL_ROWS=[16], MAX_PROMPT_LEN=1024)
 
     with serving(pipelines={"demo": load}) as served:
@@ -121,7 +121,7 @@ def test_a_client_that_goes_while_its_prompt_runs_is_cancelled(served):
 
 
 def test_a_named_session_keeps_its_prefix_while_others_come_and_go():
-    def load(device, properties):
+    def load(device, properties, on_progress):
         return StaticLLMPipeline(demo_model_path(), device, MAX_PROMPT_LEN=256, KV_SLOTS=400, HOST_KV_SLOTS=800)
 
     def ask(served, words, **headers):

@@ -20,7 +20,7 @@ from staticllm.testing import fake_pipeline  # noqa: E402
 FORBIDDEN = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|url\(|@import")
 
 
-def fake(device, properties):
+def fake(device, properties, on_progress):
     return fake_pipeline("yes", MEASURE_COSTS=False)
 
 

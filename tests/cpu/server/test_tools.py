@@ -47,7 +47,7 @@ def client_of(served):
 
 @pytest.fixture(scope="module")
 def client():
-    def load(device, properties):
+    def load(device, properties, on_progress):
         return StaticLLMPipeline(demo_model_path(), device, tokenizer=tokenizer())
 
     with serving(pipelines={"demo": load}) as served, client_of(served) as client:
@@ -102,7 +102,7 @@ def test_a_named_function_is_called_and_its_result_is_taken(client):
 def fake():
     """A server whose answer is the text of the last message."""
 
-    def load(device, properties):
+    def load(device, properties, on_progress):
         return fake_pipeline(lambda prompt: prompt.rsplit("ANSWER:", 1)[1], tokenizer=tokenizer())
 
     with serving(pipelines={"demo": load}) as served, client_of(served) as client:

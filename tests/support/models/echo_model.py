@@ -23,11 +23,11 @@ def tokenizer_with_tools():
     return tokenizer
 
 
-def load_echo(device, properties):
+def load_echo(device, properties, on_progress):
     return fake_pipeline(lambda prompt: prompt.rsplit("ANSWER:", 1)[1], tokenizer=tokenizer_with_tools())
 
 
-def load_demo_with_tools(device, properties):
+def load_demo_with_tools(device, properties, on_progress):
     """Load the embedded model with this template; its calls are those that a grammar makes of it."""
     return StaticLLMPipeline(demo_model_path(), device, tokenizer=tokenizer_with_tools())
 

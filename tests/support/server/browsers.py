@@ -103,7 +103,7 @@ class ScriptedModel:
     def __init__(self, answers=()):
         self.pause, self.prompts, self._answers = 0.0, [], dict(answers)
 
-    def load(self, device, properties):
+    def load(self, device, properties, on_progress):
         tokenizer = genai.Tokenizer(str(demo_model_path()))
         tokenizer.chat_template = TEMPLATE
         lengths = {"MAX_PROMPT_LEN": 2048, "MIN_RESPONSE_LEN": 4000, "MAX_NUM_SEQS": 4, "MEASURE_COSTS": False}

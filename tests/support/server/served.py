@@ -37,9 +37,10 @@ class Served:
         self._begun.set()
         await self.server.serve([self._listener])
 
-    def _load(self, spec, device, properties, *rest):
-        load = self._pipelines.get(spec.name)
-        return load_pipeline(spec, device, properties, *rest) if load is None else load(device, properties)
+    def _load(self, spec, device, properties, on_progress, *rest):
+        if load := self._pipelines.get(spec.name):
+            return load(device, properties, on_progress)
+        return load_pipeline(spec, device, properties, on_progress, *rest)
 
     def wait_until_ready(self):
         until = time.monotonic() + SECONDS
@@ -82,7 +83,7 @@ class Served:
 def serving(specs=None, pipelines=None, **settings):
     """Serve models at a port that the system chooses, in f32: answers do not depend on which requests share a call.
 
-    ``pipelines``: functions that load a model, by its name.
+    ``pipelines``: functions of (device, properties, on_progress) that load a model, by its name.
     """
     settings["properties"] = {**EXACT, **settings.get("properties", {})}
     served = Served(specs or [demo_spec()], ServerSettings(port=0, **settings), pipelines or {})
