@@ -101,13 +101,19 @@ def _priority() -> int:
 
 
 def ask(channel: Channel, message: Message) -> Message:
-    """Send a message and return the answer. Raises ``StaticLLMError``."""
+    """Send a message and return the answer.
+
+    Raises ``ProcessLostError`` (the daemon has gone), ``DeviceError`` (it does not answer, or its answer is damaged) and
+    another ``StaticLLMError`` (it refused).
+    """
     try:
         channel.send(message)
         answer = channel.receive()
     except SilentError as error:
         raise DeviceError(f"the daemon cannot be reached: {error}") from error
-    except (EOFError, OSError, ProtocolError) as error:
+    except (EOFError, OSError) as error:
         raise ProcessLostError(GONE) from error
+    except ProtocolError as error:
+        raise DeviceError(f"the daemon's answer is damaged: {error}") from error
     check(answer)
     return answer
