@@ -115,7 +115,13 @@ class Daemon:
                     f"this program has {count} connections, the limit is {self.limits.connections}: drop infer requests"
                 )
             session = session or self._new_session(hello)
-            connection = Connection(channel, self, session, is_first=is_new)
+            try:
+                connection = Connection(channel, self, session, is_first=is_new)
+            except BaseException:
+                if is_new:
+                    del self._sessions[session.token]
+                    session.close()
+                raise
             self._connections.add(connection)
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
         return connection, body

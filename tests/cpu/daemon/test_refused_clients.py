@@ -109,6 +109,20 @@ def test_clients_that_leave_before_they_are_welcome_take_no_place(daemon, monkey
     wait_for(lambda: not (daemon._connections or daemon._greetings or daemon._sessions))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_client_whose_connection_cannot_be_made_takes_no_place(daemon, monkeypatch):
+    def no_memory(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr("staticllm.daemon.process.daemon.Connection", no_memory)
+        with pytest.raises((EOFError, OSError)):
+            RawClient()
+    with RawClient() as client:
+        assert client.welcome.kind is Kind.WELCOME
+        assert len(daemon._sessions) == 1
+
+
 def test_the_33rd_client_is_told_the_limit(monkeypatch, tmp_path):
     with daemon_thread(monkeypatch, tmp_path / "run"):
         clients = [RawClient() for _ in range(33)]
