@@ -6,6 +6,7 @@ import { getJson } from "./server.js";
 
 const POLL_MS = 500;
 const RETRY_MS = 3000;
+const PAGE = 1024; // calls and ended answers of an answer that the next one continues
 const WINDOW = 60; // seconds of the plots
 const NUM_CALLS = 160; // in the strip
 const NUM_GROUPS = 5; // of calls in the table
@@ -70,6 +71,7 @@ export class SchedulerView {
       if (abort.signal.aborted) return;
       this.take(feed);
       this.show(feed);
+      if (feed.calls.length + feed.ended.length >= PAGE) wait = 0;
       byId("scheduler-error").hidden = true;
     } catch (error) {
       if (abort.signal.aborted) return;
