@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import IO, Any
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of the messages; client and daemon must have the same."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
@@ -69,6 +69,7 @@ class Kind(IntEnum):
     PING = 26  # -> OK
     TRACE = 28  # action: begin -> OK; action: end, path -> OK: events
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
+    CLAIM = 29  # handle: model; session, tokens, adapters -> OK
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -188,7 +188,7 @@ class RequestHandlers:
         self._send_lock = lock
         self._stream: OutputStream | None = None
         self.handlers: Handlers = {
-            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot,
+            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot, Kind.CLAIM: self._claim,
         }  # fmt: skip
 
     def stop(self) -> None:
@@ -225,6 +225,10 @@ class RequestHandlers:
     def _snapshot(self, message: Message) -> Message:
         model = self._session.language_model(message.handle)
         return Message(Kind.OK, body={"tokens": model.snapshot(message)})
+
+    def _claim(self, message: Message) -> Message:
+        self._session.language_model(message.handle).claim(self._session.token, message)
+        return Message(Kind.OK)
 
 
 class DaemonControl(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,16 @@ class LanguageModel:
             raise
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"a request with wrong fields: {error}") from None
-        vocab = self.launched.vocab_size
         limit = self.launched.config.max_seq_len
         ids = request.prompt
-        if not 0 < len(ids) <= limit or not all(type(id) is int and 0 <= id < vocab for id in ids):
-            raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {vocab - 1}")
+        if not 0 < len(ids) <= limit or not self._are_tokens(ids):
+            last = self.launched.vocab_size - 1
+            raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {last}")
         return request
+
+    def _are_tokens(self, ids: Sequence[object]) -> bool:
+        vocab = self.launched.vocab_size
+        return all(type(id) is int and 0 <= id < vocab for id in ids)
 
     @property
     def _num_adapters(self) -> int:
@@ -95,6 +99,19 @@ class LanguageModel:
         if text_of(message, "action", 8) == "save":
             return self.engine.save_snapshot([int(token) for token in tokens], target)
         return self.engine.load_snapshot(target)
+
+    def claim(self, client: str, message: Message) -> None:
+        """Keep a conversation of a session of ``client`` longer than others, as its message says.
+
+        Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``ConfigError`` (the adapters are wrong).
+        """
+        session = text_of(message, "session", 64)
+        tokens = message.body.get("tokens")
+        scales = message.body.get("adapters")
+        if not isinstance(tokens, list) or not isinstance(scales, list) or not self._are_tokens(tokens):
+            raise ProtocolError("CLAIM: tokens must be a list of token ids, adapters a list")
+        check_scales(scales, self._num_adapters)
+        self.engine.claim(f"{client}\n{session}", tokens, tuple(scales))
 
     def close(self) -> None:
         self.launched.close()
