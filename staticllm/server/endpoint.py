@@ -67,9 +67,10 @@ class Call:
 
 
 Handler = Callable[[Call, Body], Awaitable[Response]]
+Answer = Callable[[Request], Awaitable[Response]]
 
 
-def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Callable[[Request], Awaitable[Response]]:
+def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Answer:
     """Return the function of a route that takes a JSON body of this ``kind``."""
 
     async def run(request: Request) -> Response:
@@ -87,6 +88,16 @@ def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Ca
         return await guarded(state, request, answer())
 
     run.__name__ = handler.__name__
+    return run
+
+
+def bodiless(state: ServerState, answer: Answer) -> Answer:
+    """Return the function of a route without a body, which answers as ``answer`` does, also to its exceptions."""
+
+    async def run(request: Request) -> Response:
+        return await guarded(state, request, answer(request))
+
+    run.__name__ = answer.__name__
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staticllm.server.feed.feed import SchedulerFeed
+from staticllm.server.feed import SchedulerFeed
 from staticllm.server.http.lifecycle import Lifecycle
 from staticllm.server.metrics import ServerMetrics
 from staticllm.server.models.hub import ModelHub

@@ -10,10 +10,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from staticllm.server.answers.answers import Answers
+from staticllm.server.answers.answers import Answers, Close, Handles, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
-from staticllm.server.answers.respond import Close, Handles, respond
-from staticllm.server.catalog.facts import ModelFacts, current_facts
+from staticllm.server.catalog import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel

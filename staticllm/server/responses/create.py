@@ -12,12 +12,11 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Handles, Part, Usage, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
-from staticllm.server.answers.respond import Close, Handles, respond
 from staticllm.server.answers.results import finish_reason
 from staticllm.server.answers.stream import ChunkStream, EventFrame
-from staticllm.server.catalog.facts import context_length
+from staticllm.server.catalog import context_length
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.models.served import ServedModel

@@ -13,8 +13,8 @@ from staticllm.pipelines.profiling.call_watch import KEPT, MAX_ENTRIES, MAX_REQU
 from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
 from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
-from staticllm.server.feed import feed as feed_module
-from staticllm.server.feed.feed import Mirror, SchedulerFeed
+from staticllm.server import feed as feed_module
+from staticllm.server.feed import Mirror, SchedulerFeed
 from staticllm.wire.messages import Kind, Message, decode, encode
 
 PAUSE = 1e-9
