@@ -197,22 +197,6 @@ def _body(text: bytes) -> dict[str, Any]:
     return body
 
 
-def text_of(message: Message, name: str, limit: int = 4096) -> str:
-    """Return a text of at most ``limit`` characters from a message's body. Raises ``ProtocolError``."""
-    value = message.body.get(name)
-    if not isinstance(value, str) or len(value) > limit or "\0" in value:
-        raise ProtocolError(f"{message.kind.name}: {name} must be a text of at most {limit} characters")
-    return value
-
-
-def whole_of(message: Message, name: str, most: int, default: int | None = None) -> int:
-    """Return a whole number from 0 to ``most`` from a message's body. Raises ``ProtocolError``."""
-    value = message.body.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise ProtocolError(f"{message.kind.name}: {name} must be a whole number from 0 to {most}")
-    return value
-
-
 def encode_value(value: Any) -> Any:
     """Return a property's value as JSON types, from which ``decode_value`` makes an equal one."""
     if isinstance(value, (str, int, float, bool)) or value is None:

@@ -10,6 +10,7 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.core import OnProgress
+from staticllm.daemon.bodies import Claim, Snapshot
 from staticllm.daemon.models.sources import LanguageSource
 from staticllm.daemon.sharing.device_scheduler import DeviceUse, EngineId
 from staticllm.daemon.sharing.devices import Devices
@@ -24,7 +25,6 @@ from staticllm.pipelines.launch.draft_source import use_draft
 from staticllm.pipelines.launch.engine import Launched, launch
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.wire.messages import Message, ProtocolError, text_of
 
 
 class LanguageModel:
@@ -78,40 +78,28 @@ class LanguageModel:
         """Raise an error: an engine has several programs, with properties of their own. Raises ``ConfigError``."""
         raise ConfigError(f"a language model with an engine has no property {name!r}")
 
-    def snapshot(self, message: Message) -> int:
-        """Save or load a snapshot as a client's message says, and return its number of tokens.
+    def snapshot(self, asked: Snapshot) -> int:
+        """Save or load a snapshot, and return its number of tokens.
 
-        Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``SnapshotError`` (it cannot be saved or
-        loaded).
+        Raises ``ConfigError`` (a field is wrong) and ``SnapshotError`` (it cannot be saved or loaded).
         """
-        path = text_of(message, "path")
-        key = text_of(message, "key")
-        identity = message.body.get("identity")
-        tokens = message.body.get("tokens")
-        if not isinstance(identity, dict) or not isinstance(tokens, list) or not Path(path).is_absolute():
-            raise ProtocolError("SNAPSHOT: path must be absolute, identity an object, tokens a list")
-        scales = message.body.get("adapters", [])
-        if not isinstance(scales, list):
-            raise ProtocolError("SNAPSHOT: adapters must be a list")
-        check_scales(scales, self._num_adapters)
-        texts = {str(name): str(value) for name, value in identity.items()}
-        target = SnapshotTarget(Path(path), texts, bytes.fromhex(key), tuple(scales))
-        if text_of(message, "action", 8) == "save":
-            return self.engine.save_snapshot([int(token) for token in tokens], target)
-        return self.engine.load_snapshot(target)
+        path = Path(asked.path)
+        if not path.is_absolute():
+            raise ConfigError("SNAPSHOT: path must be absolute")
+        check_scales(asked.adapters, self._num_adapters)
+        target = SnapshotTarget(path, asked.identity, bytes.fromhex(asked.key), tuple(asked.adapters))
+        return (
+            self.engine.save_snapshot(asked.tokens, target)
+            if asked.action == "save"
+            else self.engine.load_snapshot(target)
+        )
 
-    def claim(self, client: str, message: Message) -> None:
-        """Keep a conversation of a session of ``client`` longer than others, as its message says.
-
-        Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``ConfigError`` (the adapters are wrong).
-        """
-        session = text_of(message, "session", 64)
-        tokens = message.body.get("tokens")
-        scales = message.body.get("adapters")
-        if not isinstance(tokens, list) or not isinstance(scales, list) or not self._are_tokens(tokens):
-            raise ProtocolError("CLAIM: tokens must be a list of token ids, adapters a list")
-        check_scales(scales, self._num_adapters)
-        self.engine.claim(f"{client}\n{session}", tokens, tuple(scales))
+    def claim(self, client: str, asked: Claim) -> None:
+        """Keep a conversation of a session of ``client`` longer than others. Raises ``ConfigError`` (a field is wrong)."""
+        if not self._are_tokens(asked.tokens):
+            raise ConfigError("CLAIM: tokens must be those of the model")
+        check_scales(asked.adapters, self._num_adapters)
+        self.engine.claim(f"{client}\n{asked.session}", asked.tokens, tuple(asked.adapters))
 
     def close(self) -> None:
         self.launched.close()

@@ -38,9 +38,9 @@ def test_the_name_of_a_program_cannot_forge_lines_of_the_log_or_the_terminal(hon
         ({"protocol": 99}, "speaks protocol 99"),
         ({"openvino": "2025.1.0-1"}, "use the same release"),
         ({"session": "0" * 32}, "connect again"),
-        ({"protocol": "1"}, "protocol must be a whole number"),
-        ({"program": "x" * 1000}, "program must be a text"),
-        ({"priority": 1000}, "priority must be a whole number"),
+        ({"protocol": "1"}, "HELLO: Expected `int`, got `str` - at `$.protocol`"),
+        ({"program": "x" * 1000}, "HELLO: Expected `str` of length <= 256 - at `$.program`"),
+        ({"priority": 1000}, "HELLO: Expected `int` <= 200 - at `$.priority`"),
     ],
 )
 def test_a_client_that_does_not_fit_is_told_why(honest, hello, reason):
