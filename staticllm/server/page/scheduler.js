@@ -1,6 +1,6 @@
 // The live view of the scheduler: which requests wait, prefill and decode, and what each device call held.
 
-import { byId, el, icon, setText, svg } from "./dom.js";
+import { byId, el, setText, svg } from "./dom.js";
 import { duration } from "./chat.js";
 import { getJson } from "./server.js";
 
@@ -38,6 +38,7 @@ export class SchedulerView {
     this.cursor = 0;
     this.calls = [];
     this.ended = [];
+    this.lastAnswers = [];
     this.seconds = new Map(); // what the calls of each second held
     this.rows = new Map();
   }
@@ -97,7 +98,7 @@ export class SchedulerView {
     for (const call of feed.calls) this.addToSecond(call);
     const oldest = feed.now - WINDOW - 2;
     for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
-    this.lastAnswers = [...(this.cursor === 0 ? [] : (this.lastAnswers ?? [])), ...feed.ended].slice(-NUM_ANSWERS);
+    this.lastAnswers = [...this.lastAnswers, ...feed.ended].slice(-NUM_ANSWERS);
   }
 
   addToSecond(call) {
