@@ -9,18 +9,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, load_pipeline
+
 openai = pytest.importorskip("openai")
-
-import httpx  # noqa: E402
-from support.attach.daemons import wait_for  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, load_pipeline  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 6000}

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import numpy as np
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
 openai = pytest.importorskip("openai")
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
 
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
 

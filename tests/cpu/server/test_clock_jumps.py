@@ -2,15 +2,11 @@
 
 import time
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
-
-from support.server.served import serving  # noqa: E402
-
-from staticllm.testing import fake_pipeline  # noqa: E402
+from staticllm.testing import fake_pipeline
 
 DAY = 86_400
 

@@ -10,17 +10,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.errors import ConfigError  # noqa: E402
-from staticllm.server.http import access  # noqa: E402
-from staticllm.server.settings import ServerSettings  # noqa: E402
+from staticllm.errors import ConfigError
+from staticllm.server.http import access
+from staticllm.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import time
 
+import httpx
 import numpy as np
 import pytest
+from support.encoders.encoder_directories import TEXTS, a_directory
+from support.models.echo_model import CALL, asking, load_echo
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import TEXTS, a_directory  # noqa: E402
-from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.pipelines.generation.options.table import UNLIMITED  # noqa: E402
-from staticllm.server.models.served import model_spec  # noqa: E402
-from staticllm.server.ollama.fields import seconds_of  # noqa: E402
+from staticllm.pipelines.generation.options.table import UNLIMITED
+from staticllm.server.models.served import model_spec
+from staticllm.server.ollama.fields import seconds_of
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

@@ -7,8 +7,6 @@ import threading
 import httpx
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'staticllm[browser]'"
 )

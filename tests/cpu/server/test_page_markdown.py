@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'staticllm[browser]'"
 )

@@ -12,13 +12,12 @@ import httpx
 import numpy as np
 import pytest
 
-for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
+pytest.importorskip("ray")
 
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.ray_cluster import EXACT, RayCluster, text_of  # noqa: E402
+from support.encoders.encoder_directories import a_directory
+from support.server.ray_cluster import EXACT, RayCluster, text_of
 
-from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path  # noqa: E402
+from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
 
 pytestmark = pytest.mark.slow
 QUESTIONS = [

@@ -8,16 +8,13 @@ import signal
 import threading
 import time
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.cli.servers import lines_of
+
 jsonschema = pytest.importorskip("jsonschema")
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.cli.servers import lines_of  # noqa: E402
 
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 SECONDS = 120

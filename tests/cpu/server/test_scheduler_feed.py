@@ -9,16 +9,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.server.models.served import ModelSpec, demo_spec
+
 jsonschema = pytest.importorskip("jsonschema")
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import ModelSpec, demo_spec  # noqa: E402
 
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 3000, "MAX_NUM_SEQS": 2}
