@@ -11,10 +11,9 @@ from starlette.requests import Request
 from staticllm import demo_model_path
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ModelSpec, demo_spec
-from staticllm.server.ray_app import ingress as module
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
 
-pytest.importorskip("ray")
+module = pytest.importorskip("staticllm.server.ray_app.ingress")
 
 
 @pytest.fixture
