@@ -12,7 +12,8 @@ import openvino_genai as genai
 from staticllm.core import OnProgress
 from staticllm.daemon.bodies import Claim, Snapshot
 from staticllm.daemon.models.sources import LanguageSource
-from staticllm.daemon.sharing.device_scheduler import DeviceUse, EngineId
+from staticllm.daemon.sharing.device_scheduler import EngineId
+from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
