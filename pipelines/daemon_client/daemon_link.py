@@ -34,9 +34,7 @@ class Startable(Protocol):
 class DaemonLink:
     """This program as a client of the daemon, on one ``connection``. One thread at a time may call ``ask``.
 
-    Raises:
-        DeviceError: no daemon can be reached or started.
-        StaticLLMError: it refused this program.
+    Raises ``DeviceError`` (no daemon can be reached or started) and ``StaticLLMError`` (it refused this program).
     """
 
     def __init__(self, home: Startable) -> None:

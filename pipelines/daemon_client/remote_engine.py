@@ -126,8 +126,7 @@ class RemoteEngine:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        Raises:
-            ClosedError: the engine was closed, or the daemon has ended.
+        Raises ``ClosedError`` (the engine was closed, or the daemon has ended).
         """
         self.check_process()
         return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body

@@ -166,9 +166,8 @@ def property_values(pairs: list[tuple[str, str]]) -> dict[str, Any]:
 def read_config(options: dict[str, Any]) -> StaticLLMConfig:
     """Return the config of the layout options.
 
-    Raises:
-        ConfigError: a property with an unknown name or an impossible value.
-        DeviceError: the device is not on this machine.
+    Raises ``ConfigError`` (a property with an unknown name or an impossible value) and ``DeviceError`` (the device is not on
+    this machine).
     """
     from staticllm.devices import check_device, get_core, supported_properties
 
@@ -202,8 +201,7 @@ def encoder_arguments(options: dict[str, Any]) -> dict[str, Any]:
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:
     """Check, before the model is loaded, that the configured lengths allow the tokens that the option ``flag`` requests.
 
-    Raises:
-        UsageError: the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence.
+    Raises ``UsageError`` (the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence).
     """
     longest = properties["MAX_PROMPT_LEN"]
     room = properties["MIN_RESPONSE_LEN"]
@@ -221,8 +219,7 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
 def as_text(argument: str, what: str) -> str:
     """Return an argument decoded as UTF-8, independent of the locale's encoding. ``what`` names it in the error.
 
-    Raises:
-        PromptError: its bytes are not UTF-8.
+    Raises ``PromptError`` (its bytes are not UTF-8).
     """
     try:
         return os.fsencode(argument).decode("utf-8")
@@ -233,8 +230,7 @@ def as_text(argument: str, what: str) -> str:
 def read_text(stream: Any) -> str:
     """Return all of ``stream`` decoded as UTF-8, without leading and trailing line ends.
 
-    Raises:
-        PromptError: it is binary data, or text in another encoding.
+    Raises ``PromptError`` (it is binary data, or text in another encoding).
     """
     data = stream.buffer.read() if hasattr(stream, "buffer") else stream.read().encode("utf-8", "surrogateescape")
     try:
@@ -262,8 +258,7 @@ def _value(text: str) -> Any:
 def check_output(output: str) -> None:
     """Check that a file can be written to ``output``, before the model is loaded, which may take minutes.
 
-    Raises:
-        ConfigError: ``output`` is a folder, or its folder does not exist or takes no files.
+    Raises ``ConfigError`` (``output`` is a folder, or its folder does not exist or takes no files).
     """
     path = Path(output)
     if path.is_dir():

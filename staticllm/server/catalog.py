@@ -92,9 +92,8 @@ UNKNOWN = ModelFacts(0, "unknown", 0, "", 0.0, None, "")
 def facts_of(spec: ModelSpec) -> ModelFacts:
     """Return what the files of a model say. The first call for a model takes up to seconds; any thread may call.
 
-    Raises:
-        ApiError: its files are gone (503).
-        ModelError: its files are not those that the server started with, and are damaged.
+    Raises ``ApiError`` (its files are gone (503)) and ``ModelError`` (its files are not those that the server started with, and
+    are damaged).
     """
     try:
         stat = (spec.path / MODEL_XML).stat()
@@ -152,9 +151,8 @@ def _template_of(spec: ModelSpec) -> str:
 def current_facts(model: ServedModel) -> ModelFacts:
     """Return the facts of a model; of a loaded chat model with the template that is in use, even if its files are gone.
 
-    Raises:
-        ApiError: it is not loaded, and its files are gone (503).
-        ModelError: it is not loaded, and its files are damaged.
+    Raises ``ApiError`` (it is not loaded, and its files are gone (503)) and ``ModelError`` (it is not loaded, and its files are
+    damaged).
     """
     pipeline = model.pipeline
     try:

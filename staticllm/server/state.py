@@ -40,8 +40,7 @@ class ServerState:
     ) -> ServerState:
         """Return the state of a new server, which loads its models by ``load``.
 
-        Raises:
-            ConfigError: two models have the same name, or the settings are not safe.
+        Raises ``ConfigError`` (two models have the same name, or the settings are not safe).
         """
         settings.check()
         hub = ModelHub(specs, settings, load)

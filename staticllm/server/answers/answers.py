@@ -68,9 +68,7 @@ class Answers:
     async def begin(self) -> None:
         """Wait until the first answer is in the engine, so that errors of the request can still be its status.
 
-        Raises:
-            ApiError: too many requests wait.
-            StaticLLMError: the request is refused.
+        Raises ``ApiError`` (too many requests wait) and ``StaticLLMError`` (the request is refused).
         """
         self._first = await self._enter(0)
 
@@ -109,8 +107,7 @@ class Answers:
     def batches(self) -> AsyncGenerator[list[Part], None]:
         """Yield the increments and ends of all answers as they come, in lists of those that are ready at once.
 
-        Raises:
-            StaticLLMError: an answer failed.
+        Raises ``StaticLLMError`` (an answer failed).
         """
         assert self._first is not None, "begin was not called"
         return self._read(self._first) if len(self._asks) == 1 else self._read_all()
@@ -138,11 +135,7 @@ class Answers:
         return self._first.handle
 
     async def outputs(self) -> list[list[RequestOutput]]:
-        """Return all answers at their end, a list per handle.
-
-        Raises:
-            StaticLLMError: an answer failed.
-        """
+        """Return all answers at their end, a list per handle. Raises ``StaticLLMError`` (an answer failed)."""
         ends: dict[int, list[RequestOutput]] = {}
         async with contextlib.aclosing(self.batches()) as batches:
             async for parts in batches:
@@ -266,9 +259,8 @@ async def respond(
 
     Return a stream if ``stream`` is given, else a whole response. ``field`` has the prompt; errors name it.
 
-    Raises:
-        ApiError, StaticLLMError: the request is refused, or an answer failed.
-        ClientDisconnect: the client has closed the connection.
+    Raises ``ApiError`` and ``StaticLLMError`` (the request is refused, or an answer failed) and ``ClientDisconnect`` (the
+    client has closed the connection).
     """
     answers: Answers | None = None
     is_handed_over = False
@@ -300,8 +292,7 @@ async def respond(
 def _check_chars(prompts: Sequence[Any], limit: int, field: str) -> None:
     """Check that no prompt has more characters than a chat template may make, before it is rendered.
 
-    Raises:
-        ApiError: one has.
+    Raises ``ApiError`` (one has).
     """
     for prompt in prompts:
         texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []

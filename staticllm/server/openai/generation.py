@@ -68,8 +68,7 @@ class SamplingFields(number_fields(IgnoredFields, "openai")):  # type: ignore[mi
     def asked(self, **rest: Any) -> AnswerFields:
         """Return what these fields ask for; ``rest`` are the fields of ``AnswerFields`` that the endpoint adds.
 
-        Raises:
-            ApiError: fields contradict each other.
+        Raises ``ApiError`` (fields contradict each other).
         """
         numbers = numbers_of(self, "openai")
         if self.is_search and self.stream:

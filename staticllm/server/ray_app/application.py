@@ -30,8 +30,7 @@ MAX_ONGOING = 256
 def application(args: ClusterSettings) -> serve.Application:
     """Return the application. ``serve run staticllm.server.ray_app:app models=/path/a,/path/b max_replicas=3`` calls it.
 
-    Raises:
-        StaticLLMError: a model is missing on this machine, or the settings are not safe.
+    Raises ``StaticLLMError`` (a model is missing on this machine, or the settings are not safe).
     """
     args.of_replica()
     specs = args.specs()
@@ -77,11 +76,7 @@ CONNECT_SECONDS = 5.0
 
 
 def settings_of(values: dict[str, Any]) -> ClusterSettings:
-    """Return checked settings.
-
-    Raises:
-        ConfigError: one is unknown or impossible.
-    """
+    """Return checked settings. Raises ``ConfigError`` (one is unknown or impossible)."""
     try:
         return ClusterSettings(**values)
     except ValidationError as error:

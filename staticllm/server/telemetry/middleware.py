@@ -26,8 +26,7 @@ STANDARD_ERROR = "-"
 class AccessLog:
     """Writes lines to a file, or to standard error (``-``), on a thread of its own.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raises ``ConfigError`` (the file cannot be written).
     """
 
     def __init__(self, path: str) -> None:
@@ -140,8 +139,7 @@ class TelemetryMiddleware:
 def make_sinks(settings: ServerSettings) -> list[Sink]:
     """Return the access log and the spans that the settings ask for.
 
-    Raises:
-        ConfigError: the log cannot be written, or OpenTelemetry is not installed.
+    Raises ``ConfigError`` (the log cannot be written, or OpenTelemetry is not installed).
     """
     sinks: list[Sink] = []
     if settings.has_spans:
