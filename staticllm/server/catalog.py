@@ -229,7 +229,7 @@ def lm_studio_list(state: ServerState) -> dict[str, Any]:
 
 
 def lm_studio_model(state: ServerState, model: ServedModel) -> dict[str, Any]:
-    """Return one model. ``max_context_length`` is that of the server's settings; it is left out where nobody knows it yet."""
+    """Return one model. ``max_context_length`` is that of the server's settings; it is left out while it is unknown."""
     facts = listed_facts(model)
     length = context_length(model, state.settings)
     found: dict[str, Any] = {

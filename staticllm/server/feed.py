@@ -1,4 +1,4 @@
-"""Who waits, prefills and decodes in a model, and what each device call held. It holds no text."""
+"""The requests that wait, prefill and decode in a model, and what each device call held; no text of them."""
 
 from __future__ import annotations
 

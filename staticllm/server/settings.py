@@ -21,7 +21,7 @@ class ServerSettings:
     Attributes:
         host: The address that it listens at.
         port: The port; 0 lets the system choose one.
-        api_keys: The keys that clients may use; without keys everybody is served.
+        api_keys: The keys that clients may use; without any, all clients are served.
         allowed_origins: Origins of web pages that may send requests, beside local ones and those of desktop apps; ``*``: all.
         is_insecure: Whether other machines may connect without a key.
         device: The OpenVINO device of the models, or several in their order (``NPU,GPU,CPU``).

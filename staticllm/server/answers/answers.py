@@ -42,7 +42,7 @@ class AnswerEnd:
 
 
 STREAM_GAP = 0.005
-"""The seconds between two messages of a stream whose tokens come faster; nobody sees them.
+"""Shortest time between two messages of a stream, in seconds; tokens that come faster are sent together.
 
 Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
 0.98 (``scripts/bench_server.py``).

@@ -192,7 +192,7 @@ async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[list[di
 
 
 async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Response:
-    """Load a model, or with ``keep_alive`` 0 unload it as soon as nobody uses it."""
+    """Load a model, or with ``keep_alive`` 0 unload it as soon as it is unused."""
     hub = call.state.hub
     model = find_chat_model(call, body.model)
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)

@@ -120,6 +120,6 @@ class EventReplay:
 
 
 def lost_event(reason: str) -> bytes:
-    """Return the events that end a stream that nobody can continue."""
+    """Return the events that end a stream that cannot be continued."""
     error = ApiError(502, f"{reason}: send the request again", kind=SERVER, code="replica_lost")
     return f"data: {to_json(error.body())}\n\ndata: [DONE]\n\n".encode()

@@ -8,7 +8,7 @@ from typing import Any
 from staticllm.results import AssistantMessage
 from staticllm.server.answers.messages import text_of
 from staticllm.server.http.errors import ApiError
-from staticllm.server.responses.fields import TEXTS, InputItem
+from staticllm.server.responses.fields import InputItem
 from staticllm.server.responses.store import ResponseStore
 
 Item = dict[str, Any]
@@ -60,7 +60,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
         if item.type == "message":
             _add_message(found, item, where)
         elif item.type == "function_call_output":
-            content = text_of(_needed(item.output, f"{where}.output"), TEXTS, f"{where}.output")
+            content = text_of(_needed(item.output, f"{where}.output"), f"{where}.output")
             call_id = _needed(item.call_id, f"{where}.call_id")
             found.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif item.type == "function_call":
@@ -72,7 +72,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
             message["content"] = message["content"] or None
             message.setdefault("tool_calls", []).append({**call, "function": function})
         else:
-            text = text_of(item.content, TEXTS, f"{where}.content")
+            text = text_of(item.content, f"{where}.content")
             if text:
                 found.append({"role": "assistant", "content": "", "reasoning_content": text})
     return found
@@ -80,7 +80,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
 
 def _add_message(found: list[Message], item: InputItem, where: str) -> None:
     role = _needed(item.role, f"{where}.role")
-    text = text_of(item.content, TEXTS, f"{where}.content")
+    text = text_of(item.content, f"{where}.content")
     last = found[-1] if found else {}
     if role == "assistant" and last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
         last["content"] = text  # it follows its reasoning

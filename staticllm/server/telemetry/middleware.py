@@ -53,7 +53,7 @@ class AccessLog:
 
 
 def line_of(record: RequestRecord) -> str:
-    """Return the line of a request. What nobody knows, such as tokens of a request that was refused, is left out."""
+    """Return the line of a request. Unknown fields, such as tokens of a request that was refused, are left out."""
     now = time.perf_counter()
     found: dict[str, object] = {
         "time": datetime.fromtimestamp(record.began_at, timezone.utc).isoformat(timespec="milliseconds"),
