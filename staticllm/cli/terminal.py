@@ -72,7 +72,7 @@ def look_again(
     look: Callable[[Look | None], Look], lines_of: Callable[[Look, Look | None], Sequence[str]], interval: float,
     count: int | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show what ``look`` returns, ``count`` times or without end, every ``interval`` seconds. Both functions get the last look."""
+    """Show what ``look`` returns, ``count`` times or endlessly, every ``interval`` seconds. Both functions get the last look."""
     before: Look | None = None
     for number in itertools.count() if count is None else range(count):
         if number:

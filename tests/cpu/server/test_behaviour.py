@@ -337,10 +337,7 @@ def test_a_model_that_never_fits_is_refused():
 def test_an_idle_model_is_unloaded_and_loaded_again():
     with serving(idle_unload=0.3) as served:
         first = httpx.post(served.url + CHAT, json=body(count=6), timeout=60).json()
-        until = time.monotonic() + 20
-        while served.pipeline() is not None:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for(lambda: served.pipeline() is None, 20)
         again = httpx.post(served.url + CHAT, json=body(count=6), timeout=60).json()
         assert again["choices"] == first["choices"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 
 import httpx
 import numpy as np
 import pytest
+from support.attach.daemons import wait_for
 from support.encoders.encoder_directories import TEXTS, a_directory
 from support.models.echo_model import CALL, asking, load_echo
 from support.server.served import serving
@@ -167,10 +167,7 @@ def test_keep_alive_says_when_a_model_is_unloaded(served, post):
     post("chat", messages=MESSAGES, stream=False, keep_alive=-1, options={"num_predict": 2})
     assert expiry().startswith("2318")
     assert post("chat", keep_alive=0).json()["done_reason"] == "unload"
-    until = time.monotonic() + 60
-    while expiry() is not None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: expiry() is None, 60)
     assert served.pipeline() is None
     assert post("chat", keep_alive="1h30m").json()["done_reason"] == "load"
     assert served.pipeline() is not None

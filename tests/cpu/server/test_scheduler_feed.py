@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from support.attach.daemons import wait_for
 from support.server.served import serving
 
 from staticllm.server.models.served import ModelSpec, demo_spec
@@ -53,18 +53,21 @@ def schema(root):
 
 def test_it_tells_what_runs_and_what_waits_without_text(served, schema):
     found = []
+    begin = end_of(served)
     streams = [
         threading.Thread(target=httpx.post, args=(served.url + CHAT,), kwargs={"json": body(), "timeout": 60})
         for _ in range(4)
     ]
     for stream in streams:
         stream.start()
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        found.append(feed(served))
+
+    def two_run():
+        found.append(feed(served, after=begin))
         jsonschema.validate(found[-1], schema)
-        if len(found[-1]["requests"]) == 2 and all(each["output_tokens"] > 5 for each in found[-1]["requests"]):
-            break
+        requests = found[-1]["requests"]
+        return len(requests) == 2 and all(each["output_tokens"] > 5 for each in requests)
+
+    wait_for(two_run, 60)
     last = found[-1]
     assert [each["status"] for each in last["requests"]] == ["running", "running"]
     assert len(last["waiting_ms"]) == 2
