@@ -18,7 +18,7 @@ _REASONING = ("thinking", "reasoning", "redacted_thinking")
 class TextPart(MessageFields):
     """A part of a message: a text, or the text of a refusal. ``TEXTS``: the types of parts with text."""
 
-    TEXTS: ClassVar = ("text", "input_text", "output_text")
+    TEXTS: ClassVar[tuple[str, ...]] = ("text", "input_text", "output_text")
     type: str
     text: str | None = None
     refusal: str | None = None

@@ -22,7 +22,7 @@ from staticllm.server.answers.messages import MAX_MESSAGES, TextPart
 class InputPart(TextPart):
     """A part of a message: a text, or the text of a refusal."""
 
-    TEXTS: ClassVar = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+    TEXTS: ClassVar[tuple[str, ...]] = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=1000)]

@@ -8,23 +8,10 @@ import json
 import httpx
 import numpy as np
 import pytest
-from support.server.served import serving
 
 openai = pytest.importorskip("openai")
 
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
-
-
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

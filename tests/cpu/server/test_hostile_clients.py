@@ -25,12 +25,6 @@ CLIENT = httpx.Client(timeout=SECONDS, verify=False, trust_env=False, limits=htt
 """A client that keeps no connection open."""
 
 
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
-
-
 def talk(url, data, seconds=SECONDS):
     """Send bytes to a server, and return all that it sends until it closes the connection."""
     with connected(url, seconds) as connection:

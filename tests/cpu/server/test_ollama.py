@@ -22,12 +22,6 @@ LETTER = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0
 
 
 @pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def post(served):
     def post(path, **body):
         return httpx.post(f"{served.url}/api/{path}", json={"model": "demo", **body}, timeout=60)

@@ -43,12 +43,6 @@ def served(tmp_path_factory):
         yield served
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def test_a_text_is_continued(served, client):
     direct = served.pipeline().generate(PROMPT, max_new_tokens=20, apply_chat_template=False)
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20)

@@ -27,12 +27,6 @@ def client_of(served):
 
 
 @pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def client(served):
     with client_of(served) as client:
         yield client

@@ -16,12 +16,6 @@ CHAT, PROMPT = "/v1/chat/completions", "A fox lives in a wood, and so do four ot
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
-
-
 @pytest.fixture
 def tokenizer(served):
     return served.pipeline().get_tokenizer()
