@@ -232,7 +232,7 @@ class GenerationHandle:
     def keep(self, session: str) -> None:
         """Keep the keys and values of this conversation longer than others, until ``session`` keeps another one.
 
-        The first answer must have ended. An engine in another process keeps all conversations alike.
+        The first answer must have ended.
 
         Raises:
             ClosedError: the engine was closed.

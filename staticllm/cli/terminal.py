@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import click
 
 PROMPT = "> "
+Look = TypeVar("Look")
 
 
 def printable(text: object) -> str:
@@ -61,6 +66,25 @@ def line_reader(words: Sequence[str]) -> Callable[[], str]:
     completer = WordCompleter(list(words), sentence=True)
     session: PromptSession[str] = PromptSession(completer=completer, complete_while_typing=False)
     return lambda: session.prompt(PROMPT)
+
+
+def look_again(
+    look: Callable[[Look | None], Look], lines_of: Callable[[Look, Look | None], Sequence[str]], interval: float,
+    count: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Show what ``look`` returns, ``count`` times or endlessly, every ``interval`` seconds. Both functions get the last look."""
+    before: Look | None = None
+    for number in itertools.count() if count is None else range(count):
+        if number:
+            time.sleep(interval)
+        found = look(before)
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            if number and sys.stdout.isatty():
+                click.clear()
+            click.echo("\n".join(lines_of(found, before)))
+        before = found
 
 
 def print_error(error: Exception) -> None:

@@ -99,8 +99,7 @@ class Admission:
         no client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
         one, if this client would have fewer.
 
-        Raises:
-            ApiError: ``max_waiting`` requests wait (status 429).
+        Raises ``ApiError`` (``max_waiting`` requests wait (status 429)).
         """
         entry = self._clients.setdefault(client, _Client())
         self._see(client)

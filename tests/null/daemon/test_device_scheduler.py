@@ -15,10 +15,10 @@ from staticllm.daemon.sharing.device_scheduler import (
     ClientId,
     DeviceRequest,
     DeviceScheduler,
-    DeviceUse,
     EngineId,
     Share,
 )
+from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.scheduling.request_table import Limits
 
