@@ -40,7 +40,7 @@ from staticllm.pipelines.diagnostics.reports import (
 from staticllm.pipelines.diagnostics.settings import planned_settings
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.loading.decoder_kind import DecoderJob, job_of
+from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, job_of
 from staticllm.pipelines.loading.kind import ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import CompilePlan, compile_all
@@ -71,6 +71,7 @@ SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "MAX_NUM_SEQS": 1, "MEASU
 class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]]):
     """The questions about decoders. ``chunks``: the rows of the prefill programs that are verified."""
 
+    kind: type[ProgramKind[Variant, ModelShape, ModelRunner]] = DecoderKind
     chunks: tuple[int, ...] = CHUNKS
     takes_adapters = True
 

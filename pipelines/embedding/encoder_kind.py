@@ -7,29 +7,29 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import openvino as ov
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes import model_kind
 from staticllm.compiler_passes.lower_encoder import lower_encoder
-from staticllm.compiler_passes.model_kind import check_kind
+from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderShape, EncoderVariant, Part, Pooling, ProgramMode, ProgressEvent
+from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramMode, ProgressEvent, Size
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_dir import read_model
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
-from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.fingerprint import DENSE
+from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.embedding.encoder_calls import check_ports, random_texts
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
+from staticllm.pipelines.loading.kind import LoadJob, ProgramKind, properties_text
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layout import program_mode
 from staticllm.ports import INPUT_IDS
@@ -66,9 +66,7 @@ class Wanted:
     wants_chunks: bool
 
 
-def plan_encoder(
-    job: LoadJob[Any], wanted: Wanted, properties: Mapping[Part, Mapping[str, Any]], for_blobs: bool = False
-) -> EncoderPlan:
+def plan_encoder(job: LoadJob[Any], wanted: Wanted, for_blobs: bool = False) -> EncoderPlan:
     """Read and lower the model, and choose its variants. ``for_blobs``: whether its programs will be exported.
 
     Raises:
@@ -102,7 +100,7 @@ def plan_encoder(
         variants = variants_for(longest, sizes)
     lowered = replace(lowered, shape=replace(lowered.shape, longest=longest, vocab_size=vocab_size))
     job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
-    return CompilePlan(lowered, CompileOptions(job.device, mode, None, properties), variants, weights)
+    return CompilePlan(lowered, job.kind.options(job), variants, weights)
 
 
 def _continuing(wanted: Wanted, mode: ProgramMode, shape: EncoderShape, longest: int) -> tuple[EncoderVariant, ...]:
@@ -199,6 +197,14 @@ class EncoderChoices:
 
 
 @dataclass(frozen=True)
+class EncoderSetChoices:
+    """The choices behind an encoder's set: the most tokens of a text, and the batches and rows; None for the usual ones."""
+
+    max_length: Size
+    sizes: Annotated[list[tuple[Size, Size]], Meta(max_length=64)] | None
+
+
+@dataclass(frozen=True)
 class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     """The kind of an encoder, with everything that the user and the model's files choose.
 
@@ -242,7 +248,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             can_embed=self.can_embed,
             wants_chunks=self.wants_chunks,
         )
-        return plan_encoder(job, wanted, self.properties(job), for_blobs)
+        return plan_encoder(job, wanted, for_blobs)
 
     def random_call(self, programs: EncoderPrograms, variant: EncoderVariant) -> Mapping[str, NDArray[Any]]:
         """Return a call that is full of random tokens."""
@@ -272,24 +278,34 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
         return runner
 
-    def fingerprint(self, job: AnyJob) -> EncoderFingerprint:
-        """Return the digests of the model and its Dense modules, the machine, and the choices."""
-        model = fingerprint_model(job.directory, job.weights)
-        properties = sorted(json_properties(self.properties(job)["encode"]).items())
+    @classmethod
+    def fits(cls, model: ov.Model, directory: Path) -> bool:
+        """Return whether the model computes vectors or scores, or is a decoder whose files say how to pool its vectors."""
+        return is_lowered_as(kind_of(model), cls.name, read_encoder_files(directory).pooling is not None)
+
+    @staticmethod
+    def check_stored(shape: EncoderShape, content: Mapping[str, Any]) -> None:
+        """Check the choices, the layout, the pooling and the longest text."""
+        stored(EncoderSetChoices, content["config"])
+        ProgramKind.check_stored(shape, content)
+        if content["programs"] not in ("separate", "shared"):
+            raise ValueError("the programs are not those of an encoder")
+        if shape.pooling not in (None, "first", "last", "mean") or not shape.longest:
+            raise ValueError("its pooling or its longest text is impossible")
+
+    def asked(self, job: AnyJob) -> dict[str, str]:
+        """Return the digest of the Dense modules, and the choices."""
         sizes = self.chosen.sizes
-        return EncoderFingerprint(
-            ir_digest=model.ir_digest,
-            weights_digest=model.weights_digest,
-            **machine_values(get_core(), job.device),
-            dense=_digest_of(self.files),
-            score_tokens=", ".join(map(str, self.chosen.score_tokens)) or "none",
-            max_length=str(self.max_length),
-            sizes=("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
+        return {
+            DENSE: _digest_of(self.files),
+            "score_tokens": ", ".join(map(str, self.chosen.score_tokens)) or "none",
+            "max_length": str(self.max_length),
+            "sizes": ("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
             + (", chunks" if self.wants_chunks and has_states(job.directory / MODEL_XML) else ""),
-            programs=mode_of(job),
-            normalize=str(self.chosen.is_normalised),
-            properties=", ".join(f"{name}={value}" for name, value in properties),
-        )
+            "PROGRAMS": program_mode(job.device, job.config),
+            "normalize": str(self.chosen.is_normalised),
+            "properties": properties_text(self.properties(job)["encode"]),
+        }
 
     def choices(self, job: AnyJob) -> dict[str, Any]:
         """Return the longest text and the sizes that were asked for."""
@@ -299,11 +315,11 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
 
     def decided_by(self, manifest: Manifest, job: AnyJob) -> AnyJob:
         """Return the job with the set's sizes and longest text for whatever the user left out."""
-        stored = manifest.config
+        config = manifest.config
         given = self.chosen
-        sizes = given.sizes if stored["sizes"] is None or given.sizes is not None else stored["sizes"]
+        sizes = given.sizes if config["sizes"] is None or given.sizes is not None else config["sizes"]
         decided = replace(given, sizes=None if sizes is None else [(batch, rows) for batch, rows in sizes])
-        max_length = stored["max_length"] if given.max_length is None else self.max_length
+        max_length = config["max_length"] if given.max_length is None else self.max_length
         return replace(job, kind=replace(self, chosen=decided, max_length=max_length))
 
     def check(self, programs: EncoderPrograms) -> None:
@@ -348,11 +364,6 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
 AnyJob: TypeAlias = LoadJob[ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]]
 EncoderJob: TypeAlias = LoadJob[EncoderKind]
 """One encoder for one device."""
-
-
-def mode_of(job: LoadJob[Any]) -> ProgramMode:
-    """Return ``separate`` if each variant has a program of its own, else ``shared``."""
-    return program_mode(job.device, job.config)
 
 
 def has_states(path: Path) -> bool:

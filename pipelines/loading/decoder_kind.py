@@ -6,20 +6,21 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import openvino as ov
 from numpy.typing import NDArray
 
+from staticllm.compiler_passes.model_kind import is_lowered_as, kind_of
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, OnProgress, Part, Phase, Variant
+from staticllm.core import ModelShape, OnProgress, Part, ProgramMode, Variant
 from staticllm.devices import check_device, check_known, default_kv_type, get_core
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
-from staticllm.pipelines.artifacts.manifest import LAYOUT_FIELDS, Manifest
-from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, probes_of
+from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, probes_of, properties_text
 from staticllm.pipelines.programs.bind import HostMemory, allocating
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.compile_plan import phase_properties, prepare, with_kv_slots
@@ -28,6 +29,15 @@ from staticllm.pipelines.programs.layout import program_layout, with_host_slots
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variants import first_to_serve
 from staticllm.pipelines.programs.warm_up import make_runner
+
+LAYOUT_FIELDS = (
+    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
+    "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
+)  # fmt: skip
+"""Config fields that a blob set decides unless the user gives them."""
+MAX_STATE_BYTES = 1 << 34
+MAX_ADAPTER_VALUES = 1 << 32
+"""Upper bound on the values of all adapters' matrices: 16 GiB."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +75,58 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         """
         return make_runner(programs, job.on_progress, planned, memory, job.config.adapters)
 
-    def fingerprint(self, job: DecoderJob) -> StepFingerprint:
-        """Return the digests of the model, the machine, and the resolved layout."""
-        core = get_core()
-        device = job.device
+    @classmethod
+    def fits(cls, model: ov.Model, directory: Path) -> bool:
+        """Return whether the model has logits for every token."""
+        return is_lowered_as(kind_of(model), cls.name)
+
+    @staticmethod
+    def check_stored(shape: ModelShape, content: Mapping[str, Any]) -> None:
+        """Check the layout, the properties of each phase, the states and the adapters."""
+        config = content["config"]
+        parts = content["properties"]
+        if different := set(config) ^ set(LAYOUT_FIELDS):
+            raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
+        StaticLLMConfig(**config)
+        phases = {"prefill", "generate"}
+        needed = phases | ({"few_rows"} if content["programs"] == "few_rows" else set())
+        if missing := sorted(needed - set(parts)):
+            raise ValueError(f"properties has no part {missing[0]!r}")
+        if set(parts) - {*phases, "few_rows"} or not content["kv_type"]:
+            raise ValueError("a part or the type of KV slots is not that of a decoder")
+        if shape.position_rank not in (0, 2, 3):
+            raise ValueError("the rank of its positions is impossible")
+        if any(state.num_bytes > MAX_STATE_BYTES for state in shape.recurrent_states):
+            raise ValueError("a recurrent state has more than 16 GiB")
+        _check_adapters(shape)
+
+    def asked(self, job: DecoderJob) -> dict[str, str]:
+        """Return the resolved layout."""
         config = job.config
-        properties = phase_properties(device, config)
-        kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
-        layout = program_layout(device, job.directory, config, kv_type)
-        values: dict[Phase, Mapping[str, Any]] = {
-            phase: json_properties(of_phase) for phase, of_phase in properties.items()
+        phases = phase_properties(job.device, config)
+        kv_type = config.kv_cache_precision or default_kv_type(get_core(), job.device, *phases.values())
+        layout = program_layout(job.device, job.directory, config, kv_type)
+        mode: ProgramMode = "separate" if layout == "separate" else "shared"
+        sizes = {
+            "MAX_PROMPT_LEN": config.max_prompt_len,
+            "MIN_RESPONSE_LEN": config.min_response_len,
+            "PROGRAMS": layout,
+            "KV_CACHE_PRECISION": kv_type,
+            "MAX_NUM_SEQS": config.num_seqs(mode),
+            "KV_SLOTS": config.num_kv_slots(mode),
+            "PREFILL_ROWS": config.prefill_rows,
+            "PREFILL_KV_LENS": config.prefill_kv_lens,
+            "GENERATE_KV_LENS": config.generate_kv_lens,
         }
-        return StepFingerprint(
-            **asdict(fingerprint_model(job.directory, job.weights)),
-            **machine_values(core, device),
-            **layout_values(config, layout, kv_type, values),
-        )
+        return {
+            **{name: "default" if value is None else str(value) for name, value in sizes.items()},
+            **{f"{phase} properties": properties_text(values) for phase, values in phases.items()},
+            "adapters": "none" if config.adapters is None else config.adapters.description,
+        }
 
     def properties(self, job: DecoderJob) -> Mapping[Part, Mapping[str, Any]]:
         """Return OpenVINO's properties for each phase."""
-        phases = phase_properties(job.device, job.config)
-        return {"prefill": phases["prefill"], "generate": phases["generate"]}
+        return {**phase_properties(job.device, job.config)}
 
     def choices(self, job: DecoderJob) -> dict[str, Any]:
         """Return the layout."""
@@ -104,6 +145,23 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     def first_to_serve(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Return the fewest variants that can run any prompt."""
         return first_to_serve(tuple(variants))
+
+
+def _check_adapters(shape: ModelShape) -> None:
+    """Check that the parts of each group fit into its matrices."""
+    if shape.adapted and not shape.num_adapters:
+        raise ValueError("it adapts matrices, and has no adapters")
+    for index, group in enumerate(shape.adapted):
+        if group.index != index:
+            raise ValueError("a group of adapters is not in its place")
+        first_column = 0
+        for part in group.parts:
+            is_inside = part.adapter < shape.num_adapters and part.first_row < group.out_size
+            if not is_inside or part.first_column != first_column:
+                raise ValueError("a part of an adapter is outside of its matrices")
+            first_column += part.rank
+    if sum(group.rank * (group.in_size + group.out_size) for group in shape.adapted) > MAX_ADAPTER_VALUES:
+        raise ValueError("the matrices of adapters have more than 16 GiB")
 
 
 DecoderJob: TypeAlias = LoadJob[ProgramKind[Variant, ModelShape, ModelRunner]]
