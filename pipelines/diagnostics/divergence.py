@@ -21,8 +21,8 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.diagnostics.reports import Divergence
 from staticllm.pipelines.diagnostics.settings import PRECISION, candidates, planned_settings
+from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
 from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import DecoderPlan, prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.warm_up import make_runner
 

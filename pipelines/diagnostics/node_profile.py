@@ -15,8 +15,8 @@ from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
 from staticllm.pipelines.diagnostics.settings import label_of
+from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 RUNS = 5

@@ -24,8 +24,8 @@ from staticllm.model_dir import forget_in_memory, keep_in_memory, max_positions,
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import options_of
+from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.warm_up import make_runner
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
 from staticllm.pipelines.scheduling.planner import make_policy

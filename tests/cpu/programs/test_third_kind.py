@@ -12,9 +12,7 @@ from openvino import opset13 as ops
 from staticllm.cli import cli
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Size
-from staticllm.devices import get_core
 from staticllm.errors import BlobError
-from staticllm.model_dir import read_model
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
@@ -22,7 +20,6 @@ from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.pipelines.programs.compile import CompilePlan
 from staticllm.pipelines.programs.kinds import KINDS, register
-from staticllm.system.mapped_weights import MappedWeights
 
 BANDS, WIDTH = 8, 4
 
@@ -70,14 +67,12 @@ class SoundRunner:
     def _bound(self, variant, frames):
         found = np.zeros((1, self.sizes.width), np.float32)
         ports = {"frames": ov.Tensor(frames, shared_memory=True), "features": ov.Tensor(found, shared_memory=True)}
-        seconds = BoundRequest(self.programs[variant], ports).run()
-        return found[0], seconds
+        return found[0], BoundRequest(self.programs[variant], ports).run()
 
 
 @dataclass(frozen=True)
 class SoundKind(ProgramKind):
     sizes: tuple = (16, 64)
-
     name = "sound model"
     variant, shape = SoundVariant, SoundShape
 
@@ -85,10 +80,9 @@ class SoundKind(ProgramKind):
     def fits(cls, model, directory):
         return "frames" in {port.get_any_name() for port in model.inputs}
 
-    def plan(self, job, for_blobs=False, start="all programs"):
-        model = read_model(get_core(), job.directory)
-        lowered = LoweredSound(model, SoundShape(BANDS, WIDTH))
-        return CompilePlan(lowered, self.options(job), tuple(map(SoundVariant, self.sizes)), MappedWeights(model))
+    def lower(self, job, source, start):
+        lowered = LoweredSound(source.model, SoundShape(BANDS, WIDTH))
+        return CompilePlan(lowered, self.options(job), tuple(map(SoundVariant, self.sizes)), source.weights)
 
     def random_call(self, programs, variant):
         return {"frames": np.random.default_rng(0).standard_normal((1, BANDS, variant.rows), np.float32)}
