@@ -54,6 +54,7 @@ class ServedKind(ABC):
     what: str
     has_engine: ClassVar[bool] = False
     """Whether an engine runs it, which can be in the daemon; else ``is_apart`` gives it a worker process."""
+    needs_tokenizer: ClassVar[bool] = True
 
     @abstractmethod
     def fits(self, model: ov.Model, directory: Path) -> bool:

@@ -50,8 +50,9 @@ def model_spec(argument: str) -> ModelSpec:
         name = path_kind(expanded(path)).directory.resolve().name
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
-    directory = check_model_dir(expanded(path))  # shells leave the ~ of NAME=~/folder as it is
-    return ModelSpec(name, directory, served_kind(directory))
+    directory = check_model_dir(expanded(path), False)  # shells leave the ~ of NAME=~/folder as it is
+    kind = served_kind(directory)
+    return ModelSpec(name, check_model_dir(directory, SERVED[kind].needs_tokenizer), kind)
 
 
 def demo_spec() -> ModelSpec:
