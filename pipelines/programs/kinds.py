@@ -66,3 +66,4 @@ register(
     "StaticLLMPipeline",
     f"{_ROOM}.diagnostics.decoder_diagnosis:DecoderDiagnosis",
 )
+register("sound", f"{_ROOM}.loading.sound_kind:SoundKind", "SoundPipeline")
