@@ -66,4 +66,3 @@ register(
     "StaticLLMPipeline",
     f"{_ROOM}.diagnostics.decoder_diagnosis:DecoderDiagnosis",
 )
-register("sound", f"{_ROOM}.loading.sound_kind:SoundKind", "SoundPipeline")

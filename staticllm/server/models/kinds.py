@@ -23,7 +23,6 @@ from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.loading.sound_kind import SoundKind, SoundPipeline
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 
@@ -123,24 +122,11 @@ class EncoderServed(ServedKind):
         return pipeline.is_usable
 
 
-class SoundServed(ServedKind):
-    """Encoders of sound."""
-
-    needs_tokenizer = False
-
-    def fits(self, model: ov.Model, directory: Path) -> bool:
-        return SoundKind.fits(model, directory)
-
-    def load(self, wanted: Wanted) -> Any:
-        return SoundPipeline(wanted.path, first_device(wanted.device), wanted.on_progress)
-
-
 SERVED: dict[str, ServedKind] = {
     kind.name: kind
     for kind in (
         EncoderServed("embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False),
         EncoderServed("rerank", "a reranker", StaticRerankPipeline, has_scores=True),
-        SoundServed("sound", "a model of sounds"),
         ChatKind("chat", "a chat model"),
     )
 }
