@@ -47,10 +47,7 @@ def measure_divergence(
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
     The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
-    all settings).
-
-    Raises:
-        ConfigError: the device is not a CPU; and what ``prepare`` raises.
+    all settings). Raises ``ConfigError`` (the device is not a CPU; and what ``prepare`` raises).
     """
     if kind(device) != "CPU":
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")

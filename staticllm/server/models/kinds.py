@@ -145,8 +145,7 @@ def served_kind(directory: Path) -> str:
 def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mapping[str, object]) -> int:
     """Return the bytes that a model needs on the first of the devices that is present, as ``staticllm plan`` estimates them.
 
-    Raises:
-        StaticLLMError: it cannot be lowered.
+    Raises ``StaticLLMError`` (it cannot be lowered).
     """
     job = kind.job(path, first_device(device), properties)
     return diagnosis_of(job.kind.name).estimate(job).needed

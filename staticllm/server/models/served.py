@@ -40,9 +40,8 @@ class ModelSpec:
 def model_spec(argument: str) -> ModelSpec:
     """Return the model of ``NAME=PATH`` or ``PATH``; of a path alone, the name is that of the folder.
 
-    Raises:
-        ModelError: the directory is missing, half-written, or holds no model that can be served.
-        ConfigError: the name is empty.
+    Raises ``ModelError`` (the directory is missing, half-written, or holds no model that can be served) and ``ConfigError`` (the
+    name is empty).
     """
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).is_dir():
@@ -153,8 +152,7 @@ class ServedModel:
     def estimate(self, device: str, properties: Mapping[str, object]) -> int:
         """Return the bytes that it needs, by estimate. The first call takes seconds.
 
-        Raises:
-            StaticLLMError: it cannot be lowered for the device.
+        Raises ``StaticLLMError`` (it cannot be lowered for the device).
         """
         if self.size is None:
             self.size = estimated_size(self.kind, self.spec.path, device, properties)
@@ -222,8 +220,7 @@ class ServedModel:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
-        Raises:
-            ClosedError: it is not loaded, or its process has ended.
+        Raises ``ClosedError`` (it is not loaded, or its process has ended).
         """
         if self.loaded is None:
             raise ClosedError("the model is not loaded")
