@@ -19,9 +19,9 @@ Work: TypeAlias = tuple[float, ...]
 Clock = Callable[[], float]
 """Returns the current time in seconds: ``time.perf_counter``, or a simulation's virtual clock."""
 Phase = Literal["prefill", "generate"]
-Part = Literal["prefill", "generate", "few_rows", "encode"]
-"""Parts of the work that may have their own program and device properties: a decoder's phases, its calls of few rows, or all
-calls of another kind of model."""
+Part: TypeAlias = str
+"""A part of the work that may have its own program and device properties: a decoder's phases and ``few_rows``, its calls of few
+rows, or those that another kind of model names, usually one for all calls (``encode``)."""
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
 """``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of

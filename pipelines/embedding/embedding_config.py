@@ -45,11 +45,7 @@ class EmbeddingConfig:
     padding_side: str | None = None
 
     def validate(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
+        """Check the values. Raises ``ConfigError`` (a value is impossible)."""
         for name in ("max_length", "batch_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -79,11 +75,7 @@ class RerankConfig:
     padding_side: str | None = None
 
     def validate(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
+        """Check the values. Raises ``ConfigError`` (a value is impossible)."""
         if not is_whole(self.top_n) or self.top_n < 1:
             raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
         if self.max_length is not None and (not is_whole(self.max_length) or self.max_length < 1):
@@ -96,8 +88,7 @@ AnyConfig = TypeVar("AnyConfig", EmbeddingConfig, RerankConfig)
 def resolved_config(kind: type[AnyConfig], given: object, properties: dict[str, object]) -> AnyConfig:
     """Return the config with the keywords among ``properties`` in it, which are removed from these.
 
-    Raises:
-        ConfigError: a value is impossible.
+    Raises ``ConfigError`` (a value is impossible).
     """
     names = [item.name for item in fields(kind)]
     own = {name: properties.pop(name) for name in names if name in properties}

@@ -28,10 +28,8 @@ from staticllm.pipelines.engine.jobs import JobHost, checked_host
 class Serving:
     """How an encoder is served, whatever the model.
 
-    ``engine``: the engine of another pipeline on the same device; None for a device of its own.
-
-    Raises:
-        ConfigError: an option is impossible.
+    ``engine``: the engine of another pipeline on the same device; None for a device of its own. Raises ``ConfigError`` (an option
+    is impossible).
     """
 
     engine: JobHost | None
@@ -72,9 +70,8 @@ def serve_encoder(
 ) -> tuple[ServedEncoder, genai.Tokenizer]:
     """Load an encoder with its tokenizer, on several devices if ``device`` and ``options`` say so, and serve it.
 
-    Raises:
-        ModelError, DeviceError, BlobError: as for ``load_encoder``.
-        ConfigError: as for ``load_encoder`` and ``load_pool``, or an engine is given for several devices.
+    Raises ``ModelError``, ``DeviceError``, ``BlobError`` (as for ``load_encoder``) and ``ConfigError`` (as for ``load_encoder``
+    and ``load_pool``, or an engine is given for several devices).
     """
     host = None if serving.engine is None else checked_host(serving.engine)
     if not isinstance(device, str):
@@ -94,11 +91,7 @@ def serve_encoder(
 
 
 def _serve_one(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:
-    """Serve an encoder on one device, in ``host`` or in an engine of its own.
-
-    Raises:
-        ClosedError: the host was closed.
-    """
+    """Serve an encoder on one device, in ``host`` or in an engine of its own. Raises ``ClosedError`` (the host was closed)."""
     driver = JobDriver(loaded.runner, max_waiting)
     engine: JobHost = host or JobEngine()
     engine.add_jobs(driver)
