@@ -20,9 +20,8 @@ from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError
-from staticllm.wire.messages import Kind, Message, ProtocolError, encode_value, text_of, whole_of
+from staticllm.wire.messages import MAX_PRIORITY, Kind, Message, ProtocolError, encode_value, text_of, whole_of
 
-MAX_PRIORITY = 100
 Handlers = Mapping[Kind, Callable[[Message], Message | None]]
 """The answers to messages by kind; None is not sent."""
 
