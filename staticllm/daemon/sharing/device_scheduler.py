@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from staticllm.core import Clock
+from staticllm.pipelines.costs.model import SMOOTHING, averaged
 from staticllm.pipelines.engine.device_use import Rows, SoleUse, Worker
 from staticllm.pipelines.scheduling.request_table import Limits
 
@@ -372,10 +373,6 @@ class DeviceScheduler:
         return has_waited and self._is_in_time(request, now, request.priority + 1)
 
 
-SMOOTHING = 0.2
-"""The weight of the newest step in the expected duration of the next one."""
-
-
 class DeviceUse(SoleUse):
     """One engine among the users of a device. Runs on the engine's thread.
 
@@ -413,7 +410,7 @@ class DeviceUse(SoleUse):
             yield
         finally:
             seconds = self._scheduler.clock() - start
-            self._step_seconds = known + SMOOTHING * (seconds - known) if known else seconds
+            self._step_seconds = averaged(known or None, seconds, SMOOTHING)
             shares = self._shares(worker.rows, seconds)
             self._scheduler.release(request, seconds, self._due(worker.last_token_times(), limits), shares)
 
