@@ -24,10 +24,8 @@ from staticllm.pipelines.text.output_processor import (
     results_of,
 )
 from staticllm.pipelines.text.readers import OutputSignal, ReaderRole, in_thread, running_waker
-from staticllm.system.threads import check_may_wait, check_process, start_thread
+from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
 
-POLL_SECONDS = 0.5
-"""The longest single wait of a reader, after which Ctrl-C takes effect where it cannot interrupt the wait."""
 MAX_BATCH = 64
 """Outputs that an asynchronous reader takes before other tasks of its event loop run."""
 
