@@ -20,10 +20,10 @@ from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest, OverflowRule, overflow_rule, shorten
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
+from staticllm.pipelines.generation.logits_processors import copies_for
 from staticllm.pipelines.generation.options.genai import FileOptions
 from staticllm.pipelines.generation.options.resolve import GenerationOptions, copy_config, limit_of, resolve
 from staticllm.pipelines.generation.options.tools import ToolOptions
-from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.tokenization import (
     Form,
