@@ -12,8 +12,8 @@ from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.conversation.formats import MessageFormat
 from staticllm.pipelines.conversation.learnt_calls import LearntCalls, LearntParameters
 from staticllm.pipelines.conversation.named_arguments import FENCE
+from staticllm.pipelines.generation.options.extra import ToolOptions, function_of
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.generation.options.tools import ToolOptions, function_of
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.parameters import (
     STRING_KEYWORDS,

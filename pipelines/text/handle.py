@@ -144,7 +144,7 @@ class GenerationHandle:
         return self._batches_async(least_gap)
 
     def _check_parsed(self) -> None:
-        if self._prepared.format is None:
+        if self._prepared.call.format is None:
             raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
 
     def __await__(self) -> Generator[object, None, Results]:
@@ -270,7 +270,7 @@ class GenerationHandle:
             Exception: the callback raised it.
         """
         parsers = self._prepared.options.parsers
-        return results_of(self._prepared.form, self.outputs(timeout), self._decode, parsers)
+        return results_of(self._prepared.call.form, self.outputs(timeout), self._decode, parsers)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
         """Wait for the end and return each answer with its timings: with ``best_of`` the most likely, best first.

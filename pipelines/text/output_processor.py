@@ -19,8 +19,7 @@ from staticllm.pipelines.conversation.required_calls import is_content
 from staticllm.pipelines.engine.request import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.tokenization import Form
+from staticllm.pipelines.text.input_processor import Form, PreparedRequest
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
 
 
@@ -129,7 +128,7 @@ class OutputProcessor:
         self._decode = _TimedDecode(decode)
         self._parser = _parser_of(prepared)
         self._events: list[Event] = []
-        self._wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
+        self._wants_text = prepared.call.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, self._decode(prompt)) if options.echo else None
         self._prepared = prepared
         self._load_ms = load_ms
@@ -266,7 +265,7 @@ class OutputProcessor:
         if compile_times is not None and not self._index:
             metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
         raw = metrics.raw_metrics
-        started = prepared.started
+        started = prepared.call.started
         times = [token.time for token in received]
         calls = [token.device_seconds for token in received]
         template = prepared.template_seconds

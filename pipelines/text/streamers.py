@@ -10,8 +10,8 @@ from openvino_genai import StreamingStatus as Status
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, GenerationConfigError, shown
 from staticllm.pipelines.text.handle import GenerationHandle
+from staticllm.pipelines.text.input_processor import Prompt
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.pipelines.text.tokenization import Prompt
 
 
 class TokenSink:
