@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import pairwise
 from operator import add
 
@@ -19,6 +19,7 @@ from staticllm.pipelines.conversation.required_calls import is_content
 from staticllm.pipelines.engine.request import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.input_processor import Form, PreparedRequest
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
 
@@ -133,11 +134,14 @@ class OutputProcessor:
         self._prepared = prepared
         self._load_ms = load_ms
         self._index = index
-        self._detokenizer = prepared.detokenizer(self._decode)
         self._received: list[TokenOutput] = []
         self._tokens: list[int] = []  # of the answer: a stop string cuts off those after it
         self._unsent: list[int] = []
         self._undecoded: list[int] = []
+
+    @cached_property
+    def _detokenizer(self) -> IncrementalDetokenizer:
+        return self._prepared.detokenizer(self._decode)
 
     def want_text(self) -> None:
         """Decode from now on: the next increment has the text of all tokens so far."""
@@ -146,7 +150,7 @@ class OutputProcessor:
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string has ended the answer."""
-        return self._detokenizer.is_stopped
+        return self._wants_text and self._detokenizer.is_stopped
 
     @property
     def num_cached(self) -> int | None:
@@ -165,7 +169,9 @@ class OutputProcessor:
         self._tokens.append(token.id)
         self._unsent.append(token.id)
         self._undecoded.append(token.id)
-        text = self._text() if self._wants_text else ""
+        if not self._wants_text:
+            return self._taken("", [])
+        text = self._text()
         if self._detokenizer.is_stopped:
             self._keep_tokens_of(self._detokenizer.text)
         if self._detokenizer.is_holding:
@@ -209,7 +215,7 @@ class OutputProcessor:
             reason = FinishReason.TOOL_CALL
         output = RequestOutput(
             tokens=self._tokens,
-            text=self._detokenizer.text,
+            text=self._detokenizer.text if self._wants_text else "",
             score=self._score(),
             finish_reason=reason,
             is_dropped=is_dropped,
