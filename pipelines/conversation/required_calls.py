@@ -23,7 +23,7 @@ from staticllm.pipelines.grammars.parameters import (
     listed_parameters,
     object_schema,
 )
-from staticllm.pipelines.grammars.structural_tags import has_free_text
+from staticllm.pipelines.grammars.translation import has_free_text
 
 Part = dict[str, Any]
 """A format of a structural tag."""

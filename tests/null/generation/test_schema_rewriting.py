@@ -12,7 +12,7 @@ from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.schema_rewriting import OVERLAPPING, rewritten
+from staticllm.pipelines.grammars.json_schema import OVERLAPPING, rewritten
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
