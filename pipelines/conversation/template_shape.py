@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from staticllm.pipelines.conversation.sandbox import (
     TemplateLimitError,
-    check_syntax,
+    compiled,
     limited,
     limited_apart,
     outside_cause,
@@ -154,7 +154,7 @@ def probed_shape(template: str) -> TemplateShape:
 @lru_cache(maxsize=MAX_KEPT)
 def _complete_shape(template: str) -> TemplateShape:
     with limited():
-        check_syntax(template)
+        compiled(template)
         try:
             run(template, _context([USER]))
         except (TemplateLimitError, RecursionError):

@@ -405,11 +405,7 @@ def _discriminate(facts: SchemaFacts, options: Sequence[_Option]) -> bool:
 
 
 def _tell_apart(facts: SchemaFacts, one: _Option, other: _Option) -> None:
-    """Let two options forbid what the other one requires, unless they differ anyway.
-
-    Raises:
-        InexpressibleError: they may hold together all the same.
-    """
+    """Let two options forbid what the other one requires, unless they differ. Raises InexpressibleError: that is not enough."""
     shared = one.atoms & other.atoms
     if not shared or _are_disjoint([one.values, other.values]):
         return

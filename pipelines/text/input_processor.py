@@ -320,11 +320,7 @@ class InputProcessor:
         )
 
     def _drafts_of(self, options: GenerationOptions, has_prompt_lookup: bool) -> DraftParams | None:
-        """Return how the tokens of a request are drafted, with what the pipeline adds; None without drafts.
-
-        Raises:
-            GenerationConfigError: the options need a draft model, and there is none.
-        """
+        """Return how tokens are drafted, with what the pipeline adds. Raises GenerationConfigError: a draft model is missing."""
         has_model = self._has_draft_model
         is_single = options.num_sequences == 1
         if options.drafts is None and not (is_single and (has_prompt_lookup or has_model)):
@@ -356,11 +352,7 @@ class InputProcessor:
         return tools.decode if format is None else tools.special_tokens.decoder(format.markers, tools.decode)
 
     def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
-        """Return the factor of each adapter of the pipeline for a request.
-
-        Raises:
-            AdapterError: the pipeline was loaded without one of the request's adapters, or has folded its own into the weights.
-        """
+        """Return the factor of each adapter. Raises AdapterError: one is not loaded, or all are folded into the weights."""
         own = self._adapters
         if own is None:
             if uses:
@@ -416,11 +408,7 @@ def _check_no_tools(tools: ToolOptions, where: str) -> None:
 
 
 def _check_tokens(options: GenerationOptions, vocab_size: int) -> None:
-    """Check the tokens that ``logit_bias`` and ``bad_words_ids`` name.
-
-    Raises:
-        GenerationConfigError: one is outside the vocabulary.
-    """
+    """Raise GenerationConfigError if ``logit_bias`` or ``bad_words_ids`` names a token outside the vocabulary."""
     extra = options.extra
     named = [token for token, _ in extra.logit_bias] + [token for row in extra.bad_words_ids for token in row]
     outside = [token for token in named if token >= vocab_size]

@@ -245,10 +245,7 @@ class OutputProcessor:
         return "".join([self._detokenizer.push(token) for token in tokens])
 
     def _keep_tokens_of(self, text: str) -> None:
-        """Drop the tokens of a stop string: those at the end that add anything beyond the kept text.
-
-        As in GenAI, a token that the stop string shares with the text before it is dropped as a whole; the text keeps its part.
-        """
+        """Drop the tokens at the end that add anything beyond ``text``; as in GenAI, also one that it has a part of."""
         tokens = self._tokens
         sent = len(self._tokens) - len(self._unsent)
         while len(tokens) > sent and len(self._decode(tokens)) > len(text):

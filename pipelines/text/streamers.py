@@ -49,33 +49,30 @@ class StreamerSink(TokenSink):
 
     def __init__(self, streamer: genai.StreamerBase) -> None:
         self._streamer = streamer
+        self._take: Callable[[list[int]], object] = streamer.write
 
     def write(self, tokens: list[int], text: str) -> Status:
-        return as_status(self._streamer.write(list(tokens))) if tokens else Status.RUNNING
+        return as_status(self._take(list(tokens))) if tokens else Status.RUNNING
 
     def end(self) -> None:
         self._streamer.end()
 
 
-class ParserSink(TokenSink):
+class ParserSink(StreamerSink):
     """Passes tokens to an ``openvino_genai.TextParserStreamer``, whose ``write`` receives messages in place of tokens.
 
     As in GenAI, it is reset before each answer.
     """
 
     def __init__(self, streamer: genai.TextParserStreamer) -> None:
-        self._streamer = streamer
+        super().__init__(streamer)
+        self._parser = streamer
+        self._take = streamer._write
         streamer.reset()
 
     @property
     def parsed(self) -> dict[str, object] | None:
-        return dict(self._streamer.get_parsed_message())
-
-    def write(self, tokens: list[int], text: str) -> Status:
-        return as_status(self._streamer._write(list(tokens))) if tokens else Status.RUNNING
-
-    def end(self) -> None:
-        self._streamer.end()
+        return dict(self._parser.get_parsed_message())
 
 
 def make_sink(streamer: object) -> TokenSink:

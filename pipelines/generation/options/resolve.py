@@ -22,7 +22,7 @@ from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
-from staticllm.pipelines.generation.options.table import OPTIONS, UNLIMITED, Option, SamplingParams
+from staticllm.pipelines.generation.options.table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_grammar
 
@@ -255,11 +255,7 @@ def resolve(
 
 
 def _resolved(values: Mapping[str, Any], overrides: Mapping[str, Any], has_grammar: bool = True) -> GenerationOptions:
-    """Return the checked options. Without ``has_grammar``, leave out the grammar, which contradicts no other option.
-
-    Raises:
-        GenerationConfigError, AdapterError: as for ``resolve``.
-    """
+    """Return the checked options; without ``has_grammar`` without the grammar, which contradicts no other one."""
     merged = in_effect(values, overrides)
     given = {name: overrides[name] for name in EXTRA_NAMES if name in overrides}
     try:
@@ -287,11 +283,7 @@ def _is_possible(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> boo
 
 
 def _clashing(values: Mapping[str, Any], overrides: Mapping[str, Any], file: FileOptions) -> list[str]:
-    """Return the options of a model's file that must be left out for the others to be possible.
-
-    Raises:
-        GenerationConfigError: the others are impossible without the file too.
-    """
+    """Return the options of a model's file that must be left out for the others. Raises if these are impossible anyway."""
     names = [name for name in file.names_in(values) if name not in overrides]
     kept = {**values, **defaults_of(names)}
     _resolved(kept, overrides)
@@ -408,28 +400,27 @@ def _parsers(value: object) -> tuple[genai.Parser, ...]:
     return tuple(parsers)
 
 
+_APART = ("rng_seed", "no_repeat_ngram_size")
+"""Rows of ``SamplingParams`` whose values mean something else in GenAI's config."""
+
+
 def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = _flag(options, "do_sample")
+    rows = {name: row for name, row in SAMPLING.items() if name in options and name not in _APART}
+    numbers = {name: row.check(name, options[name], do_sample) for name, row in rows.items()}
     return SamplingParams(
         do_sample=do_sample,
-        temperature=_number(options, "temperature", do_sample),
-        top_k=_count(options, "top_k") % UNLIMITED,
-        top_p=_number(options, "top_p", do_sample),
-        min_p=_number(options, "min_p", do_sample),
-        repetition_penalty=_number(options, "repetition_penalty"),
-        presence_penalty=_number(options, "presence_penalty"),
-        frequency_penalty=_number(options, "frequency_penalty"),
         rng_seed=_seed(options["rng_seed"]),
         wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
-        **cast(dict[str, Any], extra.numbers),
+        **cast(dict[str, Any], {**numbers, "top_k": int(numbers["top_k"]) % UNLIMITED, **extra.numbers}),
     )
 
 
-def _number(options: Mapping[str, Any], name: str, is_drawn: bool = True) -> float:
-    return OPTIONS[name].check(name, options[name], is_drawn)
+def _number(options: Mapping[str, Any], name: str) -> float:
+    return OPTIONS[name].check(name, options[name])
 
 
 def _count(options: Mapping[str, Any], name: str) -> int:
