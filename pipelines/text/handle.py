@@ -7,16 +7,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from staticllm.core import FinishReason
-from staticllm.errors import GenerationConfigError, StaticLLMError
+from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
 from staticllm.pipelines.conversation.events import Event
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.request import Finished, Output, OutputQueue
-from staticllm.pipelines.text.input_processor import PreparedRequest
+from staticllm.pipelines.text.input_processor import PreparedRequest, Prompt
 from staticllm.pipelines.text.output_processor import (
     OutputProcessor,
     RequestOutput,
@@ -446,3 +446,37 @@ class GenerationHandle:
 def _poll_seconds(until: float | None) -> float:
     """Return how long a reader waits at a time."""
     return POLL_SECONDS if until is None else max(min(POLL_SECONDS, until - time.monotonic()), 0)
+
+
+Begin = Callable[[Prompt], GenerationHandle]
+"""Submits one prompt."""
+
+
+def answers_of(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
+    """Submit prompts, at most ``MAX_WAITING`` at a time, and wait for their answers, in the order of the prompts.
+
+    Raises:
+        BusyError: the queue is full of other requests.
+        StaticLLMError: a request failed; all are cancelled then.
+    """
+    handles: list[GenerationHandle] = []
+    try:
+        for prompt in prompts:
+            handles.append(_begin_when_possible(begin, prompt, handles))
+        return [output for handle in handles for output in handle.outputs()]
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+
+
+def _begin_when_possible(begin: Begin, prompt: Prompt, before: Sequence[GenerationHandle]) -> GenerationHandle:
+    """Submit a prompt. If the queue is full and holds prompts of this call, wait for the first of them."""
+    while True:
+        try:
+            return begin(prompt)
+        except BusyError:
+            unfinished = [handle for handle in before if not handle.is_done]
+            if not unfinished:
+                raise
+            unfinished[0].outputs()
