@@ -11,7 +11,6 @@ from typing import Any
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.grammars.schema_facts import (
-    LITERAL,
     MAPS,
     AnySchema,
     Atoms,
@@ -20,6 +19,7 @@ from staticllm.pipelines.grammars.schema_facts import (
     canonical,
     check_depth,
     listed_values,
+    with_parts,
 )
 
 WHITESPACE = r" |\r?\n(?: {0,20}|\t{0,5})"
@@ -98,24 +98,18 @@ def _names(schema: object) -> set[str]:
 
 def _prepared(schema: Any, closes: bool) -> Any:
     """``closes``: objects that list their properties have no others."""
-    if isinstance(schema, list):
-        return [_prepared(value, closes) for value in schema]
     if not isinstance(schema, dict):
         return schema
     is_combined = "properties" in schema and any(name in schema for name in _COMBINERS)
     closes = closes and not is_combined
-    found: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in ANNOTATIONS or (name == "format" and isinstance(value, str) and value not in FORMATS):
-            continue
-        if name == "pattern" and isinstance(value, str):
-            found[name] = _with_text_classes(value)
-        elif name in MAPS and isinstance(value, dict):
-            parts = {key: _prepared(each, closes) for key, each in value.items()}
-            is_patterns = name == "patternProperties"
-            found[name] = {_with_text_classes(key): each for key, each in parts.items()} if is_patterns else parts
-        else:
-            found[name] = value if name in LITERAL else _prepared(value, closes)
+    format = schema.get("format")
+    left_out = {*ANNOTATIONS, *(["format"] if isinstance(format, str) and format not in FORMATS else [])}
+    kept = {name: value for name, value in schema.items() if name not in left_out}
+    found = with_parts(kept, lambda each: _prepared(each, closes))
+    if isinstance(pattern := found.get("pattern"), str):
+        found["pattern"] = _with_text_classes(pattern)
+    if isinstance(patterns := found.get("patternProperties"), dict):
+        found["patternProperties"] = {_with_text_classes(key): each for key, each in patterns.items()}
     found = with_exact_bounds(_without_dependents(_whole_counts(found)))
     if closes and _lists_its_properties(schema):
         found["additionalProperties"] = False
