@@ -128,7 +128,11 @@ class GenerationHandle:
         return (delta.text for delta in self.deltas() if delta.text)
 
     def tokens(self) -> Iterator[int]:
-        """Yield token ids as they are generated. Raises as ``deltas``."""
+        """Yield token ids as they are generated.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``deltas``.
+        """
         return (token for delta in self.deltas(wants_text=False) for token in delta.tokens)
 
     def events(self) -> Iterator[Event]:
