@@ -99,6 +99,16 @@ def take_value(source: Source) -> Steps[Any]:
     return json.loads("".join(chars))
 
 
+def take_key(source: Source) -> Steps[str]:
+    """Take the key of a member and the colon behind it, and return the key."""
+    if (yield from source.skip_space()) != '"':
+        raise MalformedError("a key is missing")
+    key = yield from take_value(source)
+    yield from source.skip_space()
+    yield from source.expect(":")
+    return str(key)
+
+
 def _take_word(source: Source, write: Callable[[str], object], most: int) -> Steps[None]:
     """Take a number or a literal, which ends before a comma, a bracket, whitespace or the end of the text."""
     chars: list[str] = []
@@ -157,27 +167,14 @@ class CallObject:
         self._source.mark()
 
     def _object(self, is_inner: bool) -> Steps[None]:
-        source = self._source
-        yield from source.expect("{")
-        if (yield from source.skip_space()) != '"':
-            raise MalformedError("an object without keys")
-        while True:
-            yield from self._member(is_inner)
-            after = yield from source.skip_space()
-            if after == "}":
-                source.take()
-                return
-            yield from source.expect(",")
-            if (yield from source.skip_space()) != '"':
-                raise MalformedError("a key is missing")
+        yield from self._source.expect("{")
+        yield from self._source.items("}", lambda: self._member(is_inner))
 
     def _member(self, is_inner: bool) -> Steps[None]:
         source = self._source
-        key = yield from take_value(source)
+        key = yield from take_key(source)
         if self._is_bare and key not in CALL_KEYS:
             raise MalformedError("an ordinary object")
-        yield from source.skip_space()
-        yield from source.expect(":")
         first = yield from source.skip_space()
         if key in NAME_KEYS or (key == "function" and first == '"'):
             if first != '"' or self._name is not None:
@@ -251,27 +248,24 @@ def take_listed_calls(source: Source, output: Output) -> Steps[None]:
     """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``."""
     yield from source.skip_space()
     yield from source.expect("{")
-    content = ""
+    content: str | None = None
     has_calls = False
-    while True:
-        yield from source.skip_space()
-        key = yield from take_value(source)
-        yield from source.skip_space()
-        yield from source.expect(":")
+
+    def take_member() -> Steps[None]:
+        nonlocal content, has_calls
+        key = yield from take_key(source)
         if key == "tool_calls" and not has_calls and (yield from source.skip_space()) == "[":
             yield from take_call_objects(source, output, is_bare=True)
             has_calls = True
         elif key == "content":
-            content = str((yield from take_value(source)) or "")
+            content = yield from take_value(source)
         else:
             raise MalformedError("an ordinary object")
-        if (yield from source.skip_space()) == "}":
-            break
-        yield from source.expect(",")
+
+    yield from source.items("}", take_member)
     if not has_calls:
         raise MalformedError("an object without calls")
-    source.take()
-    output.content(content)
+    output.content(str(content or ""))
 
 
 def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
@@ -285,12 +279,9 @@ def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
 
 def _take_keyed_call(source: Source, output: Output) -> Steps[None]:
     yield from source.expect("{")
-    yield from source.skip_space()
-    name = yield from take_value(source)
-    if not isinstance(name, str) or not name:
+    name = yield from take_key(source)
+    if not name:
         raise MalformedError("a call without a name")
-    yield from source.skip_space()
-    yield from source.expect(":")
     output.begin_bare_call(name)
     yield from take_object(source, output.arguments)
     yield from source.skip_space()
