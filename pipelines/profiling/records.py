@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from staticllm.core import FinishReason, Variant
@@ -94,6 +95,27 @@ class RequestRecord:
     num_cached: int
     reason: FinishReason
     ended: float | None = None
+
+    @property
+    def queueing(self) -> float | None:
+        """The seconds from arrival to the first device call; None if it never ran."""
+        return None if self.started is None else self.started - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """The seconds from arrival to the first token; None without a token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """The mean seconds per token after the first; None without one."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+    @property
+    def longest_gap(self) -> float | None:
+        """The longest time between two tokens, in seconds; None without two."""
+        return max((after - before for before, after in pairwise(self.token_times)), default=None)
 
 
 @dataclass(frozen=True)
