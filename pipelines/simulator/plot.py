@@ -63,7 +63,11 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
 
 def _plot_first_tokens(axes: Axes, name: str, served: list[RequestRecord]) -> None:
     axes.plot(
-        [request.arrival for request in served], [request.ttft for request in served], ".", markersize=4, label=name
+        [request.arrival for request in served],
+        [request.ttft or 0.0 for request in served],
+        ".",
+        markersize=4,
+        label=name,
     )
 
 
