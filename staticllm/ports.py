@@ -23,6 +23,16 @@ ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
 """Smallest and largest size of an axis; equal if the size is fixed."""
 
+# inputs of exported models that step programs do not have
+ATTENTION_MASK = "attention_mask"
+"""``[1, T+S]``: 1 for each token. Masks replace it (``expose_mask``, ``expose_positions``)."""
+INPUTS_EMBEDS = "inputs_embeds"
+"""``[1, S, hidden]``: embeddings of tokens instead of their ids."""
+BEAM_IDX = "beam_idx"
+"""``[1]``: the sequence from which each beam continues. A step program has batch 1 (``lift_state``)."""
+CACHE_POSITION = "cache_position"
+"""``[S]``: places in a state's window (``fix_cache_position``)."""
+
 
 class Sizes(Protocol):
     """The sizes of one call, or their bounds over several variants."""

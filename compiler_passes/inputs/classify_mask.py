@@ -16,12 +16,11 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, INPUTS_EMBEDS
 from staticllm.compiler_passes.graph.step_graph import part_of, upstream
 from staticllm.core import EncoderMask, MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import INPUT_IDS, POSITION_IDS
+from staticllm.ports import ATTENTION_MASK, INPUT_IDS, INPUTS_EMBEDS, POSITION_IDS
 
 STAGE = "expose_mask"
 VISIBLE, HIDDEN_BELOW = 0.0, -1e4

@@ -11,8 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from staticllm.core import Clock
-from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
-from staticllm.pipelines.profiling.records import EngineProgress, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import KEPT_RECORDS, EngineProgress, RecordRing, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Stats
 
 KEPT = KEPT_RECORDS

@@ -1,9 +1,12 @@
-"""The records of the engine and the simulator: one per device call, per job, and per request that has ended."""
+"""The records of the engine and the simulator, one per device call, job and request that has ended, and the ring of the last."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal, TypeAlias
 
 from staticllm.core import FinishReason, Variant
@@ -171,3 +174,43 @@ class EngineProgress:
 
     requests: tuple[RequestProgress, ...]
     num_slots: int
+
+
+KEPT_RECORDS = 8192
+
+
+@dataclass(frozen=True)
+class NewRecords:
+    """The records after some number, the number of the last one, and how many were dropped before they were read."""
+
+    records: Sequence[Record]
+    end: int
+    num_dropped: int
+
+
+class RecordRing:
+    """The last ``KEPT_RECORDS`` records, numbered from 1 on. The engine's thread appends, and any thread reads."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque(maxlen=KEPT_RECORDS)
+        self._end = 0
+        self._lock = threading.Lock()
+
+    @property
+    def end(self) -> int:
+        """The number of the last record; 0 before the first."""
+        return self._end
+
+    def append(self, record: Record) -> None:
+        """Add a record; if the ring is full, the oldest is dropped."""
+        with self._lock:
+            self._records.append(record)
+            self._end += 1
+
+    def after(self, number: int) -> NewRecords:
+        """Return the records after the one of this number."""
+        with self._lock:
+            num_new = self._end - number
+            num_kept = min(num_new, len(self._records))
+            found = list(islice(self._records, len(self._records) - num_kept, None))
+            return NewRecords(found, self._end, num_new - num_kept)

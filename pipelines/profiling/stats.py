@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
-from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import KEPT_RECORDS, JobRecord, Record, RecordRing, RequestRecord, StepRecord
 from staticllm.system.table import table
 
 KEPT_REQUESTS = 4096
