@@ -23,6 +23,12 @@ ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
 """Smallest and largest size of an axis; equal if the size is fixed."""
 
+VISIBLE = 0.0
+HIDDEN = -65504.0
+"""What a mask adds to a score; ``HIDDEN`` is finite in every type of a device, and its exp() is 0 in all."""
+HIDDEN_BELOW = -1e4
+"""Less than this hides a cell in the masks of exported models."""
+
 # inputs of exported models that step programs do not have
 ATTENTION_MASK = "attention_mask"
 """``[1, T+S]``: 1 for each token. Masks replace it (``expose_mask``, ``expose_positions``)."""

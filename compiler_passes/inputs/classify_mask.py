@@ -20,11 +20,9 @@ from staticllm.compiler_passes.graph.step_graph import part_of, upstream
 from staticllm.core import EncoderMask, MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import ATTENTION_MASK, INPUT_IDS, INPUTS_EMBEDS, POSITION_IDS
+from staticllm.ports import ATTENTION_MASK, HIDDEN_BELOW, INPUT_IDS, INPUTS_EMBEDS, POSITION_IDS, VISIBLE
 
 STAGE = "expose_mask"
-VISIBLE, HIDDEN_BELOW = 0.0, -1e4
-"""An additive mask adds exactly 0 or a bias where a token is seen, and less than ``HIDDEN_BELOW`` where it is hidden."""
 TABLE_STEP = 256  # tokens whose masks are evaluated at once
 BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
 Mask = NDArray[np.float32]

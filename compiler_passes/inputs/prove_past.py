@@ -15,11 +15,11 @@ from staticllm.compiler_passes.graph.control_values import EXACT, random_ids, ru
 from staticllm.compiler_passes.graph.distinct_part import distinct_end
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.step_graph import part_of
-from staticllm.compiler_passes.inputs.expose_encoder_mask import HIDDEN, visible
+from staticllm.compiler_passes.inputs.expose_encoder_mask import visible
 from staticllm.compiler_passes.inputs.expose_past import ROW_AXIS, continued_graph
 from staticllm.compiler_passes.inputs.prove_packing import MOST_ROWS, TOLERANCE, Text, run_alone
 from staticllm.devices import get_core
-from staticllm.ports import INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
+from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
 
 STAGE = "prove_past"
 Arrays = Mapping[str, NDArray[np.float32]]
