@@ -201,7 +201,7 @@ class StaticLLMPipeline:
         if sink is not None:
             call.check_single("streamer")
         decode = self._tools.decode
-        if self._chat.takes(form):
+        if self._chat.is_open and form != "history":  # a history is a conversation itself
             outputs = [self._take_turn(inputs, call, sink)]
         else:
             prompts = self._input_processor.encode(inputs, call)

@@ -276,7 +276,7 @@ class Plan:
 class Policy(Protocol):
     """Decides which requests are in the next device call. A policy may keep state of its own.
 
-    Every plan is checked against the rules in ``pipelines/scheduling/validation.py``; one that breaks a rule never runs.
+    Every plan is checked against the rules in ``pipelines/scheduling/plans.py``; one that breaks a rule never runs.
     """
 
     def plan(self, view: View) -> Plan:

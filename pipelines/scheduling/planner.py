@@ -16,10 +16,9 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling import policies
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.job_scheduler import JobScheduler, urgency
-from staticllm.pipelines.scheduling.plans import alone
+from staticllm.pipelines.scheduling.plans import IllegalPlanError, alone, check, check_wait_so_far
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import RequestTable
-from staticllm.pipelines.scheduling.validation import IllegalPlanError, check, check_wait_so_far
 from staticllm.system.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {

@@ -12,7 +12,7 @@ from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, TokenBound, View
 from staticllm.pipelines.scheduling.job_scheduler import JobScheduler
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
-from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
+from staticllm.pipelines.scheduling.plans import IllegalPlanError, check
 
 STEP = 0.02
 """The seconds of a decode step."""
