@@ -57,7 +57,8 @@ class EncoderBuffers:
     @cached_property
     def _patterns(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """The array of each mask, and the block of it that a text of all rows would have."""
-        return [(self.arrays[kind.port_name], _pattern(kind, self.variant.rows)) for kind in self.shape.masks]
+        rows = self.variant.rows
+        return [(self.arrays[kind.port_name], seen_by(kind, 0, rows, np.arange(rows))) for kind in self.shape.masks]
 
     def fill(self, sequences: Sequence[Sequence[TokenizedText]], pooling: Pooling) -> None:
         """Write the ids, positions, masks and pooling weights of the texts in each sequence.
@@ -133,8 +134,12 @@ def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArr
     return weights
 
 
-def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:
-    """Return what the tokens of one text see of each other, ``[rows, rows]``: 0, or ``HIDDEN``."""
-    sees = np.array([kind.sees(distance) for distance in range(-rows + 1, rows)])
-    places = np.arange(rows)
-    return np.where(sees[places[None] - places[:, None] + rows - 1], np.float32(0), np.float32(HIDDEN))
+def seen_by(kind: EncoderMask, start: int, count: int, columns: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what ``count`` tokens from ``start`` on see of those in ``columns``, ``[count, n]``: 0, or ``HIDDEN``."""
+    distance = columns[None] - np.arange(start, start + count)[:, None]
+    is_seen = np.ones(distance.shape, np.bool_)
+    if kind.before is not None:
+        is_seen &= -distance <= kind.before
+    if kind.after is not None:
+        is_seen &= distance <= kind.after
+    return np.where(is_seen, np.float32(0), np.float32(HIDDEN))
