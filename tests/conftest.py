@@ -1,4 +1,4 @@
-"""The options and fixtures of all tests. Only tests of the daemon have fixtures of their own."""
+"""The options and fixtures of all tests. The tests of the daemon and of the server have fixtures of their own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from staticllm.pipelines.conversation.events import Output
 from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
 from staticllm.pipelines.conversation.named_arguments import FENCE
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
-from staticllm.pipelines.conversation.template_shape import CallExamples
+from staticllm.pipelines.conversation.template_shape import CallExamples, num_equal
 from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
@@ -166,16 +166,14 @@ def _apart(before: str, after: str, between: str) -> tuple[str, str]:
 
 def _common_begin(one: str, other: str) -> str:
     """Return the text with which both begin, without a part of a tag at its end."""
-    count = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    text = one[: min(len(one), len(other)) if count is None else count]
+    text = one[: num_equal(one, other)]
     begin = text.rfind("<")
     return text[:begin] if begin > text.rfind(">") else text
 
 
 def _common_end(one: str, other: str) -> str:
     """Return the text with which both end, without a part of a tag at its beginning."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    count = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
+    count = num_equal(one[::-1], other[::-1])
     for text in (one, other):
         cut = len(text) - count
         if text.rfind("<", 0, cut) > text.rfind(">", 0, cut) and (end := text.find(">", cut)) >= 0:

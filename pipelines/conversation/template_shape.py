@@ -378,8 +378,8 @@ class _Prober:
         place_said = said.find(_SAID)
         if place_said < 0 or "tool_name" not in asked:
             return ""
-        before = _num_equal(asked, said)
-        after = _num_equal(asked[before:][::-1], said[before:][::-1])
+        before = num_equal(asked, said)
+        after = num_equal(asked[before:][::-1], said[before:][::-1])
         begin = _whole_tags(asked, before)
         if place_said - begin > MAX_OPENING:
             return ""  # it is not where a text would be
@@ -407,7 +407,7 @@ def _example_call(form: CallForm, name: str, arguments: Mapping[str, Any], numbe
     return {"id": id, "type": "function", "function": {"name": name, "arguments": written}}
 
 
-def _num_equal(one: str, other: str) -> int:
+def num_equal(one: str, other: str) -> int:
     """Return how many characters at the beginning of two texts are equal."""
     differing = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     return next(differing, min(len(one), len(other)))

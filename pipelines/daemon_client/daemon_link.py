@@ -34,9 +34,7 @@ class Startable(Protocol):
 class DaemonLink:
     """This program as a client of the daemon, on one ``connection``. One thread at a time may call ``ask``.
 
-    Raises:
-        DeviceError: no daemon can be reached or started.
-        StaticLLMError: it refused this program.
+    Raises ``DeviceError`` (no daemon can be reached or started) and ``StaticLLMError`` (it refused this program).
     """
 
     def __init__(self, home: Startable) -> None:
@@ -101,13 +99,19 @@ def _priority() -> int:
 
 
 def ask(channel: Channel, message: Message) -> Message:
-    """Send a message and return the answer. Raises ``StaticLLMError``."""
+    """Send a message and return the answer.
+
+    Raises ``ProcessLostError`` (the daemon has gone), ``DeviceError`` (it does not answer, or its answer is damaged) and
+    another ``StaticLLMError`` (it refused).
+    """
     try:
         channel.send(message)
         answer = channel.receive()
     except SilentError as error:
         raise DeviceError(f"the daemon cannot be reached: {error}") from error
-    except (EOFError, OSError, ProtocolError) as error:
+    except (EOFError, OSError) as error:
         raise ProcessLostError(GONE) from error
+    except ProtocolError as error:
+        raise DeviceError(f"the daemon's answer is damaged: {error}") from error
     check(answer)
     return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -125,14 +126,18 @@ class RemoteEngine:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        Raises:
-            ClosedError: the engine was closed, or the daemon has ended.
+        Raises ``ClosedError`` (the engine was closed, or the daemon has ended).
         """
         self.check_process()
         return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
 
     def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
-        """Do nothing: the daemon keeps the conversations of all programs alike."""
+        self.check_process()
+        if self._is_closed:
+            raise pipeline_closed()
+        name = hashlib.sha256(session.encode("utf-8", "surrogatepass")).hexdigest()
+        body = {"session": name, "tokens": list(tokens), "adapters": list(adapters)}
+        self._connection.tell(Message(Kind.CLAIM, body=body))
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Raise an error: a recording holds the calls of all programs, and is made in the daemon.

@@ -37,8 +37,7 @@ _NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 def check_fields(request: EngineRequest, num_adapters: int) -> None:
     """Check the types and bounds of a request to a model with ``num_adapters`` adapters that can be chosen.
 
-    Raises:
-        ConfigError: one is wrong.
+    Raises ``ConfigError`` (one is wrong).
     """
     for name, (option, least, most) in _WHOLE.items():
         value = getattr(request, name)
@@ -73,8 +72,7 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
 def check_scales(scales: Sequence[Any], num_adapters: int) -> None:
     """Check the factors of the adapters of a request or a snapshot.
 
-    Raises:
-        ConfigError: they are not as many as the model has adapters, or one is not a finite number.
+    Raises ``ConfigError`` (they are not as many as the model has adapters, or one is not a finite number).
     """
     if scales and len(scales) != num_adapters:
         raise ConfigError(f"the factors of {len(scales)} adapters: the model was loaded with {num_adapters}")
@@ -85,8 +83,7 @@ def check_scales(scales: Sequence[Any], num_adapters: int) -> None:
 def _check_stop_strings(request: EngineRequest) -> None:
     """Check the texts that end beams; those of other answers are found by the client.
 
-    Raises:
-        ConfigError: one is no text or too long, or the request has no beams.
+    Raises ``ConfigError`` (one is no text or too long, or the request has no beams).
     """
     texts = request.stop_strings
     if texts and request.beams is None:
@@ -132,11 +129,7 @@ def _check_drafts(request: EngineRequest) -> None:
 
 
 def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:
-    """Check rows of token ids, or of a token id and a number.
-
-    Raises:
-        ConfigError: one is neither, or there are too many.
-    """
+    """Check rows of token ids, or of a token id and a number. Raises ``ConfigError`` (one is neither, or there are too many)."""
     if sum(map(len, rows)) > MAX_SEQUENCE_TOKENS:
         raise ConfigError(f"{_OPTIONS[name]} has more than {MAX_SEQUENCE_TOKENS} tokens")
     for row in rows:

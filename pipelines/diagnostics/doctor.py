@@ -45,6 +45,8 @@ PACKAGES = (
     "filelock",
     "psutil",
     "jinja2",
+    "msgspec",
+    "safetensors",
     "tqdm",
     "prompt_toolkit",
 )

@@ -17,10 +17,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.system.threads import check_may_wait
-
-POLL_SECONDS = 0.5
-"""The longest single wait of a caller: Ctrl-C takes effect after this time where it cannot interrupt a wait."""
+from staticllm.system.threads import POLL_SECONDS, check_may_wait
 
 IDLE_SECONDS = 0.05
 """Idle time after which the thread of callbacks ends: starting one for each would take as long as tokenizing a text."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
+from staticllm.config import is_whole
 from staticllm.core import Pooling
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import max_positions
@@ -135,7 +136,7 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     found = read_json(directory / name, dict)
     length = found.get("max_seq_length")
     is_lower_cased = found.get("do_lower_case", False)
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+    if length is not None and not is_whole(length, 1):
         raise ModelError(f"{name}: max_seq_length is {length!r}: must be a whole number from 1")
     if not isinstance(is_lower_cased, bool):
         raise ModelError(f"{name}: do_lower_case is {is_lower_cased!r}: must be true or false")
@@ -145,7 +146,7 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
 def _tokenizer_length(directory: Path) -> int | None:
     """Return the longest text in tokens as sentence-transformers takes it from the tokenizer; None if it has no limit."""
     length = read_json(directory / "tokenizer_config.json", dict).get("model_max_length")
-    if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < NO_LIMIT:
+    if not is_whole(length, 1, NO_LIMIT - 1):
         return None
     return min(length, max_positions(directory) or length)
 
@@ -154,7 +155,7 @@ def _score_tokens(path: Path) -> tuple[int, int]:
     """Return the tokens for a bad and for a good text. Raises ``ModelError`` (one is missing, or there are other scores)."""
     found = read_json(path, dict)
     tokens = found.get("false_token_id"), found.get("true_token_id")
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):
+    if not all(is_whole(token, 0) for token in tokens):
         raise ModelError(
             f"{path}: false_token_id and true_token_id are {tokens[0]!r} and {tokens[1]!r}: only scores of two tokens are "
             "supported"

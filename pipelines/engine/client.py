@@ -85,7 +85,7 @@ class EngineClient(Protocol):
     def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
         """Keep the conversation that begins with ``tokens`` longer than those that no session has claimed.
 
-        It replaces the session's earlier claim. An engine in another process keeps all conversations alike.
+        It replaces the session's earlier claim.
 
         Raises:
             ClosedError: the engine was closed.

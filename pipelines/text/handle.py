@@ -24,10 +24,8 @@ from staticllm.pipelines.text.output_processor import (
     results_of,
 )
 from staticllm.pipelines.text.readers import OutputSignal, ReaderRole, in_thread, running_waker
-from staticllm.system.threads import check_may_wait, check_process, start_thread
+from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
 
-POLL_SECONDS = 0.5
-"""The longest single wait of a reader, after which Ctrl-C takes effect where it cannot interrupt the wait."""
 MAX_BATCH = 64
 """Outputs that an asynchronous reader takes before other tasks of its event loop run."""
 
@@ -232,7 +230,7 @@ class GenerationHandle:
     def keep(self, session: str) -> None:
         """Keep the keys and values of this conversation longer than others, until ``session`` keeps another one.
 
-        The first answer must have ended. An engine in another process keeps all conversations alike.
+        The first answer must have ended.
 
         Raises:
             ClosedError: the engine was closed.

@@ -7,7 +7,7 @@ by token. All other calls are kept as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,13 +50,33 @@ class StateChange:
     values: Array | None
     is_in_place: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.values is None else self.values.nbytes
 
-@dataclass
-class Steps:
-    """Calls that continue the same rows: parts of the appended inputs, and the last value of the others."""
+    def repeat(self, request: Repeatable) -> None:
+        """Change the state of another request."""
+        if self.values is None:
+            request.reset_state(self.index)
+        elif self.is_in_place:
+            request.write_state(self.index, self.values)
+        else:
+            request.set_state(self.index, self.values)
 
-    parts: dict[int, list[Array]] = field(default_factory=dict)
-    last: dict[int, Array] = field(default_factory=dict)
+
+@dataclass(frozen=True)
+class SingleCall:
+    """A call that is kept as it is."""
+
+    inputs: dict[int, Array]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.inputs.values())
+
+    def repeat(self, request: Repeatable) -> None:
+        """Run the call on another request."""
+        request.run(self.inputs)
 
 
 class InputRoles:
@@ -80,20 +100,61 @@ class InputRoles:
         """Return the axis along which the tokens of an appended input lie; positions may have several per token."""
         return 1 if index == self.rows else -1
 
-    def continues(self, steps: Steps, inputs: dict[int, Array]) -> bool:
-        """Return whether a call continues each row of ``steps`` in its place, with a mask that only grows."""
-        if any(inputs[index].ndim < 2 for index in (*self.appended, self.mask)):
+
+class Steps:
+    """Calls that continue the same rows: parts of the appended inputs, and the last value of the others."""
+
+    def __init__(self, roles: InputRoles, inputs: dict[int, Array]) -> None:
+        self._roles = roles
+        self._parts = {index: [inputs[index]] for index in roles.appended}
+        self._last = {index: array for index, array in inputs.items() if index not in roles.appended}
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (array for each in self._parts.values() for array in each)
+        return sum(array.nbytes for array in (*parts, *self._last.values()))
+
+    def continues(self, inputs: dict[int, Array]) -> bool:
+        """Return whether a call continues each row in its place, with a mask that only grows."""
+        roles = self._roles
+        if any(inputs[index].ndim < 2 for index in (*roles.appended, roles.mask)):
             return False
-        old = steps.last[self.mask]
-        new = inputs[self.mask]
-        rows = steps.parts[self.rows][0]
-        if rows.shape[0] != inputs[self.rows].shape[0] or rows.ndim != inputs[self.rows].ndim:
+        old = self._last[roles.mask]
+        new = inputs[roles.mask]
+        rows = self._parts[roles.rows][0]
+        if rows.shape[0] != inputs[roles.rows].shape[0] or rows.ndim != inputs[roles.rows].ndim:
             return False
-        if self.beams >= 0 and not np.array_equal(inputs[self.beams], np.arange(rows.shape[0])):
+        if roles.beams >= 0 and not np.array_equal(inputs[roles.beams], np.arange(rows.shape[0])):
             return False
         width = old.shape[1]
-        is_longer = new.ndim == 2 and new.shape == (old.shape[0], width + self.length(inputs))
+        is_longer = new.ndim == 2 and new.shape == (old.shape[0], width + roles.length(inputs))
         return is_longer and np.array_equal(new[:, :width], old)
+
+    def add(self, inputs: dict[int, Array]) -> int:
+        """Add a call that continues them, and return the bytes that it adds."""
+        mask = self._roles.mask
+        added = inputs[mask].nbytes - self._last[mask].nbytes
+        self._last[mask] = inputs[mask]
+        for index, parts in self._parts.items():
+            parts.append(inputs[index])
+            added += inputs[index].nbytes
+        return added
+
+    def repeat(self, request: Repeatable) -> None:
+        """Run the steps on another request, in chunks."""
+        roles = self._roles
+        whole = {index: np.concatenate(parts, roles.axis(index)) for index, parts in self._parts.items()}
+        length = roles.length(whole)
+        mask = self._last[roles.mask]
+        before = mask.shape[1] - length  # the tokens that earlier entries hold
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            inputs = {index: _cut(array, roles.axis(index), start, end) for index, array in whole.items()}
+            inputs[roles.mask] = np.ascontiguousarray(mask[:, : before + end])
+            if roles.beams >= 0:
+                beams = self._last[roles.beams]
+                inputs[roles.beams] = beams if start == 0 else np.arange(len(beams), dtype=beams.dtype)
+            request.run(inputs)
 
 
 class CallLog:
@@ -101,7 +162,8 @@ class CallLog:
 
     def __init__(self, names: Sequence[frozenset[str]]) -> None:
         self._roles = InputRoles(names)
-        self._entries: list[Steps | dict[int, Array] | StateChange] = []
+        self._entries: list[Steps | SingleCall | StateChange] = []
+        self._steps: Steps | None = None  # the last entry, if calls can continue it
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -110,33 +172,25 @@ class CallLog:
     def clear(self) -> None:
         """Forget all calls: the states are reset."""
         self._entries.clear()
+        self._steps = None
         self._bytes = 0
 
     def add(self, inputs: dict[int, Array]) -> None:
         """Add a call; the log keeps the arrays, which must not change any more."""
         if self._bytes > MAX_BYTES:
             self._entries.clear()
-            return
-        if not self._roles.is_known:
-            self._append(inputs, sum(array.nbytes for array in inputs.values()))
-            return
-        last = self._entries[-1] if self._entries else None
-        roles = self._roles
-        if not isinstance(last, Steps) or not roles.continues(last, inputs):
-            last = Steps()
-            self._append(last, 0)
-            last.last = {index: array for index, array in inputs.items() if index not in roles.appended}
-            self._bytes += sum(array.nbytes for array in last.last.values())
+        elif not self._roles.is_known:
+            self._append(SingleCall(inputs))
+        elif self._steps is not None and self._steps.continues(inputs):
+            self._bytes += self._steps.add(inputs)
         else:
-            self._bytes += inputs[roles.mask].nbytes - last.last[roles.mask].nbytes
-            last.last[roles.mask] = inputs[roles.mask]
-        for index in roles.appended:
-            last.parts.setdefault(index, []).append(inputs[index])
-            self._bytes += inputs[index].nbytes
+            steps = Steps(self._roles, inputs)
+            self._append(steps)
+            self._steps = steps
 
     def add_state(self, change: StateChange) -> None:
         """Add the change of a state; the log keeps its values, which must not change any more."""
-        self._append(change, 0 if change.values is None else change.values.nbytes)
+        self._append(change)
 
     def repeat(self, request: Repeatable) -> None:
         """Run all calls on a request whose states are reset. Raises ``RuntimeError`` if they were too large to keep."""
@@ -146,35 +200,12 @@ class CallLog:
                 f"than the {MAX_BYTES >> 20} MiB that are kept: reset_state() begins anew"
             )
         for entry in self._entries:
-            if isinstance(entry, Steps):
-                self._repeat_steps(entry, request)
-            elif isinstance(entry, dict):
-                request.run(entry)
-            elif entry.values is None:
-                request.reset_state(entry.index)
-            elif entry.is_in_place:
-                request.write_state(entry.index, entry.values)
-            else:
-                request.set_state(entry.index, entry.values)
+            entry.repeat(request)
 
-    def _append(self, entry: Steps | dict[int, Array] | StateChange, num_bytes: int) -> None:
-        self._bytes += num_bytes
+    def _append(self, entry: Steps | SingleCall | StateChange) -> None:
+        self._bytes += entry.num_bytes
         self._entries.append(entry)
-
-    def _repeat_steps(self, steps: Steps, request: Repeatable) -> None:
-        roles = self._roles
-        whole = {index: np.concatenate(parts, roles.axis(index)) for index, parts in steps.parts.items()}
-        length = roles.length(whole)
-        mask = steps.last[roles.mask]
-        before = mask.shape[1] - length  # the tokens that earlier entries hold
-        for start in range(0, length, CHUNK):
-            end = min(start + CHUNK, length)
-            inputs = {index: _cut(array, roles.axis(index), start, end) for index, array in whole.items()}
-            inputs[roles.mask] = np.ascontiguousarray(mask[:, : before + end])
-            if roles.beams >= 0:
-                beams = steps.last[roles.beams]
-                inputs[roles.beams] = beams if start == 0 else np.arange(len(beams), dtype=beams.dtype)
-            request.run(inputs)
+        self._steps = None
 
 
 def _cut(array: Array, axis: int, start: int, end: int) -> Array:

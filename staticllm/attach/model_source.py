@@ -150,8 +150,7 @@ def _plain(options: Any) -> Any:
 def save_copy(model: Any) -> Path:
     """Write a model into the runtime folder, and return the path of its xml.
 
-    Raises:
-        OSError: it cannot be written; the parts of it are deleted, and the text names the folder and its free space.
+    Raises ``OSError`` (it cannot be written; the parts of it are deleted, and the text names the folder and its free space).
     """
     from openvino._pyopenvino import save_model
 

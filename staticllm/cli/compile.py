@@ -78,9 +78,8 @@ def command(
 def _target(model: str, given: str) -> str:
     """Return the folder of the set: the given one, or that beside the model's files.
 
-    Raises:
-        UsageError: it is a model, which click took for the value of ``--export-blob``.
-        ConfigError: it exists, or cannot be written.
+    Raises ``UsageError`` (it is a model, which click took for the value of ``--export-blob``) and ``ConfigError`` (it exists,
+    or cannot be written).
     """
     from staticllm.pipelines.loading.export import DEFAULT_BLOB, check_new
 
@@ -98,9 +97,8 @@ def _target(model: str, given: str) -> str:
 def _with_adapters(job: LoadJob[Any], paths: tuple[str, ...], is_verified: bool) -> LoadJob[Any]:
     """Return the job with adapters.
 
-    Raises:
-        ConfigError: this kind of model has none, or the set would be compared with the original, which has none.
-        AdapterError: a file is no adapter.
+    Raises ``ConfigError`` (this kind of model has none, or the set would be compared with the original, which has none) and
+    ``AdapterError`` (a file is no adapter).
     """
     from staticllm.adapters.adapter_set import AdapterSet
     from staticllm.adapters.lora import read_adapter
@@ -117,8 +115,7 @@ def _with_adapters(job: LoadJob[Any], paths: tuple[str, ...], is_verified: bool)
 def _check_npu(device: str) -> None:
     """Check that there is an NPU if ``device`` is one.
 
-    Raises:
-        DeviceError: there is no NPU; the message also names OpenVINO's NPU compiler if that is missing.
+    Raises ``DeviceError`` (there is no NPU; the message also names OpenVINO's NPU compiler if that is missing).
     """
     from staticllm.devices import get_core, kind, npu_compiler_problem
 

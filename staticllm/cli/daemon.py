@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from staticllm.cli.options import flag, value
+from staticllm.cli.options import flag, look_options, value
 from staticllm.cli.progress import Progress, progress
+from staticllm.cli.terminal import look_again
 from staticllm.errors import StaticLLMError
+from staticllm.system.table import table
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
+
+CLIENT_COLUMNS = (
+    "pid", "program", "priority", "calls", "device s", "prefill s", "decode s", "queued s", "read GB", "share",
+)  # fmt: skip
 
 
 @click.group("daemon")
@@ -66,36 +72,26 @@ def show_status(as_json: bool) -> None:
     elif found is None:
         click.echo("no daemon runs")
     else:
-        click.echo("\n".join(_lines(found, None, 0.0)))
+        click.echo("\n".join(_lines(0.0, found, None)))
     if found is None:
         raise click.exceptions.Exit(1)
 
 
 @command.command()
-@value("--interval", click.FloatRange(min=0.1), "Seconds between two looks.", 1.0)
-@value("--count", click.IntRange(min=1), "End after this number of looks.")
-@flag("--json as_json", "Print one JSON object per look.")
+@look_options
 def top(interval: float, count: int | None, as_json: bool) -> None:
     """Show again and again which programs use the devices."""
     from staticllm.daemon.process import lifetime
 
     folder = _folder()
-    before = None
-    number = 0
-    while count is None or number < count:
-        if number:
-            time.sleep(interval)
+
+    def look(_: dict[str, Any] | None) -> dict[str, Any]:
         found = lifetime.status(folder)
         if found is None:
             raise StaticLLMError("no daemon runs: staticllm daemon start starts it")
-        if as_json:
-            click.echo(json.dumps(found))
-        else:
-            if number and sys.stdout.isatty():
-                click.clear()
-            click.echo("\n".join(_lines(found, before, interval)))
-        before = found
-        number = number + 1
+        return found
+
+    look_again(look, partial(_lines, interval), interval, count, as_json)
 
 
 @command.command()
@@ -135,8 +131,8 @@ def _folder() -> Any:
         raise StaticLLMError(str(error)) from error
 
 
-def _lines(found: dict[str, Any], before: dict[str, Any] | None, seconds: float) -> list[str]:
-    """Return what a person reads: the daemon, its models, and its clients with their share of the device since ``before``."""
+def _lines(seconds: float, found: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
+    """Return the daemon, its models, and its clients, with their share of the device in the ``seconds`` since ``before``."""
     minutes = (time.time() - found["since"]) / 60
     lines = [f"daemon {found['pid']}, up {minutes:.0f} min, {found['memory'] >> 20} MiB, OpenVINO {found['openvino']}"]
     for model in found["models"]:
@@ -145,18 +141,21 @@ def _lines(found: dict[str, Any], before: dict[str, Any] | None, seconds: float)
             f"  model {model['id']}: {model['path']} on {model['device']}, {model['mode']}, {size}, used by {model['users']}"
         )
     old = {client["pid"]: client for client in (before or {"clients": []})["clients"]}
-    lines.append(
-        f"{'pid':>8}  {'program':<24} {'priority':>8} {'calls':>8} {'device s':>9} {'prefill s':>9} {'decode s':>9} "
-        f"{'queued s':>9} {'read GB':>8} {'share':>6}"
-    )
+    rows = []
     for client in found["clients"]:
         share = ""
         if before is not None and client["pid"] in old:
             share = f"{(client['device_seconds'] - old[client['pid']]['device_seconds']) / seconds:.0%}"
-        lines.append(
-            f"{client['pid']:>8}  {client['program'][:24]:<24} {client['priority']:>8} {client['calls']:>8} "
-            f"{client['device_seconds']:>9.2f} {client['by_phase'].get('prefill', 0.0):>9.2f} "
-            f"{client['by_phase'].get('decode', 0.0):>9.2f} {client['queued_seconds']:>9.2f} "
-            f"{client['read_bytes'] / 1e9:>8.2f} {share:>6}"
+        phases = client["by_phase"]
+        times = (
+            client["device_seconds"],
+            phases.get("prefill", 0.0),
+            phases.get("decode", 0.0),
+            client["queued_seconds"],
         )
-    return lines
+        counts = [str(client[name]) for name in ("priority", "calls")]
+        gigabytes = f"{client['read_bytes'] / 1e9:.2f}"
+        rows.append(
+            [str(client["pid"]), client["program"][:24], *counts, *map("{:.2f}".format, times), gigabytes, share]
+        )
+    return [*lines, table(CLIENT_COLUMNS, rows)]

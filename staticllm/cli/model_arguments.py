@@ -29,8 +29,7 @@ class ModelAndPrompt:
 def model_and_prompt(arguments: Sequence[str], named: str | None) -> ModelAndPrompt:
     """Return what ``[MODEL] [PROMPT]`` are. ``named`` is the model that ``-m`` gives; then the argument is the prompt.
 
-    Raises:
-        UsageError: there are too many arguments, or the model is given twice.
+    Raises ``UsageError`` (there are too many arguments, or the model is given twice).
     """
     first = arguments[0] if arguments else None
     if len(arguments) > 2:
@@ -59,8 +58,7 @@ def model_directory(path: str | None, hint: str = "") -> str:
 
     ``hint`` is added to the message about a path that does not exist.
 
-    Raises:
-        ModelError: there is no OpenVINO model; the message says what is there and which command helps.
+    Raises ``ModelError`` (there is no OpenVINO model; the message says what is there and which command helps).
     """
     if path is None:
         return str(demo_model_path())
@@ -73,8 +71,7 @@ def model_directory(path: str | None, hint: str = "") -> str:
 def folder_of(path: str | None) -> str:
     """Return the folder for ``path``, as ``model_directory``, but check only a file: a command checks its other options first.
 
-    Raises:
-        ModelError: ``path`` is a file that is not of an OpenVINO model.
+    Raises ``ModelError`` (``path`` is a file that is not of an OpenVINO model).
     """
     name = None if path is None else expanded(path)
     return name if name is not None and not Path(name).is_file() else model_directory(name)
@@ -90,9 +87,8 @@ def served_name(model: str | None) -> str | None:
 def model_and_texts(model: str | None, texts: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the directory of an encoder, which is the first of ``texts`` unless ``-m`` gives it, and the other texts.
 
-    Raises:
-        UsageError: there is no model, it is given twice, or a text is the path of a file.
-        ModelError: as for ``model_directory``.
+    Raises ``UsageError`` (there is no model, it is given twice, or a text is the path of a file) and ``ModelError`` (as for
+    ``model_directory``).
     """
     if model is None and not texts:
         raise click.UsageError("give the directory of an encoder, as the first argument or with -m")

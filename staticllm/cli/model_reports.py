@@ -10,7 +10,15 @@ import click
 
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.model_arguments import one_model
-from staticllm.cli.options import PROGRAM_GROUP, flag, layout_options, model_argument, read_properties, value
+from staticllm.cli.options import (
+    DEVICE_HELP,
+    PROGRAM_GROUP,
+    flag,
+    layout_options,
+    model_argument,
+    read_properties,
+    value,
+)
 from staticllm.cli.plan_embed import EMBED_GROUP, embed_options
 from staticllm.cli.progress import progress
 from staticllm.core import ProgramMode
@@ -71,7 +79,7 @@ def plan(model: str, measured: bool, as_json: bool, **options: Any) -> None:
 
 @click.command("verify")
 @model_argument
-@value("--device", None, "OpenVINO device: CPU, NPU, GPU …", "CPU")
+@value("--device", None, DEVICE_HELP, "CPU")
 @value("--programs", click.Choice(list(MODES)), "One program per variant, or one for all.", "both")
 @flag("--json as_json", "Print one JSON object.")
 @click.pass_context

@@ -58,6 +58,25 @@ def flag(names: str, text: str) -> Callable[[Command], Command]:
     return click.option(*names.split(), is_flag=True, help=text)
 
 
+def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return the decorator for several options, which the help lists in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+look_options = options_of(
+    value("--interval", click.FloatRange(min=0.1), "Seconds between looks.", 1.0),
+    value("--count", click.IntRange(min=1), "End after this number of looks."),
+    flag("--json as_json", "Print one JSON object per look."),
+)
+"""The options of commands that look again and again: those of ``terminal.look_again``."""
+
+
 def model_option(command: Command) -> Command:
     """Add ``-m``/``--model``, with the demo model as default, to a command whose argument is not the model."""
     option = value("-m --model", click.Path(), MODEL_HELP)
@@ -85,41 +104,6 @@ PROGRAM_GROUP = {"Programs": ("max_prompt_len", "min_response_len", "programs", 
 """The group of ``layout_options`` in the help; ``--device`` and ``-p`` stand among the usual ones."""
 
 
-def layout_options(command: Command) -> Command:
-    """Add ``--device`` and the options that decide which programs are compiled."""
-    for option in reversed(
-        [
-            value("--device", None, "OpenVINO device: CPU, NPU, GPU …", "CPU"),
-            value("--max-prompt-len", click.IntRange(1, MAX_LEN), "Longest prompt, in tokens.  [1024]"),
-            value("--min-response-len", click.IntRange(1, MAX_LEN), "Tokens kept free for the response.  [128]"),
-            value(
-                "--programs",
-                click.Choice(PROGRAMS),
-                "One program per variant, one for all, one per phase, or one for few rows.",
-            ),
-            value("--precision", click.Choice(["f32", "f16", "bf16"]), "Compute in this type.  [the device's own]"),
-            value("--kv-precision", click.Choice(["f32", "f16", "bf16", "u8"]), "Store keys and values in this type."),
-            property_option,
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def property_option(command: Command) -> Command:
-    """Add ``-p NAME=VALUE``, which may be given several times."""
-    option = click.option(
-        "-p",
-        "--property",
-        "properties",
-        multiple=True,
-        metavar="NAME=VALUE",
-        callback=_pairs,
-        help="Any other property.",
-    )
-    return option(command)
-
-
 def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
     """Split ``NAME=VALUE`` options into pairs."""
     pairs = []
@@ -129,6 +113,36 @@ def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
             raise click.BadParameter(f"{value!r} must be NAME=VALUE, for example -p MAX_NUM_SEQS=4")
         pairs.append((name, text))
     return pairs
+
+
+property_option = click.option(
+    "-p", "--property", "properties", multiple=True, metavar="NAME=VALUE", callback=_pairs, help="Any other property."
+)
+"""``-p NAME=VALUE``, which may be given several times."""
+DEVICE_HELP = "OpenVINO device: CPU, NPU, GPU …"
+_DEVICE = value("--device", None, DEVICE_HELP, "CPU")
+_PRECISION = value("--precision", click.Choice(["f32", "f16", "bf16"]), "Compute in this type.  [the device's own]")
+layout_options = options_of(
+    _DEVICE,
+    value("--max-prompt-len", click.IntRange(1, MAX_LEN), "Longest prompt, in tokens.  [1024]"),
+    value("--min-response-len", click.IntRange(1, MAX_LEN), "Tokens kept free for the response.  [128]"),
+    value(
+        "--programs",
+        click.Choice(PROGRAMS),
+        "One program per variant, one for all, one per phase, or one for few rows.",
+    ),
+    _PRECISION,
+    value("--kv-precision", click.Choice(["f32", "f16", "bf16", "u8"]), "Store keys and values in this type."),
+    property_option,
+)
+"""``--device`` and the options that decide which programs are compiled."""
+encoder_options = options_of(
+    _DEVICE,
+    value("--max-length", Whole(1), "Most tokens of a text; longer ones are truncated."),
+    _PRECISION,
+    property_option,
+)
+"""The options that decide how an encoder is loaded."""
 
 
 def read_properties(options: dict[str, Any]) -> dict[str, Any]:
@@ -149,22 +163,16 @@ def property_values(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     return {name: _value(text) for name, text in pairs}
 
 
-def read_config(options: dict[str, Any], needs_device: bool = True) -> StaticLLMConfig:
-    """Return the config of the layout options. Without ``needs_device``, an NPU or GPU may be missing on this machine.
+def read_config(options: dict[str, Any]) -> StaticLLMConfig:
+    """Return the config of the layout options.
 
-    Raises:
-        ConfigError: a property with an unknown name or an impossible value.
-        DeviceError: the device is not on this machine.
+    Raises ``ConfigError`` (a property with an unknown name or an impossible value) and ``DeviceError`` (the device is not on
+    this machine).
     """
-    from staticllm.devices import check_device, check_known, get_core, known_properties, supported_properties
+    from staticllm.devices import check_device, get_core, supported_properties
 
     core = get_core()
-    device = options["device"]
-    known = (
-        supported_properties(core, check_device(core, device))
-        if needs_device
-        else known_properties(core, check_known(core, device))
-    )
+    known = supported_properties(core, check_device(core, options["device"]))
     return resolve(read_properties(options), known).config
 
 
@@ -180,18 +188,6 @@ def encoder_model(command: Command) -> Command:
     return cast(Command, option(with_model))
 
 
-def encoder_options(command: Command) -> Command:
-    """Add the options that decide how an encoder is loaded."""
-    for option in (
-        property_option,
-        value("--precision", click.Choice(["f32", "f16", "bf16"]), "Compute in this type.  [the device's own]"),
-        value("--max-length", Whole(1), "Most tokens of a text; longer ones are truncated."),
-        value("--device", None, "OpenVINO device: CPU, NPU, GPU …", "CPU"),
-    ):
-        command = option(command)
-    return command
-
-
 def encoder_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of a pipeline for these options."""
     found = dict(property_values(options["properties"]))
@@ -205,8 +201,7 @@ def encoder_arguments(options: dict[str, Any]) -> dict[str, Any]:
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:
     """Check, before the model is loaded, that the configured lengths allow the tokens that the option ``flag`` requests.
 
-    Raises:
-        UsageError: the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence.
+    Raises ``UsageError`` (the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence).
     """
     longest = properties["MAX_PROMPT_LEN"]
     room = properties["MIN_RESPONSE_LEN"]
@@ -224,8 +219,7 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
 def as_text(argument: str, what: str) -> str:
     """Return an argument decoded as UTF-8, independent of the locale's encoding. ``what`` names it in the error.
 
-    Raises:
-        PromptError: its bytes are not UTF-8.
+    Raises ``PromptError`` (its bytes are not UTF-8).
     """
     try:
         return os.fsencode(argument).decode("utf-8")
@@ -236,8 +230,7 @@ def as_text(argument: str, what: str) -> str:
 def read_text(stream: Any) -> str:
     """Return all of ``stream`` decoded as UTF-8, without leading and trailing line ends.
 
-    Raises:
-        PromptError: it is binary data, or text in another encoding.
+    Raises ``PromptError`` (it is binary data, or text in another encoding).
     """
     data = stream.buffer.read() if hasattr(stream, "buffer") else stream.read().encode("utf-8", "surrogateescape")
     try:
@@ -265,8 +258,7 @@ def _value(text: str) -> Any:
 def check_output(output: str) -> None:
     """Check that a file can be written to ``output``, before the model is loaded, which may take minutes.
 
-    Raises:
-        ConfigError: ``output`` is a folder, or its folder does not exist or takes no files.
+    Raises ``ConfigError`` (``output`` is a folder, or its folder does not exist or takes no files).
     """
     path = Path(output)
     if path.is_dir():
@@ -283,10 +275,12 @@ def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from staticllm.pipelines.profiling.stats import breakdowns_of, table
+    from staticllm.pipelines.profiling.stats import breakdown_table, breakdowns_of
 
     with pipe.record() as trace:
         yield
     if trace.steps:
         trace.save(path)
-        click.echo(f"{table(breakdowns_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)
+        click.echo(
+            f"{breakdown_table(breakdowns_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True
+        )

@@ -5,34 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
-from staticllm.cli.options import PROGRAM_GROUP, Number, flag, layout_options, read_properties, value
+from staticllm.cli.options import PROGRAM_GROUP, Number, flag, layout_options, options_of, read_properties, value
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from staticllm.server.settings import ServerSettings
 
 KEY_VARIABLE = "STATICLLM_API_KEY"
-Command = TypeVar("Command", bound=Callable[..., Any])
 ONE_MACHINE = (
     "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy",
     "header_seconds", "body_seconds", "send_seconds", "max_connections",
     "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel",
 )  # fmt: skip
 """Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""
-
-
-def cluster_options(command: Command) -> Command:
-    """Add the options of a cluster to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
@@ -49,7 +40,7 @@ class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
         return int(low), int(high or low)
 
 
-_OPTIONS = (
+cluster_options = options_of(
     flag("--ray", "Serve on the machines of a Ray cluster; see docs/server.md."),
     value("--ray-address", None, "The cluster; auto for this machine's.  [this machine alone]", metavar="ADDRESS"),
     value("--replicas", Replicas(), "Replicas of each kind of model.  [1]"),
@@ -177,8 +168,7 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
 def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
     """Return the keys of the options, of the file, or else of the environment.
 
-    Raises:
-        ConfigError: the file cannot be read, or has no key.
+    Raises ``ConfigError`` (the file cannot be read, or has no key).
     """
     keys = list(given)
     if path is not None:
@@ -205,12 +195,11 @@ def check_cluster_options(options: dict[str, Any]) -> None:
 def serve_on_ray(models: tuple[str, ...], keys: tuple[str, ...], options: dict[str, Any]) -> None:
     """Serve on a cluster until a signal ends it.
 
-    Raises:
-        ConfigError: Ray is not installed, the cluster is not there, or the options are not those of a cluster.
-        StaticLLMError: a model is missing.
+    Raises ``ConfigError`` (Ray is not installed, the cluster is not there, or the options are not those of a cluster) and
+    ``StaticLLMError`` (a model is missing).
     """
     try:
-        from staticllm.server.ray_app.run import serve_on_cluster, settings_of
+        from staticllm.server.ray_app.application import serve_on_cluster, settings_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server,cluster]'") from None
     context = click.get_current_context()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 import click
 
-from staticllm.cli.options import flag, value
+from staticllm.cli.options import flag, look_options
 from staticllm.cli.server_client import ServerClient, server_options
-from staticllm.cli.terminal import cell, table
+from staticllm.cli.terminal import cell, look_again
 from staticllm.errors import StaticLLMError
+from staticllm.system.table import table
 
 MOST_SECONDS = 100 * 365 * 86400.0
 """A model that is kept longer is never unloaded."""
@@ -113,29 +114,19 @@ def _described(client: ServerClient, model: str) -> dict[str, Any]:
 
 @click.command("top")
 @click.argument("model", required=False)
-@value("--interval", click.FloatRange(min=0.1), "Seconds between looks.", 1.0)
-@value("--count", click.IntRange(min=1), "End after this number of looks.")
-@flag("--json as_json", "Print one JSON object per look.")
+@look_options
 @server_options
 def top(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
     """Show which requests wait, prefill and decode in MODEL (by default the first chat model), and how the device is used."""
-    before: dict[str, Any] | None = None
-    number = 0
-    while count is None or number < count:
-        if number:
-            time.sleep(interval)
+
+    def look(before: dict[str, Any] | None) -> dict[str, Any]:
         query: dict[str, str | int] = {"after": before["cursor"] if before else 0}
         found = client.get("/api/scheduler", **query, **({} if model is None else {"model": model}))
         if not found.keys() >= FIELDS:
             raise client.foreign()
-        if as_json:
-            click.echo(json.dumps(found))
-        else:
-            if number and sys.stdout.isatty():
-                click.clear()
-            click.echo("\n".join(lines_of(client.url, found, before)))
-        before = found
-        number = number + 1
+        return found
+
+    look_again(look, partial(lines_of, client.url), interval, count, as_json)
 
 
 def lines_of(url: str, found: dict[str, Any], before: dict[str, Any] | None) -> list[str]:

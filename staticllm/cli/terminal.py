@@ -1,13 +1,18 @@
-"""Text for terminals: lines that a person types, pieces of an answer, the line of statistics, and tables."""
+"""Text for terminals: lines that a person types, pieces of an answer, and the line of statistics."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import click
 
 PROMPT = "> "
+Look = TypeVar("Look")
 
 
 def printable(text: object) -> str:
@@ -21,25 +26,6 @@ def printable(text: object) -> str:
 def cell(value: object) -> str:
     """Return what a table shows of a value of JSON: "-" if there is none."""
     return "-" if value is None else " ".join(printable(value).split())
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return lines of aligned columns; columns of numbers are aligned to the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
-    is_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, is_right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def show(piece: str) -> None:
@@ -63,10 +49,25 @@ def line_reader(words: Sequence[str]) -> Callable[[], str]:
     return lambda: session.prompt(PROMPT)
 
 
+def look_again(
+    look: Callable[[Look | None], Look], lines_of: Callable[[Look, Look | None], Sequence[str]], interval: float,
+    count: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Show what ``look`` returns, ``count`` times or endlessly, every ``interval`` seconds. Both functions get the last look."""
+    before: Look | None = None
+    for number in itertools.count() if count is None else range(count):
+        if number:
+            time.sleep(interval)
+        found = look(before)
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            if number and sys.stdout.isatty():
+                click.clear()
+            click.echo("\n".join(lines_of(found, before)))
+        before = found
+
+
 def print_error(error: Exception) -> None:
     """Print an error as one line on stderr."""
     click.echo(f"Error: {error}", err=True)
-
-
-def _is_number(text: str) -> bool:
-    return not text or text[0].isdigit() or text == "-"

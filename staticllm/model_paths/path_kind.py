@@ -24,7 +24,6 @@ ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".7z", ".rar", ".zst",
 _BY_SUFFIX = ((".gguf", kinds.GGUF), (ARCHIVES, kinds.ARCHIVE), (".blob", kinds.BLOB), (".onnx", kinds.ONNX))
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LFS = b"version https://git-lfs"
-_LFS_BYTES = 1024
 _CONFIG_BYTES = 1 << 20
 _MOST_ENTRIES = 4096
 _MOST_FOLDERS = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from staticllm.server.catalog import lists as catalog
-from staticllm.server.catalog.lists import describe, model_list
-from staticllm.server.endpoint import count_refusal, endpoint, guarded
-from staticllm.server.feed.routes import QUERY, SCHEDULER, scheduler
+from staticllm.server import catalog
+from staticllm.server.catalog import describe, model_list
+from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint
 from staticllm.server.http.access import AccessMiddleware, Origins, Preflights
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.http.lifecycle import LifecycleMiddleware
@@ -45,7 +44,16 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/detokenize", DetokenizeRequest, detokenize),
 )
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (*OPENAI_POSTS, *ollama.POSTS)
-MODELS, HEALTH, METRICS, SCHEMA = "/v1/models", "/health", "/metrics", "/openapi.json"
+MODELS = "/v1/models"
+HEALTH = "/health"
+METRICS = "/metrics"
+SCHEMA = "/openapi.json"
+SCHEDULER = "/api/scheduler"
+SCHEDULER_QUERY: list[dict[str, Any]] = [
+    {"name": "model", "in": "query", "schema": {"type": "string"}},
+    {"name": "after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+]
+MAX_CURSOR_DIGITS = 15
 OPEN_PATHS = (HEALTH, *ASSETS)
 """Paths that need no key. The files of the page hold no data, and ask for the key that their requests need."""
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -87,7 +95,11 @@ def create_app(state: ServerState) -> FastAPI:
     responses_paths = add_responses_routes(app, state, _body_schema(ResponsesRequest))
     add_page_files(app, state)
     app.add_api_route(
-        SCHEDULER, scheduler(state), methods=["GET"], openapi_extra={"parameters": QUERY}, response_model=None
+        SCHEDULER,
+        _scheduler(state),
+        methods=["GET"],
+        openapi_extra={"parameters": SCHEDULER_QUERY},
+        response_model=None,
     )
     _add_heads(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -118,27 +130,57 @@ def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink], paths: 
     app.add_middleware(PathMiddleware, paths=paths)
 
 
-def _gets(state: ServerState) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+def _gets(state: ServerState) -> dict[str, Answer]:
     async def models(request: Request) -> Response:
         return json_response(model_list(state))
 
     async def one_model(request: Request) -> Response:
-        async def answer() -> Response:
-            return json_response(describe(state, state.hub.named(request.path_params["name"])))
-
-        return await guarded(state, request, answer())
+        return json_response(describe(state, state.hub.named(request.path_params["name"])))
 
     async def health(request: Request) -> Response:
         return _health(state)
 
     async def metrics(request: Request) -> Response:
-        async def answer() -> Response:
-            text = await state.observers.run_within(LOOK_SECONDS, state.metrics.text)
-            return Response(text, media_type=METRICS_TYPE)
+        text = await state.observers.run_within(LOOK_SECONDS, state.metrics.text)
+        return Response(text, media_type=METRICS_TYPE)
 
-        return await guarded(state, request, answer())
+    return {
+        MODELS: models, MODELS + "/{name:path}": bodiless(state, one_model), HEALTH: health,
+        METRICS: bodiless(state, metrics),
+    }  # fmt: skip
 
-    return {MODELS: models, MODELS + "/{name:path}": one_model, HEALTH: health, METRICS: metrics}
+
+def _scheduler(state: ServerState) -> Answer:
+    async def scheduler(request: Request) -> Response:
+        query = request.query_params
+        unknown = sorted(set(query) - {"model", "after"})
+        if unknown:
+            raise ApiError(
+                400, f"Unknown parameter: {unknown[0][:200]!r}", param=unknown[0][:200], code="unknown_parameter"
+            )
+        model = state.hub.find(query.get("model"), "chat")
+        document = state.scheduler.reader(model, _cursor(query.get("after", "0")))
+        head = {
+            "model": model.spec.name,
+            "models": [
+                {"name": each.spec.name, "type": each.spec.kind, "status": state.hub.status(each)}
+                for each in state.hub.models.values()
+            ],
+        }
+        response = await state.observers.run_within(LOOK_SECONDS, lambda: json_response({**head, **document()}))
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    return bodiless(state, scheduler)
+
+
+def _cursor(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_CURSOR_DIGITS):
+        raise ApiError(
+            400, f"Invalid after: {text[:40]!r} is no cursor: give that of the last answer, or 0", param="after",
+            code="invalid_value",
+        )  # fmt: skip
+    return int(text)
 
 
 def _health(state: ServerState) -> Response:

@@ -40,8 +40,7 @@ class Call:
     async def connected(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of ``work``, which is cancelled if the client closes the connection.
 
-        Raises:
-            ClientDisconnect: the client has closed the connection.
+        Raises ``ClientDisconnect`` (the client has closed the connection).
         """
         task = asyncio.ensure_future(work)
         watcher = asyncio.ensure_future(wait_for_disconnect(self.request))
@@ -58,18 +57,18 @@ class Call:
     async def acquire(self, model: ServedModel) -> None:
         """Load a model if necessary, and keep it loaded until ``hub.release``.
 
-        Raises:
-            ApiError, StaticLLMError: as for ``ModelHub.acquire``.
-            ClientDisconnect: the client has closed the connection.
+        Raises ``ApiError`` and ``StaticLLMError`` (as for ``ModelHub.acquire``) and ``ClientDisconnect`` (the client has closed
+        the connection).
         """
         acquiring = self.state.hub.acquire(model)
         await (acquiring if model.is_ready else self.connected(acquiring))  # one that is ready takes no time
 
 
 Handler = Callable[[Call, Body], Awaitable[Response]]
+Answer = Callable[[Request], Awaitable[Response]]
 
 
-def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Callable[[Request], Awaitable[Response]]:
+def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Answer:
     """Return the function of a route that takes a JSON body of this ``kind``."""
 
     async def run(request: Request) -> Response:
@@ -87,6 +86,16 @@ def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> Ca
         return await guarded(state, request, answer())
 
     run.__name__ = handler.__name__
+    return run
+
+
+def bodiless(state: ServerState, answer: Answer) -> Answer:
+    """Return the function of a route without a body, which answers as ``answer`` does, also to its exceptions."""
+
+    async def run(request: Request) -> Response:
+        return await guarded(state, request, answer(request))
+
+    run.__name__ = answer.__name__
     return run
 
 
@@ -125,8 +134,7 @@ def count_cancelled(state: ServerState) -> None:
 def parsed(kind: type[Body], data: bytes) -> Body:
     """Return the checked body of a request.
 
-    Raises:
-        ApiError: it is no JSON object, has too many parts or an unknown field, or a field has an impossible value.
+    Raises ``ApiError`` (it is no JSON object, has too many parts or an unknown field, or a field has an impossible value).
     """
     check_json(data)
     try:

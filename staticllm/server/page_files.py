@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -11,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from staticllm.server.endpoint import guarded
+from staticllm.server.endpoint import Answer, bodiless
 from staticllm.server.state import ServerState
 
 FOLDER = "/page/"
@@ -73,15 +72,12 @@ def add_page_files(app: FastAPI, state: ServerState) -> None:
         app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
 
 
-def _file(state: ServerState, asset: Asset) -> Callable[[Request], Awaitable[Response]]:
+def _file(state: ServerState, asset: Asset) -> Answer:
     headers = {**HEADERS, "ETag": asset.tag}
 
     async def file(request: Request) -> Response:
-        async def answer() -> Response:
-            if request.headers.get("if-none-match") == asset.tag:
-                return Response(status_code=304, headers=headers)
-            return Response(asset.data, headers=headers, media_type=asset.media_type)
+        if request.headers.get("if-none-match") == asset.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(asset.data, headers=headers, media_type=asset.media_type)
 
-        return await guarded(state, request, answer())
-
-    return file
+    return bodiless(state, file)

@@ -21,7 +21,7 @@ class ServerSettings:
     Attributes:
         host: The address that it listens at.
         port: The port; 0 lets the system choose one.
-        api_keys: The keys that clients may use; without keys everybody is served.
+        api_keys: The keys that clients may use; without any, all clients are served.
         allowed_origins: Origins of web pages that may send requests, beside local ones and those of desktop apps; ``*``: all.
         is_insecure: Whether other machines may connect without a key.
         device: The OpenVINO device of the models, or several in their order (``NPU,GPU,CPU``).
@@ -69,11 +69,7 @@ class ServerSettings:
     num_threads: int = 4
 
     def check(self) -> None:
-        """Check that these settings are safe.
-
-        Raises:
-            ConfigError: other machines could connect without a key.
-        """
+        """Check that these settings are safe. Raises ``ConfigError`` (other machines could connect without a key)."""
         if not (self.is_local or self.api_keys or self.is_insecure):
             raise ConfigError(
                 f"host {self.host!r} is reachable from other machines and there is no API key: give --api-key, or --insecure"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staticllm.server.feed.feed import SchedulerFeed
+from staticllm.server.feed import SchedulerFeed
 from staticllm.server.http.lifecycle import Lifecycle
 from staticllm.server.metrics import ServerMetrics
 from staticllm.server.models.hub import ModelHub
@@ -40,8 +40,7 @@ class ServerState:
     ) -> ServerState:
         """Return the state of a new server, which loads its models by ``load``.
 
-        Raises:
-            ConfigError: two models have the same name, or the settings are not safe.
+        Raises ``ConfigError`` (two models have the same name, or the settings are not safe).
         """
         settings.check()
         hub = ModelHub(specs, settings, load)

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import IO, Any
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of the messages; client and daemon must have the same."""
+MAX_PRIORITY = 100
+"""Priorities are from ``-MAX_PRIORITY`` to ``MAX_PRIORITY``; messages hold their sum with ``MAX_PRIORITY``."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
 MAX_PIPED = 1 << 28
@@ -69,6 +71,7 @@ class Kind(IntEnum):
     PING = 26  # -> OK
     TRACE = 28  # action: begin -> OK; action: end, path -> OK: events
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
+    CLAIM = 29  # handle: model; session, tokens, adapters -> OK
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -194,22 +197,6 @@ def _body(text: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ProtocolError(f"the text of a message is a {type(body).__name__}, not a JSON object")
     return body
-
-
-def text_of(message: Message, name: str, limit: int = 4096) -> str:
-    """Return a text of at most ``limit`` characters from a message's body. Raises ``ProtocolError``."""
-    value = message.body.get(name)
-    if not isinstance(value, str) or len(value) > limit or "\0" in value:
-        raise ProtocolError(f"{message.kind.name}: {name} must be a text of at most {limit} characters")
-    return value
-
-
-def whole_of(message: Message, name: str, most: int, default: int | None = None) -> int:
-    """Return a whole number from 0 to ``most`` from a message's body. Raises ``ProtocolError``."""
-    value = message.body.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise ProtocolError(f"{message.kind.name}: {name} must be a whole number from 0 to {most}")
-    return value
 
 
 def encode_value(value: Any) -> Any:

@@ -24,7 +24,7 @@ from staticllm.pipelines.embedding.packing.encoder_buffers import (
     EncoderBuffers,
     pooling_weights,
     positions_of,
-    seen_by,
+    visibility,
 )
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, num_common
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
@@ -193,8 +193,9 @@ class ChunkBuffers(EncoderBuffers):
             mask = self.arrays[kind.port_name][0, 0]
             mask.fill(HIDDEN)
             past = self.variant.past
-            mask[:count, sequence.slots] = seen_by(kind, start, count, np.arange(start))
-            mask[:count, past : past + count] = seen_by(kind, start, count, np.arange(start, end))
+            own = np.arange(start, end)
+            mask[:count, sequence.slots] = visibility(kind, own, np.arange(start))
+            mask[:count, past : past + count] = visibility(kind, own, own)
         weights = pooling_weights(pooling, len(text), text.num_prompt)
         self.arrays[POOL][0, :count] = weights[start:end]
 

@@ -57,8 +57,8 @@ class EncoderBuffers:
     @cached_property
     def _patterns(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """The array of each mask, and the block of it that a text of all rows would have."""
-        rows = self.variant.rows
-        return [(self.arrays[kind.port_name], seen_by(kind, 0, rows, np.arange(rows))) for kind in self.shape.masks]
+        rows = np.arange(self.variant.rows)
+        return [(self.arrays[kind.port_name], visibility(kind, rows, rows)) for kind in self.shape.masks]
 
     def fill(self, sequences: Sequence[Sequence[TokenizedText]], pooling: Pooling) -> None:
         """Write the ids, positions, masks and pooling weights of the texts in each sequence.
@@ -134,12 +134,6 @@ def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArr
     return weights
 
 
-def seen_by(kind: EncoderMask, start: int, count: int, columns: NDArray[Any]) -> NDArray[np.float32]:
-    """Return what ``count`` tokens from ``start`` on see of those in ``columns``, ``[count, n]``: 0, or ``HIDDEN``."""
-    distance = columns[None] - np.arange(start, start + count)[:, None]
-    is_seen = np.ones(distance.shape, np.bool_)
-    if kind.before is not None:
-        is_seen &= -distance <= kind.before
-    if kind.after is not None:
-        is_seen &= distance <= kind.after
-    return np.where(is_seen, np.float32(0), np.float32(HIDDEN))
+def visibility(kind: EncoderMask, queries: NDArray[Any], keys: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what tokens at the positions ``queries [n]`` see of those at ``keys [m]``, ``[n, m]``: 0, or ``HIDDEN``."""
+    return np.where(kind.sees(keys - queries[:, None]), np.float32(0), np.float32(HIDDEN))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import openvino_genai as genai
 
+from staticllm.config import is_whole
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError
@@ -40,7 +41,7 @@ class Serving:
     def __post_init__(self) -> None:
         if self.overflow not in ("truncate", "refuse"):
             raise ConfigError(f"overflow={self.overflow!r}: must be 'truncate' or 'refuse'")
-        if not isinstance(self.max_waiting, int) or isinstance(self.max_waiting, bool) or self.max_waiting < 1:
+        if not is_whole(self.max_waiting, 1):
             raise ConfigError(f"max_waiting={self.max_waiting!r}: must be a whole number from 1")
         if self.on_progress is not None and not callable(self.on_progress):
             raise ConfigError(f"on_progress={self.on_progress!r}: must be a function of one ProgressEvent, or None")

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from staticllm.children.answers import failed, refused
-from staticllm.core import FinishReason
+from staticllm.daemon import bodies
+from staticllm.daemon.bodies import read_body
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.clients.streams import OutputStream
 from staticllm.daemon.infer_request import Array, InferRequest
@@ -20,9 +21,8 @@ from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError
-from staticllm.wire.messages import Kind, Message, ProtocolError, encode_value, text_of, whole_of
+from staticllm.wire.messages import MAX_PRIORITY, Kind, Message, ProtocolError, encode_value
 
-MAX_PRIORITY = 100
 Handlers = Mapping[Kind, Callable[[Message], Message | None]]
 """The answers to messages by kind; None is not sent."""
 
@@ -59,7 +59,7 @@ class ModelHandlers:
         return Message(Kind.OK, body={"model": handle, "mode": model.mode, **model.describe()})
 
     def _get_property(self, message: Message) -> Message:
-        value = self._session.model(message.handle).get_property(text_of(message, "name", 128))
+        value = self._session.model(message.handle).get_property(read_body(message, bodies.Property).name)
         return Message(Kind.OK, body={"value": encode_value(value)})
 
     def _set_property(self, message: Message) -> Message:
@@ -102,7 +102,7 @@ class InferHandlers:
 
     def _open(self, message: Message) -> Message:
         """Open the connection's infer request, or enlarge its block."""
-        wanted = whole_of(message, "block", 1 << 40, 0)
+        wanted = read_body(message, bodies.Request).block
         if self._request is None:
             self._session.count_request(1)
             try:
@@ -158,25 +158,22 @@ class InferHandlers:
         return Message(Kind.OK, body={"names": self._own().state_names()})
 
     def _get_state(self, message: Message) -> None:
-        self._send(Message(Kind.DONE), [np.asarray(self._own().get_state(_state_of(message)))])
+        self._send(Message(Kind.DONE), [np.asarray(self._own().get_state(read_body(message, bodies.State).index))])
 
     def _set_state(self, message: Message) -> Message:
         ((_, values),) = self._channel.tensors_of(message)
+        state = read_body(message, bodies.State)
         request = self._own()
-        change = request.write_state if message.body.get("in_place") else request.set_state
-        change(_state_of(message), values)
+        change = request.write_state if state.in_place else request.set_state
+        change(state.index, values)
         return Message(Kind.OK)
 
     def _reset_state(self, message: Message) -> Message:
-        self._own().reset_state(_state_of(message))
+        self._own().reset_state(read_body(message, bodies.State).index)
         return Message(Kind.OK)
 
     def _profile(self, _: Message) -> Message:
         return Message(Kind.OK, body={"nodes": self._own().profile()})
-
-
-def _state_of(message: Message) -> int:
-    return whole_of(message, "index", 1 << 20)
 
 
 class RequestHandlers:
@@ -188,7 +185,7 @@ class RequestHandlers:
         self._send_lock = lock
         self._stream: OutputStream | None = None
         self.handlers: Handlers = {
-            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot,
+            Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot, Kind.CLAIM: self._claim,
         }  # fmt: skip
 
     def stop(self) -> None:
@@ -203,9 +200,7 @@ class RequestHandlers:
             self._stream.close()
 
     def _submit(self, message: Message) -> Message:
-        values = message.body.get("request")
-        if not isinstance(values, dict):
-            raise ProtocolError("SUBMIT: request must be an object")
+        values = read_body(message, bodies.Submit).request
         model = self._session.language_model(message.handle)
         if self._stream is None:
             self._stream = OutputStream(self._channel, self._send_lock, self._session)
@@ -214,17 +209,18 @@ class RequestHandlers:
         return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
 
     def _cancel(self, message: Message) -> Message:
-        index = message.body.get("index")
-        reason = text_of(message, "reason", 16)
-        if reason not in {str(each) for each in FinishReason} or not (index is None or type(index) is int):
-            raise ProtocolError(f"CANCEL: index {index!r}, reason {reason!r}")
+        asked = read_body(message, bodies.Cancel)
         if self._stream is not None:
-            self._stream.cancel(whole_of(message, "request", 1 << 62), index, FinishReason(reason))
+            self._stream.cancel(asked.request, asked.index, asked.reason)
         return Message(Kind.OK)
 
     def _snapshot(self, message: Message) -> Message:
         model = self._session.language_model(message.handle)
-        return Message(Kind.OK, body={"tokens": model.snapshot(message)})
+        return Message(Kind.OK, body={"tokens": model.snapshot(read_body(message, bodies.Snapshot))})
+
+    def _claim(self, message: Message) -> Message:
+        self._session.language_model(message.handle).claim(self._session.token, read_body(message, bodies.Claim))
+        return Message(Kind.OK)
 
 
 class DaemonControl(Protocol):
@@ -266,27 +262,28 @@ class DaemonHandlers:
             self._daemon.timeline.cancel()
 
     def _hint(self, message: Message) -> Message:
-        self._daemon.set_priority(self._session, whole_of(message, "priority", 2 * MAX_PRIORITY) - MAX_PRIORITY)
+        self._daemon.set_priority(self._session, read_body(message, bodies.Hint).priority - MAX_PRIORITY)
         return Message(Kind.OK)
 
     def _trace(self, message: Message) -> Message:
+        asked = read_body(message, bodies.Trace)
         timeline = self._daemon.timeline
-        if text_of(message, "action", 8) == "begin":
+        if asked.action == "begin":
             timeline.begin()
             self._is_recording = True
             return Message(Kind.OK)
-        path = Path(text_of(message, "path"))
+        path = Path(asked.path)
         if not path.is_absolute():
             raise ProtocolError("TRACE: path must be absolute")
         self._is_recording = False
         return Message(Kind.OK, body={"events": timeline.end(path)})
 
     def _stats(self, message: Message) -> Message:
-        if message.body.get("of") == "engine":
+        asked = read_body(message, bodies.Stats)
+        if asked.of == "engine":
             return Message(Kind.OK, body=asdict(self._session.language_model(message.handle).engine.stats()))
-        if message.body.get("of") == "calls":
-            engine = self._session.language_model(message.handle).engine
-            return Message(Kind.OK, body=engine.calls_after(whole_of(message, "after", 1 << 62)))
+        if asked.of == "calls":
+            return Message(Kind.OK, body=self._session.language_model(message.handle).engine.calls_after(asked.after))
         return Message(Kind.OK, body=self._daemon.stats())
 
     def _stop(self, _: Message) -> Message:

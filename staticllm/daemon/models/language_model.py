@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import openvino_genai as genai
 
 from staticllm.core import OnProgress
+from staticllm.daemon.bodies import Claim, Snapshot
 from staticllm.daemon.models.sources import LanguageSource
-from staticllm.daemon.sharing.device_scheduler import DeviceUse, EngineId
+from staticllm.daemon.sharing.device_scheduler import EngineId
+from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
@@ -24,7 +26,6 @@ from staticllm.pipelines.launch.draft_source import use_draft
 from staticllm.pipelines.launch.engine import Launched, launch
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.wire.messages import Message, ProtocolError, text_of
 
 
 class LanguageModel:
@@ -57,12 +58,16 @@ class LanguageModel:
             raise
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"a request with wrong fields: {error}") from None
-        vocab = self.launched.vocab_size
         limit = self.launched.config.max_seq_len
         ids = request.prompt
-        if not 0 < len(ids) <= limit or not all(type(id) is int and 0 <= id < vocab for id in ids):
-            raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {vocab - 1}")
+        if not 0 < len(ids) <= limit or not self._are_tokens(ids):
+            last = self.launched.vocab_size - 1
+            raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {last}")
         return request
+
+    def _are_tokens(self, ids: Sequence[object]) -> bool:
+        vocab = self.launched.vocab_size
+        return all(type(id) is int and 0 <= id < vocab for id in ids)
 
     @property
     def _num_adapters(self) -> int:
@@ -74,27 +79,28 @@ class LanguageModel:
         """Raise an error: an engine has several programs, with properties of their own. Raises ``ConfigError``."""
         raise ConfigError(f"a language model with an engine has no property {name!r}")
 
-    def snapshot(self, message: Message) -> int:
-        """Save or load a snapshot as a client's message says, and return its number of tokens.
+    def snapshot(self, asked: Snapshot) -> int:
+        """Save or load a snapshot, and return its number of tokens.
 
-        Raises ``ProtocolError`` (a field is missing or of a wrong type) and ``SnapshotError`` (it cannot be saved or
-        loaded).
+        Raises ``ConfigError`` (a field is wrong) and ``SnapshotError`` (it cannot be saved or loaded).
         """
-        path = text_of(message, "path")
-        key = text_of(message, "key")
-        identity = message.body.get("identity")
-        tokens = message.body.get("tokens")
-        if not isinstance(identity, dict) or not isinstance(tokens, list) or not Path(path).is_absolute():
-            raise ProtocolError("SNAPSHOT: path must be absolute, identity an object, tokens a list")
-        scales = message.body.get("adapters", [])
-        if not isinstance(scales, list):
-            raise ProtocolError("SNAPSHOT: adapters must be a list")
-        check_scales(scales, self._num_adapters)
-        texts = {str(name): str(value) for name, value in identity.items()}
-        target = SnapshotTarget(Path(path), texts, bytes.fromhex(key), tuple(scales))
-        if text_of(message, "action", 8) == "save":
-            return self.engine.save_snapshot([int(token) for token in tokens], target)
-        return self.engine.load_snapshot(target)
+        path = Path(asked.path)
+        if not path.is_absolute():
+            raise ConfigError("SNAPSHOT: path must be absolute")
+        check_scales(asked.adapters, self._num_adapters)
+        target = SnapshotTarget(path, asked.identity, bytes.fromhex(asked.key), tuple(asked.adapters))
+        return (
+            self.engine.save_snapshot(asked.tokens, target)
+            if asked.action == "save"
+            else self.engine.load_snapshot(target)
+        )
+
+    def claim(self, client: str, asked: Claim) -> None:
+        """Keep a conversation of a session of ``client`` longer than others. Raises ``ConfigError`` (a field is wrong)."""
+        if not self._are_tokens(asked.tokens):
+            raise ConfigError("CLAIM: tokens must be those of the model")
+        check_scales(asked.adapters, self._num_adapters)
+        self.engine.claim(f"{client}\n{asked.session}", asked.tokens, tuple(asked.adapters))
 
     def close(self) -> None:
         self.launched.close()

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from staticllm.adapters.adapter_set import MAX_ALPHA, AdapterSet
+import msgspec
+
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.adapters.lora import FILE, LoraAdapter, read_adapter
 from staticllm.config import StaticLLMConfig
+from staticllm.daemon import bodies
+from staticllm.daemon.bodies import read_body
 from staticllm.errors import AdapterError, ConfigError, ModelError
 from staticllm.model_dir import check_ir, weights_of, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.draft_source import DraftSource
-from staticllm.wire.messages import Message, ProtocolError, text_of
+from staticllm.wire.messages import Message, ProtocolError
 
-MAX_PROPERTIES = 64
 Value = str | int | float | bool
 
 
@@ -62,38 +64,20 @@ def source_of(message: Message) -> ModelSource:
     Raises ``ProtocolError`` (a field is missing or of a wrong type), ``ModelError`` (a file is missing or damaged) and
     ``ConfigError`` (a property is not a plain value).
     """
-    mode = text_of(message, "mode")
-    if mode not in ("auto", "exact"):
-        raise ProtocolError(f"MODEL: mode {mode!r}, must be auto or exact")
-    is_spool = "spool" in message.body
-    xml = Path(text_of(message, "spool" if is_spool else "path"))
-    weights = Path(text_of(message, "weights")) if message.body.get("weights") else xml.with_suffix(".bin")
+    asked = read_body(message, bodies.Model)
+    xml = Path(asked.path if asked.spool is None else asked.spool)
+    weights = Path(asked.weights) if asked.weights else xml.with_suffix(".bin")
     if not xml.is_absolute() or not weights.is_absolute() or xml.suffix != ".xml" or not xml.is_file():
         raise ModelError(f"the model {str(xml)!r} is not an absolute path of an IR (.xml) that exists")
     check_ir(xml, weights if weights.is_file() else None)
-    _check_stamp(message, xml, weights)
-    return ModelSource(xml, weights, text_of(message, "device", 128), _config(message), mode, is_spool)
-
-
-def _check_stamp(message: Message, xml: Path, weights: Path) -> None:
-    """Check that the files are those that the client read: their sizes and times of change, if it says them.
-
-    Raises ``ModelError`` (one has changed).
-    """
-    stamp = message.body.get("stamp") or []
     found = [[each.st_size, each.st_mtime_ns] for each in (path.stat() for path in (xml, weights) if path.is_file())]
-    if stamp and stamp != found:
+    if asked.stamp and asked.stamp != found:
         raise ModelError(f"the files of {xml} have changed since the program read them: read the model again")
-
-
-def _config(message: Message) -> tuple[tuple[str, Value], ...]:
-    config: Any = message.body.get("config", {})
-    if not isinstance(config, dict) or len(config) > MAX_PROPERTIES:
-        raise ProtocolError(f"MODEL: config must be an object with at most {MAX_PROPERTIES} properties")
-    for name, value in config.items():
+    for name, value in asked.config.items():
         if not isinstance(value, (str, int, float, bool)):
             raise ConfigError(f"{name}={value!r}: the daemon takes properties that are text, a number or a bool")
-    return tuple(sorted(config.items()))
+    config = tuple(sorted(asked.config.items()))
+    return ModelSource(xml, weights, asked.device, config, asked.mode, asked.spool is not None)
 
 
 def _digest(path: Path) -> str:
@@ -102,9 +86,6 @@ def _digest(path: Path) -> str:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
-
-
-MAX_ADAPTERS = 64
 
 
 @dataclass(frozen=True)
@@ -188,17 +169,17 @@ class LanguageSource:
 
 def language_source_of(message: Message) -> LanguageSource:
     """Return the checked source that a ``MODEL`` message names. Raises ``ProtocolError`` and ``ConfigError``."""
-    directory = _path_of(text_of(message, "directory"))
-    given, adapters, draft = (message.body.get(name) for name in ("candidates", "adapters", "draft"))
-    if not isinstance(given, list) or not 1 <= len(given) <= 8:
-        raise ProtocolError("MODEL: candidates must be a list of at most 8 devices")
-    if adapters is None:
-        adapters = {"members": [], "is_fused": False}
-    if not isinstance(adapters, dict) or type(adapters.get("is_fused")) is not bool:
-        raise ProtocolError("MODEL: adapters must have members and is_fused")
-    text = json.dumps([given, adapters, draft], sort_keys=True)
-    members = _adapter_files(adapters.get("members"))
-    return LanguageSource(directory, tuple(map(_candidate, given)), text, members, adapters["is_fused"], _draft(draft))
+    asked = read_body(message, bodies.Language)
+    adapters = asked.adapters or bodies.Adapters()
+    draft = asked.draft
+    return LanguageSource(
+        _path_of(asked.directory),
+        tuple(map(_candidate, asked.candidates)),
+        json.dumps(msgspec.to_builtins([asked.candidates, adapters, draft]), sort_keys=True),
+        tuple(AdapterFile(_path_of(path), name, alpha) for path, name, alpha in adapters.members),
+        adapters.is_fused,
+        None if draft is None else DraftSource(_path_of(draft.directory), draft.device, draft.properties),
+    )
 
 
 def _path_of(text: str) -> Path:
@@ -208,42 +189,13 @@ def _path_of(text: str) -> Path:
     return path
 
 
-def _candidate(values: Any) -> Candidate:
+def _candidate(asked: bodies.Candidate) -> Candidate:
     names = {field.name for field in fields(StaticLLMConfig)} - {"adapters"}
-    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
-        raise ProtocolError("MODEL: a candidate must have a device and a config")
-    config = {**values["config"]}
-    device = values.get("device")
-    if config.pop("adapters", None) is not None or not isinstance(device, str) or not set(config) <= names:
-        raise ProtocolError(f"MODEL: a candidate on {device!r} with the fields {sorted(set(values['config']) - names)}")
-    explicit = values.get("explicit", [])
-    if not isinstance(explicit, list) or not set(map(str, explicit)) <= names | {"adapters"}:
+    config = dict(asked.config)
+    if config.pop("adapters", None) is not None or not set(config) <= names:
+        raise ProtocolError(
+            f"MODEL: a candidate on {asked.device!r} with the fields {sorted(set(asked.config) - names)}"
+        )
+    if not set(asked.explicit) <= names | {"adapters"}:
         raise ProtocolError("MODEL: explicit must be a list of fields of the config")
-    return Candidate(device, StaticLLMConfig(**config), frozenset(explicit))
-
-
-def _adapter_files(values: Any) -> tuple[AdapterFile, ...]:
-    if not isinstance(values, list) or len(values) > MAX_ADAPTERS:
-        raise ProtocolError(f"MODEL: adapters must have a list of at most {MAX_ADAPTERS} members")
-    found = []
-    for value in values:
-        if not isinstance(value, list) or len(value) != 3 or not all(isinstance(text, str) for text in value[:2]):
-            raise ProtocolError("MODEL: an adapter must have a path, a name and an alpha")
-        path, name, alpha = value
-        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
-            raise ProtocolError(f"MODEL: the alpha {alpha!r:.40} of an adapter must be a number up to {MAX_ALPHA:g}")
-        found.append(AdapterFile(_path_of(path), name, float(alpha)))
-    return tuple(found)
-
-
-def _draft(values: Any) -> DraftSource | None:
-    if values is None:
-        return None
-    if not isinstance(values, dict) or not isinstance(values.get("properties"), Mapping):
-        raise ProtocolError("MODEL: a draft must have a directory, a device and properties")
-    directory = values.get("directory")
-    device = values.get("device")
-    properties = values["properties"]
-    if not isinstance(directory, str) or not isinstance(device, str) or len(properties) > MAX_PROPERTIES:
-        raise ProtocolError("MODEL: a draft must have a directory, a device and properties")
-    return DraftSource(_path_of(directory), device, properties)
+    return Candidate(asked.device, StaticLLMConfig(**config), frozenset(asked.explicit))

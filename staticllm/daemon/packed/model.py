@@ -16,7 +16,8 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
 from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay
 from staticllm.daemon.packed.request import EngineLimits, PackedRequest
-from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceScheduler, DeviceUse, EngineId
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceScheduler, EngineId
+from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices, is_virtual, real_device
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError, pipeline_closed

@@ -17,8 +17,8 @@ import openvino as ov
 import psutil
 
 from staticllm.core import OnProgress, ProgressEvent
+from staticllm.daemon.bodies import Hello, Version, read_body
 from staticllm.daemon.clients.connection import Connection, Greeting
-from staticllm.daemon.clients.handlers import MAX_PRIORITY
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.limits import Limits, default_limits
 from staticllm.daemon.models.compiling import compile_model, read
@@ -35,7 +35,7 @@ from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError
-from staticllm.wire.messages import PROTOCOL, Message, text_of, whole_of
+from staticllm.wire.messages import MAX_PRIORITY, PROTOCOL, Message
 
 log = logging.getLogger(__name__)
 HELLO_SECONDS = 5.0
@@ -98,24 +98,33 @@ class Daemon:
 
     def join(self, hello: Message, channel: Channel) -> tuple[Connection, dict[str, Any]]:
         """Add a connection to the client of a ``HELLO``, or to a new one. Raises ``BusyError`` and ``ConfigError``."""
-        theirs = text_of(hello, "openvino", 128)
+        theirs = read_body(hello, Version)
         ours = ov.get_version()
-        if whole_of(hello, "protocol", 1 << 16) != PROTOCOL:
+        if theirs.protocol != PROTOCOL:
             raise ConfigError(
-                f"this program speaks protocol {hello.body['protocol']}, the daemon {PROTOCOL}: restart the older one"
+                f"this program speaks protocol {theirs.protocol}, the daemon {PROTOCOL}: restart the older one"
             )
-        if theirs.split(".")[:2] != ours.split(".")[:2]:
-            raise ConfigError(f"this program has OpenVINO {theirs[:40]}, the daemon has {ours}: use the same release")
+        if theirs.openvino.split(".")[:2] != ours.split(".")[:2]:
+            raise ConfigError(
+                f"this program has OpenVINO {theirs.openvino[:40]}, the daemon has {ours}: use the same release"
+            )
+        client = read_body(hello, Hello)
         with self._lock:
-            session = self._find(hello)
+            session = self._find(client.session)
             is_new = session is None
             count = sum(each.session is session for each in self._connections)
             if count >= self.limits.connections:
                 raise BusyError(
                     f"this program has {count} connections, the limit is {self.limits.connections}: drop infer requests"
                 )
-            session = session or self._new_session(hello)
-            connection = Connection(channel, self, session, is_first=is_new)
+            session = session or self._new_session(client)
+            try:
+                connection = Connection(channel, self, session, is_first=is_new)
+            except BaseException:
+                if is_new:
+                    del self._sessions[session.token]
+                    session.close()
+                raise
             self._connections.add(connection)
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
         return connection, body
@@ -169,27 +178,26 @@ class Daemon:
         if self._is_worker and event.stage == "import" and event.message:
             note_set(self._folder, event.message)
 
-    def _find(self, hello: Message) -> Session | None:
-        if "session" not in hello.body:
+    def _find(self, token: str | None) -> Session | None:
+        if token is None:
             return None
-        session = self._sessions.get(text_of(hello, "session", 64))
+        session = self._sessions.get(token)
         if session is None:
             raise ConfigError("the program's first connection has ended: connect again")
         return session
 
-    def _new_session(self, hello: Message) -> Session:
-        watches = hello.body.get("watches") is True
+    def _new_session(self, client: Hello) -> Session:
         count = sum(not session.watches for session in self._sessions.values())
-        if count >= self.limits.clients and not watches:
+        if count >= self.limits.clients and not client.watches:
             raise BusyError(f"{count} programs use the daemon, the limit is {self.limits.clients}: end one")
-        priority = whole_of(hello, "priority", 2 * MAX_PRIORITY, MAX_PRIORITY) - MAX_PRIORITY
-        pid = whole_of(hello, "pid", 1 << 31)
-        given = text_of(hello, "program", 256)
-        program = "".join(each if each.isprintable() else "?" for each in given)  # logs and terminals show it
-        session = Session(pid, program, priority, self.models, self.devices, self.limits, watches=watches)
+        program = "".join(each if each.isprintable() else "?" for each in client.program)  # logs and terminals show it
+        session = Session(
+            client.pid, program, client.priority - MAX_PRIORITY, self.models, self.devices, self.limits,
+            watches=client.watches,
+        )  # fmt: skip
         self._sessions[session.token] = session
-        if not watches:
-            log.info("program %d (%s) has come", pid, program)
+        if not client.watches:
+            log.info("program %d (%s) has come", client.pid, program)
         return session
 
     def _accept(self) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from staticllm.core import Clock
-from staticllm.pipelines.engine.device_use import Rows, SoleUse, Worker
-from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.pipelines.scheduling.device_share import wait_for_share
 
-MIN_CALL_SHARE = 0.15
-"""The least share of device time for calls that would delay an engine's next token."""
 RECHECK_SECONDS = 0.25
 """Re-evaluate waiting calls at least this often."""
 MARGIN_SECONDS = 1e-4
@@ -167,7 +163,7 @@ class DeviceScheduler:
     asks for the clients of its requests: the one with the least time counts, and each pays for its share of the rows.
 
     An engine with running requests sets ``due``, the moment at which it must have the device for the next token. A call of the
-    same priority that would end after it waits, until it has waited long enough for its ``MIN_CALL_SHARE`` of the time. One of a
+    same priority that would end after it waits, until it has waited long enough for its ``MIN_SHARE`` of the time. One of a
     lower priority has no such share, and for one of a higher priority ``due`` does not count. A moment that has passed while its
     engine does not ask counts no more: the client of the sequence has not come back.
     """
@@ -368,82 +364,4 @@ class DeviceScheduler:
         if self._is_in_time(request, now, request.priority):
             return True
         waited = now - max(request.arrival, self._last_late)
-        has_waited = waited * MIN_CALL_SHARE >= request.seconds * (1 - MIN_CALL_SHARE)
-        return has_waited and self._is_in_time(request, now, request.priority + 1)
-
-
-SMOOTHING = 0.2
-"""The weight of the newest step in the expected duration of the next one."""
-
-
-class DeviceUse(SoleUse):
-    """One engine among the users of a device. Runs on the engine's thread.
-
-    The engine asks with the highest priority of its requests. After each step the clients pay for their rows, and the engine
-    says by when it needs the device for the next token, which its own prompts delay by no more than ``token_bound`` either.
-
-    Args:
-        scheduler: That of the device.
-        engine: Pays for requests of no client.
-        weight_bytes: The weights that each call reads.
-    """
-
-    def __init__(self, scheduler: DeviceScheduler, engine: EngineId, weight_bytes: int = 0) -> None:
-        self._scheduler = scheduler
-        self._engine = engine
-        self._weight_bytes = weight_bytes
-        self._step_seconds = 0.0
-
-    @property
-    def is_wanted(self) -> bool:
-        return self._scheduler.is_wanted
-
-    @contextmanager
-    def turn(self, worker: Worker, limits: Limits) -> Iterator[None]:
-        """Use the device for one step inside the ``with`` block. Tokens are posted first if the device may be busy."""
-        if self._scheduler.is_busy:
-            worker.post()
-        demand = worker.demand
-        known = self._step_seconds
-        payers = tuple(map(ClientId, demand.owners))
-        request = DeviceRequest(self._engine, known, demand.priority, self._engine.model, payers=payers)
-        self._scheduler.acquire(request)
-        start = self._scheduler.clock()
-        try:
-            yield
-        finally:
-            seconds = self._scheduler.clock() - start
-            self._step_seconds = known + SMOOTHING * (seconds - known) if known else seconds
-            shares = self._shares(worker.rows, seconds)
-            self._scheduler.release(request, seconds, self._due(worker.last_token_times(), limits), shares)
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        with self._scheduler.use(DeviceRequest(self._engine, self._step_seconds, model=self._engine.model)):
-            yield
-
-    def hurry(self, priority: int, client: int) -> None:
-        """Raise the priority of a waiting step, and let ``client`` (0: none) pay for it. Any thread may call."""
-        self._scheduler.raise_priority(self._engine, priority, (ClientId(client),) if client else ())
-
-    def close(self) -> None:
-        self._scheduler.forget(self._engine)
-
-    def _shares(self, rows: Sequence[Rows], seconds: float) -> list[Share]:
-        """Return each client's part of a step, by its rows."""
-        total = sum(each.count for each in rows)
-        return [
-            Share(
-                ClientId(each.owner) if each.owner else None, each.phase, seconds * each.count / total, each.count,
-                self._weight_bytes * each.count // total + each.num_bytes,
-            )
-            for each in rows
-        ]  # fmt: skip
-
-    def _due(self, last_tokens: Iterable[float], limits: Limits) -> float | None:
-        """Return the latest moment at which the next step should begin; None if no request waits for a next token."""
-        oldest = min(last_tokens, default=None)
-        if oldest is None:
-            return None
-        step = self._step_seconds
-        return oldest + limits.token_bound.of(step, limits.tpot_ms) - step
+        return waited >= wait_for_share(request.seconds) and self._is_in_time(request, now, request.priority + 1)

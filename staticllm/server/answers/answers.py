@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
 
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError
+from staticllm.errors import ClosedError, PromptTooLongError
+from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
 from staticllm.server.answers.asks import Ask
+from staticllm.server.endpoint import Call
+from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
@@ -36,7 +42,7 @@ class AnswerEnd:
 
 
 STREAM_GAP = 0.005
-"""The seconds between two messages of a stream whose tokens come faster; nobody sees them.
+"""Shortest time between two messages of a stream, in seconds; tokens that come faster are sent together.
 
 Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
 0.98 (``scripts/bench_server.py``).
@@ -62,9 +68,7 @@ class Answers:
     async def begin(self) -> None:
         """Wait until the first answer is in the engine, so that errors of the request can still be its status.
 
-        Raises:
-            ApiError: too many requests wait.
-            StaticLLMError: the request is refused.
+        Raises ``ApiError`` (too many requests wait) and ``StaticLLMError`` (the request is refused).
         """
         self._first = await self._enter(0)
 
@@ -103,8 +107,7 @@ class Answers:
     def batches(self) -> AsyncGenerator[list[Part], None]:
         """Yield the increments and ends of all answers as they come, in lists of those that are ready at once.
 
-        Raises:
-            StaticLLMError: an answer failed.
+        Raises ``StaticLLMError`` (an answer failed).
         """
         assert self._first is not None, "begin was not called"
         return self._read(self._first) if len(self._asks) == 1 else self._read_all()
@@ -132,11 +135,7 @@ class Answers:
         return self._first.handle
 
     async def outputs(self) -> list[list[RequestOutput]]:
-        """Return all answers at their end, a list per handle.
-
-        Raises:
-            StaticLLMError: an answer failed.
-        """
+        """Return all answers at their end, a list per handle. Raises ``StaticLLMError`` (an answer failed)."""
         ends: dict[int, list[RequestOutput]] = {}
         async with contextlib.aclosing(self.batches()) as batches:
             async for parts in batches:
@@ -240,3 +239,70 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+Handles = list[list[RequestOutput]]
+"""The answers of each handle: one, or those of a beam search."""
+Close = Callable[[], Awaitable[None]]
+
+
+Whole = Callable[[Handles], dict[str, Any]]
+"""Makes the body of all answers; runs in a thread."""
+Stream = Callable[[Answers, Close], Response]
+"""Makes a response that must await ``Close``."""
+
+
+async def respond(
+    call: Call, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
+) -> Response:
+    """Run answers on a model that the caller has acquired, and release it at the end, however the request ends.
+
+    Return a stream if ``stream`` is given, else a whole response. ``field`` has the prompt; errors name it.
+
+    Raises ``ApiError`` and ``StaticLLMError`` (the request is refused, or an answer failed) and ``ClientDisconnect`` (the
+    client has closed the connection).
+    """
+    answers: Answers | None = None
+    is_handed_over = False
+
+    async def close() -> None:
+        try:
+            if answers is not None:
+                await answers.close()
+        finally:
+            call.state.hub.release(model)
+
+    try:
+        _check_chars([ask.prompt for ask in asks], model.chat.config.max_prompt_len, field)
+        answers = Answers(call.state, model, call.client, asks)
+        await call.connected(answers.begin())
+        if stream is not None:
+            response = stream(answers, close)
+            is_handed_over = True
+            return response
+        handles = await call.connected(answers.outputs())
+        return await call.state.workers.run(lambda: json_response(whole(handles)))
+    except PromptTooLongError as error:
+        raise prompt_too_long(error, field) from None
+    finally:
+        if not is_handed_over:
+            await close()
+
+
+def _check_chars(prompts: Sequence[Any], limit: int, field: str) -> None:
+    """Check that no prompt has more characters than a chat template may make, before it is rendered.
+
+    Raises ``ApiError`` (one has).
+    """
+    for prompt in prompts:
+        texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
+        contents = (text if isinstance(text, str) else str(text.get("content") or "") for text in texts)
+        num_chars = sum(map(len, contents))
+        if num_chars > MAX_CHARS:
+            raise ApiError(
+                400,
+                f"This model's maximum context length for prompts is {limit} tokens; of {num_chars} characters in "
+                f"{field}, at most {MAX_CHARS} are read: send less",
+                code="context_length_exceeded",
+                param=field,
+            )

@@ -71,11 +71,7 @@ class Ask:
 
     @classmethod
     def of(cls, prompt: Any, asked: AnswerFields, index: int = 0, priority: int = 0) -> Ask:
-        """Return the ask for answer ``index``.
-
-        Raises:
-            ApiError: fields contradict each other.
-        """
+        """Return the ask for answer ``index``. Raises ``ApiError`` (fields contradict each other)."""
         return cls(prompt, options_of(asked, index), priority, asked.num_beams, asked.wants_logprobs)
 
     @property
@@ -87,8 +83,7 @@ class Ask:
 def schema_of(kind: str, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return what a ``response_format`` of OpenAI's kinds demands of an answer; None for any text.
 
-    Raises:
-        ApiError: it is ``json_schema`` without a schema.
+    Raises ``ApiError`` (it is ``json_schema`` without a schema).
     """
     if kind == "text":
         return None
@@ -102,11 +97,7 @@ def schema_of(kind: str, schema: Mapping[str, Any] | None) -> Mapping[str, Any] 
 
 
 def numbers_of(body: BaseModel, api: Api) -> dict[str, float]:
-    """Return the rows of the table of options that a body has.
-
-    Raises:
-        ApiError: it has one by two names.
-    """
+    """Return the rows of the table of options that a body has. Raises ``ApiError`` (it has one by two names)."""
     found: dict[str, float] = {}
     names: dict[str, str] = {}
     for name, option in http_fields(api).items():
@@ -125,8 +116,7 @@ def options_of(asked: AnswerFields, index: int = 0) -> dict[str, Any]:
 
     The number and the form of the answers are those of the request, whatever the model's own config has.
 
-    Raises:
-        ApiError: fields contradict each other.
+    Raises ``ApiError`` (fields contradict each other).
     """
     is_search = asked.num_beams > 1
     options = {

@@ -14,7 +14,8 @@ from staticllm.pipelines.generation.options.table import OPTIONS, Api, http_fiel
 MAX_STOPS = 16
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 """Token ids. Lists that may be long end at their first error: an error for each element takes about a KiB."""
 Stop = Literal[""] | Text | Annotated[list[Literal[""] | Text], Field(fail_fast=True, max_length=MAX_STOPS)]
 """Texts that end an answer; an empty text is none."""

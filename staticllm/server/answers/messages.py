@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,26 +11,33 @@ from staticllm.server.answers.fields import MessageFields
 from staticllm.server.http.errors import ApiError
 
 MAX_MESSAGES = 10_000
-_TEXTS = ("text", "input_text", "output_text")
 _REASONING = ("thinking", "reasoning", "redacted_thinking")
 """Parts of an assistant's message with reasoning, as clients of other servers call them."""
 
 
-class ContentPart(MessageFields):
-    """A part of a message: a text, the text of a refusal, or reasoning."""
+class TextPart(MessageFields):
+    """A part of a message: a text, or the text of a refusal. ``TEXTS``: the types of parts with text."""
 
+    TEXTS: ClassVar[tuple[str, ...]] = ("text", "input_text", "output_text")
     type: str
     text: str | None = None
     refusal: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """What the part adds to the content; None if it is no text."""
+        return self.refusal if self.type == "refusal" else self.text if self.type in self.TEXTS else None
+
+
+class ContentPart(TextPart):
+    """A part of a message: a text, the text of a refusal, or reasoning, which adds nothing to the content."""
+
     thinking: str | Annotated[list[Any], Field(fail_fast=True)] | None = None
     reasoning: str | None = None
 
     @property
     def shown(self) -> str | None:
-        """What the part adds to the content; None if it is no text. Reasoning adds nothing."""
-        if self.type in _REASONING:
-            return ""
-        return self.refusal if self.type == "refusal" else self.text if self.type in _TEXTS else None
+        return "" if self.type in _REASONING else super().shown
 
     @property
     def thought(self) -> str:
@@ -75,14 +82,11 @@ class Message(MessageFields):
     def as_template(self, where: str) -> dict[str, Any]:
         """Return the message as chat templates take it. ``where`` names it in errors.
 
-        Raises:
-            ApiError: a part is not text.
+        Raises ``ApiError`` (a part is not text).
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": text_of(self.content, _TEXTS, f"{where}.content")
-            or self.refusal
-            or (None if self.tool_calls else ""),
+            "content": text_of(self.content, f"{where}.content") or self.refusal or (None if self.tool_calls else ""),
         }
         for name, value in (
             ("name", self.name),
@@ -106,48 +110,28 @@ class Message(MessageFields):
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return a conversation as chat templates take it.
-
-    Raises:
-        ApiError: a part of a message is not text.
-    """
+    """Return a conversation as chat templates take it. Raises ``ApiError`` (a part of a message is not text)."""
     return [message.as_template(f"messages.{index}") for index, message in enumerate(messages)]
 
 
-class Part(Protocol):
-    """A part of a message."""
-
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def shown(self) -> str | None:
-        """Its text; None without any."""
-
-
-def text_of(content: str | Sequence[Part] | None, texts: Collection[str], where: str) -> str:
-    """Return the text of a message. ``texts`` are the types of parts with text, and ``where`` names the message in errors.
-
-    Raises:
-        ApiError: a part is not text.
-    """
+def text_of(content: str | Sequence[TextPart] | None, where: str) -> str:
+    """Return the text of a message. ``where`` names it in errors. Raises ``ApiError`` (a part is not text)."""
     if content is None or isinstance(content, str):
         return content or ""
     found = []
     for index, part in enumerate(content):
         if part.shown is None:
-            raise _no_text(part.type, texts, f"{where}.{index}")
+            raise _no_text(part, f"{where}.{index}")
         found.append(part.shown)
     return "".join(found)
 
 
-def _no_text(kind: str, texts: Collection[str], where: str) -> ApiError:
-    name = "refusal" if kind == "refusal" else "text"
-    if kind == "refusal" or kind in texts:
-        missing = f"{where}.{name}"
+def _no_text(part: TextPart, where: str) -> ApiError:
+    if part.type == "refusal" or part.type in part.TEXTS:
+        missing = f"{where}.{'refusal' if part.type == 'refusal' else 'text'}"
         text = f"Missing required parameter: {missing!r}"
         return ApiError(400, text, param=missing, code="missing_required_parameter")
-    text = f"{where} is of type {kind[:50]!r}: only text is supported"
+    text = f"{where} is of type {part.type[:50]!r}: only text is supported"
     return ApiError(400, text, param=where, code="unsupported_content")
 
 

@@ -1,4 +1,4 @@
-"""Decides who may use the server: API keys, origins of web pages, and the host names that clients use."""
+"""Access to the server: API keys, origins of web pages, and the host names that clients use."""
 
 from __future__ import annotations
 

@@ -60,9 +60,8 @@ class ConnectionLimit:
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
-    Raises:
-        ApiError: its headers contradict each other (400), it is too large (413), or takes too long (408).
-        ClientDisconnect: the client has gone.
+    Raises ``ApiError`` (its headers contradict each other (400), it is too large (413), or takes too long (408)) and
+    ``ClientDisconnect`` (the client has gone).
     """
     if "transfer-encoding" in request.headers and "content-length" in request.headers:  # behind another server's parser
         message = "a request with both Content-Length and Transfer-Encoding says two lengths: send one of them"

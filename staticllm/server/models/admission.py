@@ -97,7 +97,7 @@ class Admission:
 
         Without ``is_request`` they are for a further answer of a request that runs. ``priority`` orders those of this client: no
         client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
-        one, if this client would have fewer. Raises ``ApiError`` (``max_waiting`` requests wait (status 429)).
+        one, if this client would have fewer. Raises ``ApiError`` (429: ``max_waiting`` requests wait).
         """
         entry = self._clients.setdefault(client, _Client())
         self._see(client)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from staticllm.server.answers.fields import Fields, Function, MessageFields, Stop, Text, number_fields
+from staticllm.server.answers.fields import Fields, Function, MessageFields, Stop, Text, TokenId, number_fields
 from staticllm.server.answers.messages import MAX_MESSAGES
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.hub import ModelHub
@@ -121,9 +121,7 @@ class OllamaGenerateRequest(OllamaGeneration):
     suffix: str = ""
     template: str = ""
     images: Images | None = None
-    context: (
-        Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)] | None
-    ) = None
+    context: Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 20)] | None = None
 
 
 class OllamaEmbedRequest(_Request):
@@ -159,7 +157,7 @@ class OllamaShowRequest(Fields):
 TAG = ":latest"
 NANO = 1_000_000_000
 FAR_FUTURE = "2318-01-01T00:00:00Z"
-"""The moment at which Ollama says that a model expires which is kept for ever."""
+"""Ollama's moment of expiry of a model that is never unloaded."""
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SPAN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
@@ -177,8 +175,7 @@ def served_name(hub: ModelHub, name: str) -> str:
 def seconds_of(keep_alive: float | str) -> float:
     """Return the seconds of ``keep_alive``: a number of them, or Go's ``5m``, ``1h30m``; negative ones are ``math.inf``.
 
-    Raises:
-        ApiError: it is neither.
+    Raises ``ApiError`` (it is neither).
     """
     if isinstance(keep_alive, (int, float)):
         return math.inf if keep_alive < 0 else float(keep_alive)

@@ -10,10 +10,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from staticllm.server.answers.answers import Answers
+from staticllm.server.answers.answers import Answers, Close, Handles, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
-from staticllm.server.answers.respond import Close, Handles, respond
-from staticllm.server.catalog.facts import ModelFacts, current_facts
+from staticllm.server.catalog import ModelFacts, current_facts
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
@@ -39,8 +38,7 @@ def asked_of(
     As in Ollama, a prompt that is too long is shortened unless ``truncate`` is false, an answer that reaches the end of the
     context goes on unless ``shift`` is false, and without ``num_predict`` it has at most ten times the context's tokens.
 
-    Raises:
-        ApiError: fields contradict each other, or ask for what is not there.
+    Raises ``ApiError`` (fields contradict each other, or ask for what is not there).
     """
     if body.top_logprobs:
         raise ApiError(400, "top_logprobs is not supported: only the chosen tokens have log-probabilities")
@@ -78,8 +76,7 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Return a conversation as chat templates take it: OpenAI's messages, in which arguments are text.
 
-    Raises:
-        ApiError: a message has images.
+    Raises ``ApiError`` (a message has images).
     """
     return [_template_message(message, index) for index, message in enumerate(messages)]
 
@@ -136,8 +133,7 @@ async def generate(call: Call, body: OllamaGenerateRequest) -> Response:
 def find_chat_model(call: Call, name: str) -> ServedModel:
     """Return the chat model of a request.
 
-    Raises:
-        ApiError: there is none of this name (404), or it is of another kind (400).
+    Raises ``ApiError`` (there is none of this name (404), or it is of another kind (400)).
     """
     return call.state.hub.find(served_name(call.state.hub, name), "chat")
 
@@ -179,8 +175,7 @@ async def _answer(
 def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:
     """Check that the model can do what a request asks for.
 
-    Raises:
-        ApiError: it does not reason, or its template shows it no tools.
+    Raises ``ApiError`` (it does not reason, or its template shows it no tools).
     """
     if body.think and not facts.has_reasoning:
         raise ApiError(400, f"{body.model!r} does not support thinking: leave think out")
@@ -197,7 +192,7 @@ async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[list[di
 
 
 async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Response:
-    """Load a model, or with ``keep_alive`` 0 unload it as soon as nobody uses it."""
+    """Load a model, or with ``keep_alive`` 0 unload it as soon as it is unused."""
     hub = call.state.hub
     model = find_chat_model(call, body.model)
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)

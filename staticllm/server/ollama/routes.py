@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from staticllm.server.catalog.facts import ARCHITECTURE, ModelFacts, context_length, current_facts, listed_facts
-from staticllm.server.endpoint import Call, guarded
+from staticllm.server.catalog import ARCHITECTURE, ModelFacts, context_length, current_facts, listed_facts
+from staticllm.server.endpoint import Answer, Call, bodiless
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
 from staticllm.server.ollama.embedding import embed, embeddings
@@ -125,7 +125,6 @@ def _model_info(facts: ModelFacts, length: int | None) -> dict[str, Any]:
     return info
 
 
-Answer = Callable[[Request], Awaitable[Response]]
 API_VERSION = "0.13.0"
 """The version of Ollama whose API these endpoints follow: clients refuse older ones."""
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
@@ -144,10 +143,9 @@ def gets(state: ServerState) -> dict[str, Answer]:
 
     def in_thread(describe: Callable[[ServerState], dict[str, Any]]) -> Answer:
         async def run(request: Request) -> Response:
-            work = state.workers.run(lambda: json_response(describe(state)))
-            return await guarded(state, request, work)
+            return await state.workers.run(lambda: json_response(describe(state)))
 
-        return run
+        return bodiless(state, run)
 
     async def version(request: Request) -> Response:
         return json_response({"version": API_VERSION})
@@ -159,14 +157,11 @@ def refusal(state: ServerState) -> Answer:
     """Return the function of the paths that change models: they are directories on this machine."""
 
     async def run(request: Request) -> Response:
-        async def answer() -> Response:
-            raise ApiError(
-                400,
-                f"{request.url.path} is not supported: the models are those of the command line; serve others with "
-                "'staticllm serve PATH'",
-                code="not_supported",
-            )
+        raise ApiError(
+            400,
+            f"{request.url.path} is not supported: the models are those of the command line; serve others with "
+            "'staticllm serve PATH'",
+            code="not_supported",
+        )
 
-        return await guarded(state, request, answer())
-
-    return run
+    return bodiless(state, run)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import time
-import uuid
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers.answers import Answers, Usage
+from staticllm.pipelines.conversation.events import (
+    ArgumentsDelta,
+    CallBegin,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    merged,
+)
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Handles, Part, Usage, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, schema_of
 from staticllm.server.answers.fields import Fields, Function, MessageFields
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
-from staticllm.server.answers.respond import Close, Handles, respond
-from staticllm.server.answers.results import finish_reason, timings_of, token_logprobs
+from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, token_logprobs
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
-from staticllm.server.openai.chunks import ChatChunks, stream_of
-from staticllm.server.openai.fields import SamplingFields
+from staticllm.server.openai.generation import Chunk, Chunks, Decode, SamplingFields, head_of, stream_of
 
 
 class JsonSchema(Fields):
@@ -68,11 +73,7 @@ class ChatRequest(SamplingFields):
     function_call: Literal["none", "auto"] | None = None
 
     def asked_chat(self) -> AnswerFields:
-        """Return what a request asks for.
-
-        Raises:
-            ApiError: fields contradict each other, or ask for what is not there.
-        """
+        """Return what a request asks for. Raises ``ApiError`` (fields contradict each other, or ask for what is not there)."""
         limits = {self.max_tokens, self.max_completion_tokens, self.max_output_tokens} - {None}
         if len(limits) > 1:
             raise ApiError(
@@ -135,10 +136,7 @@ def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict
             }
         )
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model.spec.name,
+        **head_of("chatcmpl", "chat.completion", model.spec.name),
         "choices": choices,
         "usage": Usage.of(handles, body.num_handles).as_dict(),
         "timings": timings_of(handles[0][0]),
@@ -150,3 +148,60 @@ def _message(output: RequestOutput) -> dict[str, Any]:
     if output.message is None:
         return {"role": "assistant", "content": output.text, "refusal": None}
     return {**output.message.to_dict(), "refusal": None}
+
+
+class ChatChunks(Chunks):
+    """Makes the chunks of a streamed chat."""
+
+    def __init__(self, model: str, has_usage: bool, decode: Decode | None) -> None:
+        super().__init__(head_of("chatcmpl", "chat.completion.chunk", model), has_usage, decode)
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens that had no text yet, by answer
+
+    def begin(self, index: int) -> Iterable[Chunk]:
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
+
+    def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
+        if isinstance(part, AnswerDelta):
+            yield from self._of_delta(part.index, part.delta)
+        elif isinstance(part, AnswerEnd):
+            yield self._of_end(part.index, part.outputs[0])
+        else:
+            yield {**self._chunk(0, {}), "prompt_progress": part.as_dict()}
+
+    def _of_delta(self, index: int, delta: TextDelta) -> Iterator[Chunk]:
+        if self._decode is not None:
+            self._logprobs.setdefault(index, []).extend(token_logprobs(delta.tokens, delta.logprobs, self._decode))
+        for event in merged(delta.events):
+            fields = _fields_of(event)
+            if fields:
+                yield self._chunk(index, fields, logprobs=self._logprobs.pop(index, []))
+
+    def _of_end(self, index: int, output: RequestOutput) -> Chunk:
+        """Return the last chunk of an answer. Its tokens without text, such as that of the end, are in it."""
+        rest = self._logprobs.pop(index, [])
+        chunk = self._chunk(index, {}, finish_reason(output.finish_reason), rest)
+        return chunk if self._has_usage else {**chunk, "timings": timings_of(output)}
+
+    def _chunk(
+        self, index: int, delta: Chunk, reason: str | None = None, logprobs: list[dict[str, Any]] | None = None
+    ) -> Chunk:
+        shown = {"content": logprobs, "refusal": None} if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
+        chunk: Chunk = {**self._head, "choices": [choice]}
+        if self._has_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def _fields_of(event: Event) -> Chunk:
+    """Return the ``delta`` of an event; empty if there is nothing to say."""
+    if isinstance(event, ContentDelta):
+        return {"content": event.text}
+    if isinstance(event, ReasoningDelta):
+        return {"reasoning_content": event.text}
+    if isinstance(event, CallBegin):
+        function = {"name": event.name, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+    if isinstance(event, ArgumentsDelta):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -10,16 +11,15 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.core import MAX_ANSWERS
-from staticllm.server.answers.answers import Answers, Usage
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
+from staticllm.server.answers.answers import AnswerEnd, Answers, Close, Handles, Part, Usage, respond
 from staticllm.server.answers.asks import Ask
 from staticllm.server.answers.fields import Ids
-from staticllm.server.answers.respond import Close, Handles, respond
-from staticllm.server.answers.results import finish_reason, timings_of
+from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
-from staticllm.server.openai.chunks import TextChunks, stream_of, text_choice, text_head, text_logprobs
-from staticllm.server.openai.fields import SamplingFields
+from staticllm.server.openai.generation import Chunk, Chunks, Decode, SamplingFields, head_of, stream_of
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
@@ -104,7 +104,51 @@ def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -
     choices = []
     for index, output in enumerate(output for outputs in handles for output in outputs):
         text = (decode(output.echo) if output.echo else "") + output.text
-        logprobs = None if body.logprobs is None else text_logprobs(output, decode, 0)
-        choices.append(text_choice(index, text, logprobs, finish_reason(output.finish_reason)))
+        logprobs = None if body.logprobs is None else _logprobs_of(output, decode, 0)
+        choices.append(_choice_of(index, text, logprobs, finish_reason(output.finish_reason)))
     usage = Usage.of(handles, body.num_handles).as_dict()
-    return {**text_head(model.spec.name), "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
+    head = head_of("cmpl", "text_completion", model.spec.name)
+    return {**head, "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
+
+
+class TextChunks(Chunks):
+    """Makes the chunks of a streamed completion."""
+
+    def __init__(self, model: str, has_usage: bool, decode: Decode | None) -> None:
+        head = head_of("cmpl", "text_completion", model)
+        super().__init__({**head, "usage": None} if has_usage else head, has_usage, decode)
+        self._lengths: dict[int, int] = {}  # characters of each answer that were sent
+
+    def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
+        if isinstance(part, PromptProgress):
+            yield {**self._chunk(0, ""), "prompt_progress": part.as_dict()}
+        elif isinstance(part, AnswerEnd):
+            last = self._chunk(part.index, "", reason=finish_reason(part.outputs[0].finish_reason))
+            yield last if self._has_usage else {**last, "timings": timings_of(part.outputs[0])}
+        else:
+            delta = part.delta
+            start = self._lengths.get(part.index, 0)
+            self._lengths[part.index] = start + len(delta.text)
+            logprobs = None if self._decode is None else _logprobs_of(delta, self._decode, start)
+            if delta.text or logprobs:
+                yield self._chunk(part.index, delta.text, logprobs)
+
+    def _chunk(self, index: int, text: str, logprobs: Chunk | None = None, reason: str | None = None) -> Chunk:
+        return {**self._head, "choices": [_choice_of(index, text, logprobs, reason)]}
+
+
+def _choice_of(index: int, text: str, logprobs: Chunk | None, reason: str | None) -> Chunk:
+    """Return a choice of a completion."""
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs_of(delta: TextDelta | RequestOutput, decode: Decode, start: int) -> dict[str, Any]:
+    """Return the log-probabilities of tokens whose text begins at character ``start`` of the answer."""
+    texts = [decode([token]) for token in delta.tokens]
+    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(logprob, -9999.0) for logprob in delta.logprobs],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.tokenization import check_ids, encode_messages
-from staticllm.server.answers.fields import Fields, Text
+from staticllm.server.answers.fields import Fields, Text, TokenId
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response, to_json
@@ -52,7 +52,7 @@ class DetokenizeRequest(Fields):
     model_config = ConfigDict(title="DetokenizeRequest")
 
     model: Text | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=1 << 20)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 20)]
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Response:

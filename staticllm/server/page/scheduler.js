@@ -1,11 +1,12 @@
 // The live view of the scheduler: which requests wait, prefill and decode, and what each device call held.
 
-import { byId, el, icon, setText, svg } from "./dom.js";
+import { byId, el, setText, svg } from "./dom.js";
 import { duration } from "./chat.js";
 import { getJson } from "./server.js";
 
 const POLL_MS = 500;
 const RETRY_MS = 3000;
+const PAGE = 1024; // calls and ended answers of an answer that the next one continues
 const WINDOW = 60; // seconds of the plots
 const NUM_CALLS = 160; // in the strip
 const NUM_GROUPS = 5; // of calls in the table
@@ -37,6 +38,7 @@ export class SchedulerView {
     this.cursor = 0;
     this.calls = [];
     this.ended = [];
+    this.lastAnswers = [];
     this.seconds = new Map(); // what the calls of each second held
     this.rows = new Map();
   }
@@ -70,6 +72,7 @@ export class SchedulerView {
       if (abort.signal.aborted) return;
       this.take(feed);
       this.show(feed);
+      if (feed.calls.length + feed.ended.length >= PAGE) wait = 0;
       byId("scheduler-error").hidden = true;
     } catch (error) {
       if (abort.signal.aborted) return;
@@ -95,7 +98,7 @@ export class SchedulerView {
     for (const call of feed.calls) this.addToSecond(call);
     const oldest = feed.now - WINDOW - 2;
     for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
-    this.lastAnswers = [...(this.cursor === 0 ? [] : (this.lastAnswers ?? [])), ...feed.ended].slice(-NUM_ANSWERS);
+    this.lastAnswers = [...this.lastAnswers, ...feed.ended].slice(-NUM_ANSWERS);
   }
 
   addToSecond(call) {

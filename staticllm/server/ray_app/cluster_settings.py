@@ -75,16 +75,14 @@ class ClusterSettings(BaseModel):
     def specs(self) -> Sequence[ModelSpec]:
         """Return the served models.
 
-        Raises:
-            StaticLLMError: the directory of one is missing on this machine, or holds no model.
+        Raises ``StaticLLMError`` (the directory of one is missing on this machine, or holds no model).
         """
         return [model_spec(model) for model in self.models] or [demo_spec()]
 
     def of_replica(self) -> ServerSettings:
         """Return the settings of the server inside a replica.
 
-        Raises:
-            ConfigError: other machines could connect without a key.
+        Raises ``ConfigError`` (other machines could connect without a key).
         """
         settings = ServerSettings(
             host=self.host,

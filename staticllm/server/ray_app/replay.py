@@ -59,11 +59,7 @@ class EventReplay:
             each.restart()
 
     def take(self, part: bytes) -> bytes:
-        """Return what of a part of the answer is new.
-
-        Raises:
-            DivergedError: the texts differ from those that were sent.
-        """
+        """Return what of a part of the answer is new. Raises ``DivergedError`` (the texts differ from those that were sent)."""
         *events, self._rest = (self._rest + part).split(b"\n\n")
         return b"".join(self._event(event) for event in events)
 
@@ -124,6 +120,6 @@ class EventReplay:
 
 
 def lost_event(reason: str) -> bytes:
-    """Return the events that end a stream that nobody can continue."""
+    """Return the events that end a stream that cannot be continued."""
     error = ApiError(502, f"{reason}: send the request again", kind=SERVER, code="replica_lost")
     return f"data: {to_json(error.body())}\n\ndata: [DONE]\n\n".encode()

@@ -74,9 +74,7 @@ class Replica:
         if self._start is None:  # on the loop of the requests
             self._start = asyncio.ensure_future(self._app.router.lifespan_context(self._app).__aenter__())
         await asyncio.shield(self._start)
-        if (
-            request.model and self._access.refusal(scope_of(request)) is None
-        ):  # nobody without a key makes it load a model
+        if request.model and self._access.refusal(scope_of(request)) is None:  # a request without a key loads no model
             with contextlib.suppress(ApiError, StaticLLMError):  # the answer says it
                 await self._keep(request.model)
         async with contextlib.aclosing(answer_parts(self._app, request)) as parts:
@@ -103,8 +101,7 @@ class Replica:
     async def check_health(self) -> None:
         """Tell Ray whether requests can be served. Ray calls it every few seconds, and replaces a replica that raises.
 
-        Raises:
-            ModelError: a device fails every call.
+        Raises ``ModelError`` (a device fails every call).
         """
         name = self._watch.failing(self._state.hub.loaded)
         if name is not None:

@@ -12,12 +12,11 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Part, Usage
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Handles, Part, Usage, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
-from staticllm.server.answers.respond import Close, Handles, respond
 from staticllm.server.answers.results import finish_reason
 from staticllm.server.answers.stream import ChunkStream, EventFrame
-from staticllm.server.catalog.facts import context_length
+from staticllm.server.catalog import context_length
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.models.served import ServedModel
@@ -69,8 +68,7 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
     With ``truncation`` a prompt or conversation that is too long loses its middle; without a limit of its own the answer then has
     at most ``max_seq_len`` tokens.
 
-    Raises:
-        ApiError: fields contradict each other, or ask for what is not there.
+    Raises ``ApiError`` (fields contradict each other, or ask for what is not there).
     """
     is_truncated = body.truncation != "disabled"
     effort = body.reasoning.effort
@@ -135,8 +133,7 @@ class ResponseMaker:
     def check(self) -> None:
         """Check that what the answer and the store repeat of the request can be written as JSON.
 
-        Raises:
-            ApiError: a number is outside the range of JSON's readers, such as 1e999, which was read as infinite.
+        Raises ``ApiError`` (a number is outside the range of JSON's readers, such as 1e999, which was read as infinite).
         """
         try:
             to_json([self.unfinished(), self._conversation, input_items(self._body.input)])

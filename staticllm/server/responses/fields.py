@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -16,22 +16,13 @@ from staticllm.server.answers.fields import (
     Text,
     number_fields,
 )
-from staticllm.server.answers.messages import MAX_MESSAGES
-
-TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+from staticllm.server.answers.messages import MAX_MESSAGES, TextPart
 
 
-class InputPart(MessageFields):
+class InputPart(TextPart):
     """A part of a message: a text, or the text of a refusal."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    @property
-    def shown(self) -> str | None:
-        """What the part adds to the message; None if it is no text."""
-        return self.text if self.type in TEXTS else self.refusal if self.type == "refusal" else None
+    TEXTS: ClassVar[tuple[str, ...]] = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 Parts = Annotated[list[InputPart], Field(fail_fast=True, max_length=1000)]

@@ -8,7 +8,7 @@ from typing import Any
 from staticllm.results import AssistantMessage
 from staticllm.server.answers.messages import text_of
 from staticllm.server.http.errors import ApiError
-from staticllm.server.responses.fields import TEXTS, InputItem
+from staticllm.server.responses.fields import InputItem
 from staticllm.server.responses.store import ResponseStore
 
 Item = dict[str, Any]
@@ -23,8 +23,7 @@ def new_id(kind: str) -> str:
 def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> str | list[InputItem]:
     """Return the input of a request with the items that the server remembers in place of references to them.
 
-    Raises:
-        ApiError: an item is unknown or was forgotten (404), or is named twice (400).
+    Raises ``ApiError`` (an item is unknown or was forgotten (404), or is named twice (400)).
     """
     if isinstance(items, str) or not any(item.type == "item_reference" for item in items):
         return items
@@ -51,8 +50,7 @@ def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> 
 def messages_of(items: str | list[InputItem]) -> list[Message]:
     """Return the messages of a request's input. Calls and reasoning join the assistant's message that they belong to.
 
-    Raises:
-        ApiError: a part is not text, or an item lacks what its type needs.
+    Raises ``ApiError`` (a part is not text, or an item lacks what its type needs).
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}] if items else []
@@ -62,7 +60,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
         if item.type == "message":
             _add_message(found, item, where)
         elif item.type == "function_call_output":
-            content = text_of(_needed(item.output, f"{where}.output"), TEXTS, f"{where}.output")
+            content = text_of(_needed(item.output, f"{where}.output"), f"{where}.output")
             call_id = _needed(item.call_id, f"{where}.call_id")
             found.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif item.type == "function_call":
@@ -74,7 +72,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
             message["content"] = message["content"] or None
             message.setdefault("tool_calls", []).append({**call, "function": function})
         else:
-            text = text_of(item.content, TEXTS, f"{where}.content")
+            text = text_of(item.content, f"{where}.content")
             if text:
                 found.append({"role": "assistant", "content": "", "reasoning_content": text})
     return found
@@ -82,7 +80,7 @@ def messages_of(items: str | list[InputItem]) -> list[Message]:
 
 def _add_message(found: list[Message], item: InputItem, where: str) -> None:
     role = _needed(item.role, f"{where}.role")
-    text = text_of(item.content, TEXTS, f"{where}.content")
+    text = text_of(item.content, f"{where}.content")
     last = found[-1] if found else {}
     if role == "assistant" and last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
         last["content"] = text  # it follows its reasoning

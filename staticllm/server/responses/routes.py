@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from staticllm.server.endpoint import Call, endpoint, guarded
+from staticllm.server.endpoint import Answer, Call, bodiless, endpoint
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.responses.create import create
 from staticllm.server.responses.fields import ResponsesRequest
@@ -19,7 +19,6 @@ from staticllm.server.state import ServerState
 
 PATH = "/v1/responses"
 MAX_PAGE = 100
-Answer = Callable[[Request], Awaitable[Response]]
 
 
 def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str, Any]) -> list[str]:
@@ -63,15 +62,12 @@ Find = Callable[[ResponseStore, str, str, Query], dict[str, Any]]
 
 def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     async def run(request: Request) -> Response:
-        async def answer() -> Response:
-            client = Call(state, request).client
-            id = request.path_params["response_id"]
-            query = request.query_params
-            return await state.workers.run(lambda: json_response(find(store, id, client, query)))
+        client = Call(state, request).client
+        id = request.path_params["response_id"]
+        query = request.query_params
+        return await state.workers.run(lambda: json_response(find(store, id, client, query)))
 
-        return await guarded(state, request, answer())
-
-    return run
+    return bodiless(state, run)
 
 
 def _get(store: ResponseStore, id: str, owner: str, _: Query) -> dict[str, Any]:

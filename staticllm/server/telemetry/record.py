@@ -77,7 +77,7 @@ _CURRENT: ContextVar[RequestRecord | None] = ContextVar("staticllm_request", def
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the request that this task belongs to; outside of one, a new record that nobody reads."""
+    """Return the record of the request that this task belongs to; outside of one, a new record that is not read."""
     found = _CURRENT.get()
     return RequestRecord("", "") if found is None else found
 

@@ -28,6 +28,7 @@ from staticllm.errors import (
 )
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.scheduling.interface import TokenBound
+from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
 from tests.support.helpers import EXACT
 
@@ -222,6 +223,38 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
     daemon.models.drop_idle(0.0)
     with load(daemon=True) as pipe:
         assert pipe.load_snapshot(tmp_path / "snapshot") == count
+
+
+def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon):
+    with load(daemon=True) as first, load(daemon=True) as second:
+        (served,) = (model for _, model in daemon.models.served())
+        claims = served.engine.kv_manager.host_pool._claims
+        for pipe, session in ((first, "talk"), (first, "talk"), (first, "other"), (second, "talk")):
+            handle = pipe.submit(PROMPT, max_new_tokens=4)
+            handle.result()
+            handle.keep(session)
+        wait_for(lambda: len(claims) == 3)
+    with pytest.raises(ClosedError):
+        handle.keep("talk")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"session": "x", "tokens": [-1], "adapters": []},
+        {"session": "x", "tokens": [1 << 70], "adapters": []},
+        {"session": "x", "tokens": ["1"], "adapters": []},
+        {"session": "x", "tokens": 5, "adapters": []},
+        {"session": "x", "tokens": [1], "adapters": [0.5]},
+        {"session": "x" * 65, "tokens": [1], "adapters": []},
+        {},
+    ],
+)
+def test_a_wrong_claim_is_refused_and_harms_no_engine(daemon, expected, body):
+    with load(daemon=True) as pipe, load(daemon=True) as rude:
+        with pytest.raises(StaticLLMError):
+            rude._engine._connection.ask(Message(Kind.CLAIM, body=body))
+        assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
 
 
 def test_the_next_requests_after_a_kill_start_one_daemon(monkeypatch, tmp_path, expected):

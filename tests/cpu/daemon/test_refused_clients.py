@@ -38,9 +38,9 @@ def test_the_name_of_a_program_cannot_forge_lines_of_the_log_or_the_terminal(hon
         ({"protocol": 99}, "speaks protocol 99"),
         ({"openvino": "2025.1.0-1"}, "use the same release"),
         ({"session": "0" * 32}, "connect again"),
-        ({"protocol": "1"}, "protocol must be a whole number"),
-        ({"program": "x" * 1000}, "program must be a text"),
-        ({"priority": 1000}, "priority must be a whole number"),
+        ({"protocol": "1"}, "HELLO: Expected `int`, got `str` - at `$.protocol`"),
+        ({"program": "x" * 1000}, "HELLO: Expected `str` of length <= 256 - at `$.program`"),
+        ({"priority": 1000}, "HELLO: Expected `int` <= 200 - at `$.priority`"),
     ],
 )
 def test_a_client_that_does_not_fit_is_told_why(honest, hello, reason):
@@ -107,6 +107,20 @@ def test_clients_that_leave_before_they_are_welcome_take_no_place(daemon, monkey
         assert client.welcome.kind is Kind.WELCOME
         assert client.ask(Kind.PING).kind is Kind.OK
     wait_for(lambda: not (daemon._connections or daemon._greetings or daemon._sessions))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_client_whose_connection_cannot_be_made_takes_no_place(daemon, monkeypatch):
+    def no_memory(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr("staticllm.daemon.process.daemon.Connection", no_memory)
+        with pytest.raises((EOFError, OSError)):
+            RawClient()
+    with RawClient() as client:
+        assert client.welcome.kind is Kind.WELCOME
+        assert len(daemon._sessions) == 1
 
 
 def test_the_33rd_client_is_told_the_limit(monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.pipelines.daemon_client.remote_engine import UserDaemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import SilenceWatch
+from staticllm.wire.messages import Kind, Message, encode
 from tests.support.helpers import one_line
 
 
@@ -96,6 +97,25 @@ def test_an_answer_that_is_no_message_is_one_line(silent, ask):
     thread.start()
     with pytest.raises(StaticLLMError, match="the daemon's answer is damaged: ") as caught:
         ask()
+    one_line(caught)
+    thread.join(10)
+
+
+def test_damaged_statistics_are_not_taken_for_a_daemon_that_does_not_run(silent):
+    listener, key = silent
+
+    def answer():
+        with listener.accept() as accepted:
+            endpoint.welcome(accepted, key)
+            accepted.recv_bytes()
+            accepted.send_bytes(encode(Message(Kind.WELCOME, body={"pid": 1})))
+            accepted.recv_bytes()  # STATS
+            accepted.send_bytes(bytes(99))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    with pytest.raises(StaticLLMError, match="the daemon's answer is damaged: ") as caught:
+        lifetime.status(endpoint.runtime_folder())
     one_line(caught)
     thread.join(10)
 

@@ -21,8 +21,8 @@ def shifted_sequence(pipe, prompt):
 
     def look():
         for state in manager.states.values():
-            if state.is_shifted and not found:
-                found.append(manager.cache.copy_out(state.sequence))
+            if state.kv.is_shifted and not found:
+                found.append(manager.cache.copy_out(state.kv.sequence))
 
     pipe.generate(
         np.array([prompt]),

@@ -6,17 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 
+import httpx
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
+from staticllm import demo_model_path
+from staticllm.server.models.served import demo_spec, model_spec
 
 USER = {"role": "user", "content": "Hello"}
 CHAT = {"model": "demo", "messages": [USER], "max_tokens": 4}

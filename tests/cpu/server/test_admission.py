@@ -8,21 +8,16 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import pytest
+import httpx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.quick import examples
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from support.quick import examples  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.errors import BusyError  # noqa: E402
-from staticllm.server.http.errors import ApiError, api_error_of  # noqa: E402
-from staticllm.server.models import admission as admission_module  # noqa: E402
-from staticllm.server.models.admission import Admission, AdmissionLimits  # noqa: E402
+from staticllm.errors import BusyError
+from staticllm.server.http.errors import ApiError, api_error_of
+from staticllm.server.models import admission as admission_module
+from staticllm.server.models.admission import Admission, AdmissionLimits
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["enter", "search", "leave", "cancel", "cancel at once"]), st.integers(0, 3)), max_size=60

@@ -9,18 +9,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, load_pipeline
+
 openai = pytest.importorskip("openai")
-
-import httpx  # noqa: E402
-from support.attach.daemons import wait_for  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, load_pipeline  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 6000}
@@ -340,10 +337,7 @@ def test_a_model_that_never_fits_is_refused():
 def test_an_idle_model_is_unloaded_and_loaded_again():
     with serving(idle_unload=0.3) as served:
         first = httpx.post(served.url + CHAT, json=body(count=6), timeout=60).json()
-        until = time.monotonic() + 20
-        while served.pipeline() is not None:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_for(lambda: served.pipeline() is None, 20)
         again = httpx.post(served.url + CHAT, json=body(count=6), timeout=60).json()
         assert again["choices"] == first["choices"]
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import openvino_genai as genai
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.models.served import ModelSpec  # noqa: E402
-from staticllm.testing import fake_pipeline  # noqa: E402
+from staticllm import demo_model_path
+from staticllm.server.models.served import ModelSpec
+from staticllm.testing import fake_pipeline
 
 FOLDER = Path(__file__).parents[2] / "_chat_templates" / "rewritten"
 NAMES = (

@@ -5,29 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import numpy as np
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
 openai = pytest.importorskip("openai")
 
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
-
-
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

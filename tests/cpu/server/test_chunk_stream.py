@@ -6,19 +6,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sse_starlette import ServerSentEvent
+from support.quick import examples
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from sse_starlette import ServerSentEvent  # noqa: E402
-from support.quick import examples  # noqa: E402
-
-from staticllm.server.answers.stream import ChunkStream, EventFrame  # noqa: E402
-from staticllm.server.http.errors import to_json  # noqa: E402
-from staticllm.server.metrics import ServerMetrics  # noqa: E402
-from staticllm.server.ollama.answer import LineStream  # noqa: E402
+from staticllm.server.answers.stream import ChunkStream, EventFrame
+from staticllm.server.http.errors import to_json
+from staticllm.server.metrics import ServerMetrics
+from staticllm.server.ollama.answer import LineStream
 
 DEADLINE = 60
 SCOPE = {"type": "http", "method": "POST", "path": "/"}

@@ -10,18 +10,14 @@ import json
 import os
 from datetime import datetime
 
+import httpx
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.models.echo_model import CALL, asking, load_demo_with_tools, load_echo
+from support.server.recorded import recording
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.models.echo_model import CALL, asking, load_demo_with_tools, load_echo  # noqa: E402
-from support.server.recorded import recording  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]

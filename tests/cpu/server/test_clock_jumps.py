@@ -2,15 +2,12 @@
 
 import time
 
+import httpx
 import pytest
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
-
-from support.server.served import serving  # noqa: E402
-
-from staticllm.testing import fake_pipeline  # noqa: E402
+from staticllm.testing import fake_pipeline
 
 DAY = 86_400
 
@@ -61,7 +58,4 @@ def test_models_stay_loaded_and_answers_stored(served, jump):
 def test_a_model_is_unloaded_after_the_seconds_that_have_passed(served, jump):
     jump()
     assert ask(served, "/api/generate", prompt="a", stream=False, keep_alive=1).status_code == 200
-    end = time.monotonic() + 30
-    while served.state.hub.loaded and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not served.state.hub.loaded
+    wait_for(lambda: not served.state.hub.loaded, 30)

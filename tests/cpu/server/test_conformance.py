@@ -10,19 +10,16 @@ import threading
 import zlib
 from collections import Counter
 
+import httpx
+import hypothesis
+import psutil
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.server.models.served import demo_spec, model_spec
+
 schemathesis = pytest.importorskip("schemathesis")
-hypothesis = pytest.importorskip("hypothesis")
-psutil = pytest.importorskip("psutil")
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 SECONDS = 60
 SHORT = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3}

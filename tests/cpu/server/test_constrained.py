@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import openvino_genai as genai
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.server.models.served import ModelSpec
+
 pytest.importorskip("llguidance")
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
-from staticllm.server.models.served import ModelSpec  # noqa: E402
 
 TURNS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 TEMPLATES = {

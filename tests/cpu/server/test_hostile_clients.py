@@ -7,32 +7,22 @@ import contextlib
 import hmac
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.errors import ConfigError  # noqa: E402
-from staticllm.server.http import access  # noqa: E402
-from staticllm.server.settings import ServerSettings  # noqa: E402
+from staticllm.errors import ConfigError
+from staticllm.server.http import access
+from staticllm.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 SECONDS = 60
 CLIENT = httpx.Client(timeout=SECONDS, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 """A client that keeps no connection open."""
-
-
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
 
 
 def talk(url, data, seconds=SECONDS):
@@ -48,14 +38,6 @@ def talk(url, data, seconds=SECONDS):
 def connected(url, seconds=SECONDS):
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=seconds)
-
-
-def until(condition):
-    """Wait until a condition is true."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.01)
 
 
 def rejected(served, reason):
@@ -278,11 +260,11 @@ def test_head_answers_as_get_without_the_body(served, path):
 def test_more_connections_than_allowed_are_503():
     with serving(max_connections=4) as served:
         held = served.server.server_state.connections
-        until(lambda: not held)
+        wait_for(lambda: not held, SECONDS)
         with contextlib.ExitStack() as stack:
             for _ in range(4):
                 stack.enter_context(connected(served.url))
-            until(lambda: len(held) == 4)
+            wait_for(lambda: len(held) == 4, SECONDS)
             refused = CLIENT.get(served.url + "/v1/models")
             error = refused.json()["error"]
             assert refused.status_code == 503
@@ -290,7 +272,7 @@ def test_more_connections_than_allowed_are_503():
             assert refused.headers["retry-after"]
             assert "--max-connections" in error["message"]
             assert "\n" not in error["message"]
-        until(lambda: not held)
+        wait_for(lambda: not held, SECONDS)
         assert CLIENT.get(served.url + "/v1/models").status_code == 200
         assert rejected(served, "too_many_connections") == {"--max-connections": 1}
 
@@ -311,7 +293,7 @@ def test_a_flood_of_tokenize_is_bounded_and_stops_no_stream():
                     pool.submit(CLIENT.post, served.url + "/tokenize", json={"content": "a b c " * 100})
                     for _ in range(80)
                 ]
-                until(lambda: sum(each.done() for each in asked) == 16)
+                wait_for(lambda: sum(each.done() for each in asked) == 16, SECONDS)
                 for _ in range(5):
                     next(lines)
                 assert CLIENT.get(served.url + "/health").status_code == 200
@@ -352,9 +334,9 @@ def test_a_client_that_takes_nothing_is_left_after_a_time():
         content = httpx.Request("POST", served.url, json=body).content
         head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
         with slow_reader(served, head.encode() + content):
-            until(lambda: served.state.lifecycle.num_requests == 1)
-            until(lambda: served.state.lifecycle.num_requests == 0)
-            until(lambda: not served.server.server_state.connections)
+            wait_for(lambda: served.state.lifecycle.num_requests == 1, SECONDS)
+            wait_for(lambda: served.state.lifecycle.num_requests == 0, SECONDS)
+            wait_for(lambda: not served.server.server_state.connections, SECONDS)
             served.wait_until_idle()
             assert "staticllm_cancelled_requests_total 1.0" in CLIENT.get(served.url + "/metrics").text
 
@@ -364,5 +346,5 @@ def test_a_whole_answer_that_nobody_takes_is_dropped_after_a_time():
     with serving(send_seconds=1.0) as served:
         request = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         with slow_reader(served, (request + b"\r\n") * 8 + request + b"Connection: close\r\n\r\n"):
-            until(lambda: served.server.server_state.connections)
-            until(lambda: not served.server.server_state.connections)
+            wait_for(lambda: served.server.server_state.connections, SECONDS)
+            wait_for(lambda: not served.server.server_state.connections, SECONDS)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
+from staticllm import StaticLLMPipeline, demo_model_path
 
 QUESTION = [{"role": "user", "content": "What is an NPU?"}]
 LONG = "The fox went to the river and saw a bear. "

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import time
 
+import httpx
 import pytest
 
-pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-
-from staticllm.pipelines.scheduling.planner import make_policy  # noqa: E402
-from staticllm.testing import fake_pipeline  # noqa: E402
-from tests.support.server.served import serving  # noqa: E402
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import fake_pipeline
+from tests.support.server.served import serving
 
 STEP_SECONDS = 0.002
 NUM_TOKENS = 60

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import httpx
 import pytest
 
-pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
-
-from staticllm.pipelines.scheduling.planner import make_policy  # noqa: E402
-from staticllm.testing import fake_pipeline  # noqa: E402
-from tests.support.attach.daemons import wait_for  # noqa: E402
-from tests.support.server.served import SECONDS, serving  # noqa: E402
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.testing import fake_pipeline
+from tests.support.attach.daemons import wait_for
+from tests.support.server.served import SECONDS, serving
 
 MESSAGES = [{"role": "user", "content": "Is it sunny?"}]
 REQUESTS = {

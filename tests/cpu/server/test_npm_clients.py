@@ -13,15 +13,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.models.echo_model import CALL, asking, load_echo
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec
 
 NODE = shutil.which("node")
 QUESTION = "What is an NPU?"

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import time
 
+import httpx
 import numpy as np
 import pytest
+from support.attach.daemons import wait_for
+from support.encoders.encoder_directories import TEXTS, a_directory
+from support.models.echo_model import CALL, asking, load_echo
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import TEXTS, a_directory  # noqa: E402
-from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.pipelines.generation.options.table import UNLIMITED  # noqa: E402
-from staticllm.server.models.served import model_spec  # noqa: E402
-from staticllm.server.ollama.fields import seconds_of  # noqa: E402
+from staticllm.pipelines.generation.options.table import UNLIMITED
+from staticllm.server.models.served import model_spec
+from staticllm.server.ollama.fields import seconds_of
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 LETTER = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +161,7 @@ def test_keep_alive_says_when_a_model_is_unloaded(served, post):
     post("chat", messages=MESSAGES, stream=False, keep_alive=-1, options={"num_predict": 2})
     assert expiry().startswith("2318")
     assert post("chat", keep_alive=0).json()["done_reason"] == "unload"
-    until = time.monotonic() + 60
-    while expiry() is not None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: expiry() is None, 60)
     assert served.pipeline() is None
     assert post("chat", keep_alive="1h30m").json()["done_reason"] == "load"
     assert served.pipeline() is not None

@@ -6,20 +6,17 @@ import base64
 import re
 import zipfile
 
+import httpx
 import numpy as np
 import pytest
+from support.encoders.encoder_directories import TEXTS, a_directory, scores_directory
+from support.encoders.encoder_models import ARCHIVES
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY
+from staticllm.server.models.served import demo_spec, model_spec
+
 openai = pytest.importorskip("openai")
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import TEXTS, a_directory, scores_directory  # noqa: E402
-from support.encoders.encoder_models import ARCHIVES  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY  # noqa: E402
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
 
 PROMPT = "The fox went to the river and"
 
@@ -44,12 +41,6 @@ def served(tmp_path_factory):
     assert [(spec.name, spec.kind) for spec in specs] == [("demo", "chat"), ("tiny", "embedding"), ("scorer", "rerank")]
     with serving(specs) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 def test_a_text_is_continued(served, client):

@@ -7,13 +7,11 @@ import threading
 import httpx
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'staticllm[browser]'"
 )
 
-from support.server.browsers import ScriptedModel, launched, tab_of  # noqa: E402
+from support.server.browsers import ScriptedModel, tab_of  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -28,23 +26,6 @@ def model():
 def served(model):
     with serving(pipelines={"demo": model.load}, max_per_client=4) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = launched(playwright)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def tab(browser, served, model):
-    model.pause = 0.0
-    model.prompts.clear()
-    with tab_of(browser, served.url) as tab:
-        yield tab.open()
-    served.wait_until_idle()
 
 
 def test_an_answer_streams_and_tells_its_figures(tab, model):

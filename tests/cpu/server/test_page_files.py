@@ -5,17 +5,13 @@ from __future__ import annotations
 import html.parser
 import re
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import demo_spec  # noqa: E402
-from staticllm.server.page_files import ASSETS  # noqa: E402
-from staticllm.testing import fake_pipeline  # noqa: E402
+from staticllm.server.models.served import demo_spec
+from staticllm.server.page_files import ASSETS
+from staticllm.testing import fake_pipeline
 
 FORBIDDEN = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|url\(|@import")
 

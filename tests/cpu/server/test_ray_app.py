@@ -12,13 +12,13 @@ import httpx
 import numpy as np
 import pytest
 
-for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
+pytest.importorskip("ray")
 
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.ray_cluster import EXACT, RayCluster, text_of  # noqa: E402
+from support.attach.daemons import wait_for
+from support.encoders.encoder_directories import a_directory
+from support.server.ray_cluster import EXACT, RayCluster, text_of
 
-from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path  # noqa: E402
+from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
 
 pytestmark = pytest.mark.slow
 QUESTIONS = [
@@ -154,13 +154,12 @@ def test_a_replica_keeps_as_many_models_as_it_may(cluster):
     found = [cluster.chat("What is an NPU?", model=name) for name in ("one", "two", "three", "one")]
     texts = [each["choices"][0]["message"]["content"] for each in found]
     assert len(set(texts)) == 1
-    until = time.monotonic() + 30
-    while True:
-        states = httpx.get(cluster.url + "/v1/models", timeout=60).json()["data"]
-        if sum((each["status"] == "loaded") for each in states) == 2:
-            break
-        assert time.monotonic() < until, states
-        time.sleep(0.2)
+
+    def num_loaded():
+        models = httpx.get(cluster.url + "/v1/models", timeout=60).json()["data"]
+        return sum(each["status"] == "loaded" for each in models)
+
+    wait_for(lambda: num_loaded() == 2, 30)
 
 
 def test_bad_requests_get_the_answers_of_the_server(cluster):

@@ -6,17 +6,14 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
-for package in ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
+from staticllm import demo_model_path
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ModelSpec, demo_spec
+from staticllm.server.ray_app.cluster_settings import ClusterSettings
 
-from starlette.requests import Request  # noqa: E402
-
-from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.http.errors import ApiError  # noqa: E402
-from staticllm.server.models.served import ModelSpec, demo_spec  # noqa: E402
-from staticllm.server.ray_app import ingress as module  # noqa: E402
-from staticllm.server.ray_app.cluster_settings import ClusterSettings  # noqa: E402
+module = pytest.importorskip("staticllm.server.ray_app.ingress")
 
 
 @pytest.fixture

@@ -7,18 +7,14 @@ from __future__ import annotations
 import base64
 import json
 
+import httpx
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.models.echo_model import CALL, asking, load_echo
+from support.server.recorded import recording
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
-from support.server.recorded import recording  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
+from staticllm.server.models.served import demo_spec, model_spec
 
 CHAT = "/v1/chat/completions"
 PERSON = '{"name": "Ada", "age": 36}'

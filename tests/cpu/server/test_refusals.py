@@ -7,16 +7,12 @@ import json
 import socket
 import time
 
+import httpx
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.errors import StaticLLMError  # noqa: E402
-from staticllm.server.http.errors import ApiError  # noqa: E402
+from staticllm.errors import StaticLLMError
+from staticllm.server.http.errors import ApiError
 
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 

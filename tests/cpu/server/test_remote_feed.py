@@ -6,18 +6,15 @@ import json
 import os
 import signal
 import threading
-import time
 
+import httpx
 import pytest
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.cli.servers import lines_of
+
 jsonschema = pytest.importorskip("jsonschema")
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.cli.servers import lines_of  # noqa: E402
 
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 SECONDS = 120
@@ -30,13 +27,6 @@ pytestmark = pytest.mark.slow
 def schema(root):
     """The schema of the feed, as documented."""
     return json.loads((root / "docs" / "reference" / "scheduler_feed.schema.json").read_text(encoding="utf-8"))
-
-
-def until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.05)
 
 
 def stream(url, number, leave):
@@ -70,8 +60,8 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             client.post(served.url + CHAT, json={**BODY, "max_tokens": 2})
             return feed()["calls"]
 
-        until(is_watched)
-        until(lambda: not feed()["requests"])
+        wait_for(is_watched, SECONDS)
+        wait_for(lambda: not feed()["requests"], SECONDS)
         short = set(ended)
         leave = threading.Event()
 
@@ -79,14 +69,16 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
         for thread in threads:
             thread.start()
         try:
-            until(lambda: len(feed()["requests"]) == 2 and len(seen[-1]["waiting_ms"]) == 2)
-            until(lambda: feed() and all(each["output_tokens"] > 5 for each in seen[-1]["requests"]))
+            wait_for(lambda: len(feed()["requests"]) == 2 and len(seen[-1]["waiting_ms"]) == 2, SECONDS)
+            wait_for(lambda: feed() and all(each["output_tokens"] > 5 for each in seen[-1]["requests"]), SECONDS)
             ids = {each["id"] for each in seen[-1]["requests"]}
             assert [each["status"] for each in seen[-1]["requests"]] == ["running"] * 2
             assert len(seen[-1]["waiting_ms"]) == 2
             assert all(0 <= each["arrival"] <= seen[-1]["now"] for each in seen[-1]["requests"]), "one clock"
             assert seen[-1]["limits"]["kv_slots"] > 0
-            until(lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]})
+            wait_for(
+                lambda: feed() and ids <= {number for call in calls.values() for number in call["decode"]}, SECONDS
+            )
             assert ids <= {number for call in calls.values() for number, _ in call["prefill"]}
             shown = "\n".join(lines_of(served.url, seen[-1], seen[-2]))
             assert "2 running" in shown
@@ -95,7 +87,7 @@ def test_a_worker_tells_what_runs_and_what_each_call_held(run_folder, schema):
             leave.set()
             for thread in threads:
                 thread.join(SECONDS)
-        until(lambda: not feed()["requests"] and len(ended.keys() - short) == 4)
+        wait_for(lambda: not feed()["requests"] and len(ended.keys() - short) == 4, SECONDS)
         assert {one["reason"] for one in ended.values()} <= {"cancelled", "length"}
         assert all(0 <= call["start"] <= seen[-1]["now"] for call in calls.values())
         assert "secret" not in json.dumps(seen)
@@ -112,14 +104,14 @@ def test_numbers_go_on_when_a_worker_is_started_again(run_folder):
 
         feed(0)
         assert ask() == 200
-        until(lambda: feed(0)["ended"])
+        wait_for(lambda: feed(0)["ended"], SECONDS)
         before = feed(0)
         model = served.state.hub.models["demo"]
         first = model.home.pid
         os.kill(first, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
-        until(lambda: model.home.pid not in (None, first) and not model.is_lost)
+        wait_for(lambda: model.home.pid not in (None, first) and not model.is_lost, SECONDS)
         feed(before["cursor"])
-        until(lambda: ask() == 200 and feed(before["cursor"])["ended"])
+        wait_for(lambda: ask() == 200 and feed(before["cursor"])["ended"], SECONDS)
         after = feed(before["cursor"])
         numbers = [entry["number"] for entry in after["calls"] + after["ended"]]
         assert min(numbers) == before["cursor"] + 1

@@ -6,19 +6,16 @@ import asyncio
 import json
 import tracemalloc
 
+import httpx
 import pytest
+from support.models.echo_model import CALL, asking, load_echo
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.server.http.errors import ApiError
+from staticllm.server.responses.store import ResponseStore, StoredResponse
+
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
-
-import httpx  # noqa: E402
-from support.models.echo_model import CALL, asking, load_echo  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.http.errors import ApiError  # noqa: E402
-from staticllm.server.responses.store import ResponseStore, StoredResponse  # noqa: E402
 
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -27,12 +24,6 @@ TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", 
 
 def client_of(served):
     return openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm.server.models.served import ModelSpec, demo_spec
+
 jsonschema = pytest.importorskip("jsonschema")
-
-import httpx  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.server.models.served import ModelSpec, demo_spec  # noqa: E402
 
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 3000, "MAX_NUM_SEQS": 2}
@@ -40,6 +37,14 @@ def feed(served, **query):
     return answer.json()
 
 
+def end_of(served):
+    """Read all pages, and return the cursor after the last one."""
+    found = feed(served)
+    while found["calls"] or found["ended"]:
+        found = feed(served, after=found["cursor"])
+    return found["cursor"]
+
+
 @pytest.fixture(scope="module")
 def schema(root):
     """The schema of the feed, as documented."""
@@ -48,18 +53,21 @@ def schema(root):
 
 def test_it_tells_what_runs_and_what_waits_without_text(served, schema):
     found = []
+    begin = end_of(served)
     streams = [
         threading.Thread(target=httpx.post, args=(served.url + CHAT,), kwargs={"json": body(), "timeout": 60})
         for _ in range(4)
     ]
     for stream in streams:
         stream.start()
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        found.append(feed(served))
+
+    def two_run():
+        found.append(feed(served, after=begin))
         jsonschema.validate(found[-1], schema)
-        if len(found[-1]["requests"]) == 2 and all(each["output_tokens"] > 5 for each in found[-1]["requests"]):
-            break
+        requests = found[-1]["requests"]
+        return len(requests) == 2 and all(each["output_tokens"] > 5 for each in requests)
+
+    wait_for(two_run, 60)
     last = found[-1]
     assert [each["status"] for each in last["requests"]] == ["running", "running"]
     assert len(last["waiting_ms"]) == 2
@@ -86,7 +94,7 @@ def test_it_tells_what_runs_and_what_waits_without_text(served, schema):
 
 
 def test_the_cursor_gives_each_call_once(served):
-    cursor = feed(served)["cursor"]
+    cursor = end_of(served)
     httpx.post(served.url + CHAT, json=body(count=20), timeout=60)
     served.wait_until_idle()
     first = feed(served, after=cursor)
@@ -108,7 +116,7 @@ def test_the_cursor_gives_each_call_once(served):
 
 def test_numbers_go_on_when_a_model_is_loaded_again(served):
     httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
-    before = feed(served)
+    before = end_of(served)
     model = served.state.hub.models["demo"]
 
     async def unload():
@@ -120,8 +128,8 @@ def test_numbers_go_on_when_a_model_is_loaded_again(served):
     assert unloaded["totals"] is None
     assert unloaded["models"][0]["status"] == "unloaded"
     httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
-    after = feed(served, after=before["cursor"])
-    assert after["cursor"] >= before["cursor"]
+    after = feed(served, after=before)
+    assert after["cursor"] >= before
     httpx.post(served.url + CHAT, json=body(count=3), timeout=60)
     assert feed(served, after=after["cursor"])["calls"][0]["number"] > after["cursor"]
 
@@ -153,7 +161,7 @@ def test_only_chat_models_have_a_scheduler(tmp_path):
 
 
 def test_many_readers_get_the_same(served):
-    cursor = feed(served)["cursor"]
+    cursor = end_of(served)
     httpx.post(served.url + CHAT, json=body(count=30), timeout=60)
     served.wait_until_idle()
     found = []

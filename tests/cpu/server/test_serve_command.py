@@ -11,14 +11,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-
-from staticllm.server.http.lifecycle import Lifecycle, LifecycleMiddleware  # noqa: E402
+from staticllm.server.http.lifecycle import Lifecycle, LifecycleMiddleware
 
 
 def start(*arguments, **environment):

@@ -12,14 +12,10 @@ import subprocess
 import sys
 import time
 
+import httpx
+import psutil
 import pytest
-
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-import psutil  # noqa: E402
-from support.attach.daemons import wait_for  # noqa: E402
+from support.attach.daemons import wait_for
 
 SERVE = [sys.executable, "-m", "staticllm", "serve"]
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows passes no descriptors and no signals")

@@ -12,21 +12,17 @@ import threading
 import time
 from collections import Counter
 
+import httpx
+import psutil
 import pytest
+from support.attach.daemons import daemon_process, wait_for
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-import psutil  # noqa: E402
-from support.attach.daemons import daemon_process, wait_for  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.daemon.process import lifetime  # noqa: E402
-from staticllm.pipelines.artifacts.crashes import num_crashes  # noqa: E402
-from staticllm.pipelines.diagnostics.reference import EXACT  # noqa: E402
-from staticllm.server.models.homes import WorkerHome  # noqa: E402
-from staticllm.wire import endpoint  # noqa: E402
+from staticllm.daemon.process import lifetime
+from staticllm.pipelines.artifacts.crashes import num_crashes
+from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.server.models.homes import WorkerHome
+from staticllm.wire import endpoint
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 BODY = {"messages": [{"role": "user", "content": "What is an NPU?"}], "temperature": 0, "max_tokens": 12}

@@ -8,19 +8,15 @@ import signal
 import threading
 import time
 
+import httpx
+import psutil
 import pytest
+from support.attach.daemons import wait_for
+from support.encoders.encoder_directories import a_directory
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-import psutil  # noqa: E402
-from support.attach.daemons import wait_for  # noqa: E402
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance  # noqa: E402
-from staticllm.server.models.served import model_spec  # noqa: E402
+from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance
+from staticllm.server.models.served import model_spec
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 

@@ -7,19 +7,15 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm.errors import ConfigError  # noqa: E402
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
-from staticllm.server.settings import ServerSettings  # noqa: E402
-from staticllm.server.telemetry.middleware import make_sinks  # noqa: E402
+from staticllm.errors import ConfigError
+from staticllm.server.models.served import demo_spec, model_spec
+from staticllm.server.settings import ServerSettings
+from staticllm.server.telemetry.middleware import make_sinks
 
 SECRET = "purple elephants"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": f"Tell me of {SECRET}."}], "max_tokens": 5}

@@ -5,25 +5,15 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
-
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
-
-import httpx  # noqa: E402
-from support.attach.daemons import wait_for  # noqa: E402
-from support.server.served import serving  # noqa: E402
+from support.attach.daemons import wait_for
+from support.server.served import serving
 
 SECONDS = 60
 CLIENT = httpx.Client(timeout=SECONDS, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 CHAT, PROMPT = "/v1/chat/completions", "A fox lives in a wood, and so do four others."
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with serving() as served:
-        yield served
 
 
 @pytest.fixture

@@ -6,17 +6,14 @@ import json
 
 import openvino_genai as genai
 import pytest
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "httpx"):
-    pytest.importorskip(package)
+from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.testing import fake_pipeline
+
 openai = pytest.importorskip("openai")
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
-
-from support.server.served import serving  # noqa: E402
-
-from staticllm import StaticLLMPipeline, demo_model_path  # noqa: E402
-from staticllm.testing import fake_pipeline  # noqa: E402
 
 CITY = {
     "type": "object",

@@ -3,17 +3,13 @@
 import shutil
 import threading
 
+import httpx
 import pytest
+from support.encoders.encoder_directories import a_directory
+from support.server.served import serving
 
-for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
-    pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
-
-from support.encoders.encoder_directories import a_directory  # noqa: E402
-from support.server.served import serving  # noqa: E402
-
-from staticllm import demo_model_path  # noqa: E402
-from staticllm.server.models.served import demo_spec, model_spec  # noqa: E402
+from staticllm import demo_model_path
+from staticllm.server.models.served import demo_spec, model_spec
 
 LISTS = ("/v1/models", "/api/tags", "/api/ps", "/api/v0/models", "/props")
 

@@ -6,7 +6,8 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.daemon.sharing.device_scheduler import DeviceScheduler, DeviceUse, EngineId
+from staticllm.daemon.sharing.device_scheduler import DeviceScheduler, EngineId
+from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import OWN_BOUND, SHARED_BOUND, Device, JobView, TokenBound

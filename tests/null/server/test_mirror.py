@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ from staticllm.pipelines.profiling.call_watch import KEPT, MAX_ENTRIES, MAX_REQU
 from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
 from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
-from staticllm.server.feed.feed import Mirror
+from staticllm.server import feed as feed_module
+from staticllm.server.feed import Mirror, SchedulerFeed
 from staticllm.wire.messages import Kind, Message, decode, encode
 
 PAUSE = 1e-9
@@ -88,6 +90,26 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on():
             break
     assert [call["start"] for call in mirror.log.after(0).entries] == [float(start) for start in range(count)]
     assert len(process.asked) > count / MAX_ENTRIES
+
+
+def test_a_reader_that_begins_gets_the_log_in_pages():
+    engine = Engine()
+    process, feed = Process(engine), SchedulerFeed()
+    for start in range(2 * feed_module.MAX_ENTRIES + 7):
+        engine.step(float(start))
+    spec = SimpleNamespace(name="demo")
+    limits = SimpleNamespace(max_running=1, max_per_client=1, max_waiting=1)
+    loaded = SimpleNamespace(admission=SimpleNamespace(waiting_since=(), limits=limits), num_seqs=1)
+    model = SimpleNamespace(spec=spec, home=None, loaded=loaded, calls_after=process.calls_after)
+    cursor, sizes, numbers = 0, [], []
+    while not sizes or sizes[-1]:
+        found = feed.reader(model, cursor)()
+        assert found["dropped"] == 0
+        sizes.append(len(found["calls"]) + len(found["ended"]))
+        numbers += [call["number"] for call in found["calls"]]
+        cursor = found["cursor"]
+    assert sizes == [feed_module.MAX_ENTRIES, feed_module.MAX_ENTRIES, 7, 0]
+    assert numbers == list(range(1, 2 * feed_module.MAX_ENTRIES + 8))
 
 
 def test_what_was_lost_before_it_was_read_is_counted():

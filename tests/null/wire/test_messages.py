@@ -27,8 +27,6 @@ from staticllm.wire.messages import (
     decode,
     encode,
     read_message,
-    text_of,
-    whole_of,
     write_message,
 )  # fmt: skip
 
@@ -91,19 +89,6 @@ def test_deep_json_is_refused():
     text = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(ProtocolError, match="not JSON"):
         decode(struct.pack("<HHIQQd", Kind.PING, 0, len(text), 0, 0, 0.0) + text)
-
-
-def test_fields_are_checked():
-    message = Message(Kind.MODEL, body={"text": "a" * 5, "number": 7, "flag": True})
-    assert text_of(message, "text") == "aaaaa"
-    assert whole_of(message, "number", 7) == 7
-    assert whole_of(message, "missing", 7, 3) == 3
-    for name, limit in (("text", 4), ("number", 9), ("missing", 9)):
-        with pytest.raises(ProtocolError, match=f"MODEL: {name}"):
-            text_of(message, name, limit)
-    for name, most in (("number", 6), ("flag", 9), ("text", 9), ("missing", 9)):
-        with pytest.raises(ProtocolError, match=f"MODEL: {name}"):
-            whole_of(message, name, most)
 
 
 @given(st.lists(ARRAYS, max_size=4))

@@ -1,4 +1,4 @@
-"""Who waits, prefills and decodes in a model, and what each device call held. It holds no text."""
+"""The requests that wait, prefill and decode in a model, and what each device call held; no text of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ PULL_SECONDS = 0.2
 """Another process is asked at most this often, however many read."""
 MAX_PULLS = 8
 """Questions per pull: an answer has a bounded number of calls."""
+MAX_ENTRIES = 1024
+"""Calls and ended answers in one answer to a reader; the next one goes on."""
 SAME_CLOCK_SECONDS = 1.0
 """Processes of one machine share a clock; a larger difference than this is that of two clocks, and not of a slow answer."""
 Source = Callable[[int], dict[str, Any]]
@@ -54,8 +56,7 @@ class Mirror:
 
         One thread asks at a time, at most every ``pause`` seconds; with a pause, others get meanwhile what is known.
 
-        Raises:
-            ClosedError: the process has ended.
+        Raises ``ClosedError`` (the process has ended).
         """
         if self._lock.acquire(blocking=self._state is None or not pause):
             try:
@@ -152,7 +153,7 @@ class SchedulerFeed:
 
     def _document(self, mirror: Mirror, after: int) -> dict[str, Any]:
         """Return what is known of a model that is not loaded, and a moment that is later than all of it."""
-        known = mirror.log.after(after)
+        known = mirror.log.after(after, lambda entries: entries[:MAX_ENTRIES])
         return {
             "now": round(time.perf_counter() - self._origin, 6),
             "cursor": known.cursor,

@@ -1,1 +1,0 @@
-"""What is known about the served models, also about those that are not loaded, and LM Studio's and llamacpp's lists of it."""

@@ -1,0 +1,145 @@
+"""What chats and completions of OpenAI's API share: their fields, and the stream of their chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Any
+
+from pydantic import Field
+from starlette.responses import Response
+
+from staticllm.core import MAX_ANSWERS
+from staticllm.pipelines.generation.options.table import MAX_BEAMS
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.server.answers.answers import AnswerEnd, Answers, Close, Part, Usage
+from staticllm.server.answers.asks import AnswerFields, numbers_of
+from staticllm.server.answers.fields import Fields, IgnoredFields, Priority, Stop, Text, number_fields
+from staticllm.server.answers.results import PromptProgress, timings_of, with_progress
+from staticllm.server.answers.stream import ChunkStream
+from staticllm.server.endpoint import Call
+from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ServedModel
+
+Chunk = dict[str, Any]
+Decode = Callable[[list[int]], str]
+
+
+class StreamOptions(Fields):
+    """What a stream has beside its chunks."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingFields(number_fields(IgnoredFields, "openai")):  # type: ignore[misc]
+    """How tokens are chosen, and when an answer ends. Many of these fields are those of llamacpp's server, not OpenAI's."""
+
+    model: Text | None = None
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    stop: Stop | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    dry_sequence_breakers: list[Text] | None = Field(None, max_length=64)
+    num_beams: int | None = Field(None, ge=1, le=MAX_BEAMS)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    return_progress: bool = False
+    priority: Priority = 0
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether a stream ends with a chunk about tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_handles(self) -> int:
+        """The number of handles: a beam search finds all answers by itself."""
+        return 1 if self.is_search else self.n
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the answer is found by beam search."""
+        return self.num_beams is not None and self.num_beams > 1
+
+    def asked(self, **rest: Any) -> AnswerFields:
+        """Return what these fields ask for; ``rest`` are the fields of ``AnswerFields`` that the endpoint adds.
+
+        Raises ``ApiError`` (fields contradict each other).
+        """
+        numbers = numbers_of(self, "openai")
+        if self.is_search and self.stream:
+            raise ApiError(
+                400, "num_beams with stream: the best beam is known at the end; leave one out", param="num_beams"
+            )
+        if self.has_usage_chunk and not self.stream:
+            raise ApiError(400, "stream_options.include_usage without stream: leave it out", param="stream_options")
+        more = {
+            "dry_sequence_breakers": self.dry_sequence_breakers,
+            "ignore_eos": self.ignore_eos,
+            "min_new_tokens": self.min_tokens,
+            **rest.pop("more", {}),
+        }
+        return AnswerFields(
+            numbers=numbers,
+            stop=self.stop,
+            logit_bias=self.logit_bias or {},
+            more={name: value for name, value in more.items() if value is not None},
+            num_answers=self.n,
+            num_beams=self.num_beams or 1,
+            **rest,
+        )
+
+
+class Chunks:
+    """Makes the chunks of one stream, all of which begin with ``head``. Subclasses say what a part becomes."""
+
+    def __init__(self, head: Chunk, has_usage: bool, decode: Decode | None) -> None:
+        """``decode`` is None without log-probabilities."""
+        self._head = head
+        self._has_usage = has_usage
+        self._decode = decode
+
+    def begin(self, index: int) -> Iterable[Chunk]:
+        """Return what an answer begins with."""
+        return ()
+
+    def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
+        """Yield the chunks of a part: of an increment, of the end of an answer, or of a prompt that runs."""
+        raise NotImplementedError
+
+    def usage(self, usage: Usage, first: RequestOutput) -> Chunk:
+        """Return the chunk about tokens, with the times of the ``first`` answer."""
+        return {**self._head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(first)}
+
+
+def head_of(prefix: str, kind: str, model: str) -> Chunk:
+    """Return what an answer and each of its chunks begins with: an id of this ``prefix``, OpenAI's name of the object …"""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def stream_of(
+    call: Call, body: SamplingFields, model: ServedModel, answers: Answers, close: Close, chunks: Chunks
+) -> Response:
+    """Return the stream of a request's answers, which ends with a chunk about tokens if the request has asked for it."""
+
+    async def generate() -> AsyncGenerator[list[Chunk], None]:
+        begin = [chunk for index in range(body.num_handles) for chunk in chunks.begin(index)]
+        if begin:
+            yield begin
+        handles: dict[int, list[RequestOutput]] = {}
+        found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
+        async with contextlib.aclosing(found) as batches:
+            async for parts in batches:
+                ready = [chunk for part in parts for chunk in chunks.of(part)]
+                handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
+                if body.has_usage_chunk and len(handles) == body.num_handles:
+                    usage = Usage.of([handles[index] for index in sorted(handles)], body.num_handles)
+                    ready.append(chunks.usage(usage, handles[0][0]))
+                if ready:
+                    yield ready
+
+    return ChunkStream(call, generate(), close)
