@@ -16,7 +16,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.devices import check_device, get_core, named_devices, supported_properties
 from staticllm.errors import ConfigError, DeviceError, GenerationConfigError, ModelError, enough_memory, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
-from staticllm.pipelines.generation.options.genai import FileOptions, unreadable_field, values_of
+from staticllm.pipelines.generation.options.resolve import FileOptions, unreadable_field, values_of
 from staticllm.pipelines.launch.genai_properties import from_genai, plain_properties
 from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
 from staticllm.system.files import read_regular
