@@ -78,7 +78,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
 
     Raises ``ModelError`` (a file is damaged, or a module computes something that encoder programs do not have).
     """
-    modules = _read_json(directory / "modules.json", list) or _default_modules(directory)
+    modules = read_json(directory / "modules.json", list) or _default_modules(directory)
     pooling: Pooling | None = None
     dense: list[Dense] = []
     kinds: list[str] = []
@@ -91,7 +91,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
         kinds.append(kind)
         if kind == "Pooling":
             pooling = _pooling(folder / "config.json")
-            is_prompt_pooled = _read_json(folder / "config.json", dict).get("include_prompt", True) is not False
+            is_prompt_pooled = read_json(folder / "config.json", dict).get("include_prompt", True) is not False
         elif kind == "Dense":
             dense.append(_dense(folder))
         elif kind == "LogitScore":
@@ -133,7 +133,7 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     Raises ``ModelError`` (a value is impossible).
     """
     name = next((name for name in SENTENCE_CONFIGS if os.path.lexists(directory / name)), SENTENCE_CONFIGS[0])
-    found = _read_json(directory / name, dict)
+    found = read_json(directory / name, dict)
     length = found.get("max_seq_length")
     is_lower_cased = found.get("do_lower_case", False)
     if length is not None and not is_whole(length, 1):
@@ -145,7 +145,7 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
 
 def _tokenizer_length(directory: Path) -> int | None:
     """Return the longest text in tokens as sentence-transformers takes it from the tokenizer; None if it has no limit."""
-    length = _read_json(directory / "tokenizer_config.json", dict).get("model_max_length")
+    length = read_json(directory / "tokenizer_config.json", dict).get("model_max_length")
     if not is_whole(length, 1, NO_LIMIT - 1):
         return None
     return min(length, max_positions(directory) or length)
@@ -153,7 +153,7 @@ def _tokenizer_length(directory: Path) -> int | None:
 
 def _score_tokens(path: Path) -> tuple[int, int]:
     """Return the tokens for a bad and for a good text. Raises ``ModelError`` (one is missing, or there are other scores)."""
-    found = _read_json(path, dict)
+    found = read_json(path, dict)
     tokens = found.get("false_token_id"), found.get("true_token_id")
     if not all(is_whole(token, 0) for token in tokens):
         raise ModelError(
@@ -191,7 +191,7 @@ def _default_modules(directory: Path) -> list[dict[str, str]]:
 
 def _pooling(path: Path) -> Pooling:
     """Return the pooling of a file as sentence-transformers reads it: ``pooling_mode``, else the older flags."""
-    found = _read_json(path, dict)
+    found = read_json(path, dict)
     named = found.get("pooling_mode")
     flags = {name: value for name, value in found.items() if name.startswith("pooling_mode_")}
     modes = [name for name, value in flags.items() if value is True] or ["pooling_mode_mean_tokens"] * bool(flags)
@@ -211,7 +211,7 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str]:
 
     Raises ``ModelError`` (they are no texts, or the default is not among them).
     """
-    found = _read_json(directory / "config_sentence_transformers.json", dict)
+    found = read_json(directory / "config_sentence_transformers.json", dict)
     prompts = found.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError("config_sentence_transformers.json: prompts must map names to texts")
@@ -231,7 +231,7 @@ def _dense(folder: Path) -> Dense:
 
     Raises ``ModelError`` (a file is damaged, or the module computes something else).
     """
-    config = _read_json(folder / "config.json", dict)
+    config = read_json(folder / "config.json", dict)
     named = str(config.get("activation_function", ""))
     name = named.rsplit(".", 1)[-1].lower() if named.startswith(TRUSTED) else "tanh"
     if name not in ACTIVATIONS:
@@ -280,7 +280,7 @@ def _field(module: Any, name: str) -> Any:
     return module[name]
 
 
-def _read_json(path: Path, kind: type) -> Any:
+def read_json(path: Path, kind: type, most_bytes: int = MAX_JSON) -> Any:
     """Return the content of a file, or an empty ``kind`` if there is none.
 
     Raises ``ModelError`` (it cannot be read, is not JSON, or of another kind).
@@ -288,7 +288,7 @@ def _read_json(path: Path, kind: type) -> Any:
     if not os.path.lexists(path):
         return kind()
     try:
-        found = json.loads(read_regular(path, MAX_JSON))
+        found = json.loads(read_regular(path, most_bytes))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {last_line(error)}") from None
     except (ValueError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -19,7 +20,8 @@ from staticllm.pipelines.embedding.packing.chunks import (
     new_presents,
 )
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
-from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED
+from staticllm.pipelines.embedding.packing.plan_calls import PackedCall, plan_calls
+from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
 
@@ -43,6 +45,13 @@ class ChunkProgram(EncoderProgram):
     def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers) -> None:
         super().__init__(compiled, buffers)
         self.chunk_buffers = buffers
+
+
+class TextCalls(NamedTuple):
+    """Calls that run some texts: packed ones, and the texts that run in chunks, by their indices."""
+
+    packed: list[PackedCall]
+    chunks: dict[int, ContinuedText]
 
 
 class EncoderRunner:
@@ -229,3 +238,28 @@ class EncoderRunner:
             buffers = EncoderBuffers(self.shape, variant, self._pad_id)
             self._bound[variant] = EncoderProgram(self._compiled[variant], buffers)
         return self._bound[variant]
+
+
+def calls_of(
+    runner: EncoderRunner,
+    texts: Sequence[TokenizedText],
+    variants: Sequence[EncoderVariant] | None = None,
+    cost: Callable[[EncoderVariant], float] | None = None,
+) -> TextCalls:
+    """Return calls that run all texts; those that are too long for packed calls run in chunks.
+
+    ``variants`` and ``cost``: those to choose from, and their seconds; None for the runner's. Raises
+    ``PromptError`` (no program holds a text).
+    """
+    if len(texts) == 1 and (chunk := runner.resumed(texts[0])) is not None:
+        return TextCalls([], {0: chunk})
+    long = [index for index, text in enumerate(texts) if runner.max_rows < len(text) <= runner.max_tokens]
+    places = [index for index in range(len(texts)) if index not in long] if long else range(len(texts))
+    prefixes = find_groups([texts[index] for index in places]) if runner.shape.shares_prefixes else None
+    lengths = [len(texts[index]) for index in places]
+    calls = plan_calls(lengths, variants or runner.variants, cost or runner.cost, runner.shape.is_packable, prefixes)
+    packed = [
+        PackedCall(call.variant, tuple(tuple(places[index] for index in each) for each in call.sequences))
+        for call in calls
+    ]
+    return TextCalls(packed, {index: runner.continued(texts[index]) for index in long})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
-from staticllm.pipelines.embedding.encoder_files import TRUSTED
-from staticllm.system.files import read_regular
+from staticllm.pipelines.embedding.encoder_files import TRUSTED, read_json
 
 Activation = Literal["sigmoid", "identity", "softmax"]
 """What makes a score of a logit: ``softmax`` takes all labels of a text together."""
@@ -49,10 +47,10 @@ def activated(logits: NDArray[np.float32], activation: Activation) -> NDArray[np
 def _named_activation(directory: Path) -> Activation | None:
     """Return what the files say to sentence-transformers' CrossEncoder, first its own file; None if they say nothing."""
     path = directory / "config_sentence_transformers.json"
-    named = _read(path).get("activation_fn")
+    named = read_json(path, dict, MAX_CONFIG).get("activation_fn")
     if not isinstance(named, str):
         path = directory / "config.json"
-        config = _read(path)
+        config = read_json(path, dict, MAX_CONFIG)
         own = config.get("sentence_transformers")
         named = own.get("activation_fn") if isinstance(own, dict) else None
         named = config.get("sbert_ce_default_activation_function") if named is None else named
@@ -64,16 +62,3 @@ def _named_activation(directory: Path) -> Activation | None:
     raise ModelError(
         f"{path}: the activation {named!r} is not supported: give activation= with one of {', '.join(ACTIVATIONS)}"
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file; empty if there is none. Raises ``ModelError`` (it is no JSON object)."""
-    if not path.is_file():
-        return {}
-    try:
-        config: Any = json.loads(read_regular(path, MAX_CONFIG))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold a JSON object")
-    return config

@@ -11,11 +11,9 @@ import numpy as np
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
 from staticllm.pipelines.embedding.encoder_job import LoadedEncoder
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, calls_of
 from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
-from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.queue.loads import Costs
 
@@ -131,18 +129,12 @@ def embed_texts(runner: EncoderRunner, texts: Sequence[TokenizedText]) -> Vector
     A text whose vector is not finite runs again without others, because one of those may be the cause.
     """
     vectors = np.zeros((len(texts), runner.shape.width), np.float32)
-    if len(texts) == 1 and (chunk := runner.resumed(texts[0])) is not None:
-        return _in_chunks(runner, chunk)[None]
-    is_long = [runner.max_rows < len(text) <= runner.max_tokens for text in texts]
-    places = [index for index, long in enumerate(is_long) if not long]
-    short = [texts[index] for index in places]
-    prefixes = find_groups(short) if runner.shape.shares_prefixes else None
-    lengths = [len(text) for text in short]
-    for call in plan_calls(lengths, runner.variants, runner.cost, runner.shape.is_packable, prefixes):
-        found = runner.run(call.variant, [[short[index] for index in sequence] for sequence in call.sequences])
-        vectors[[places[index] for index in call.texts]] = found
-    for index in (index for index, long in enumerate(is_long) if long):
-        vectors[index] = _in_chunks(runner, runner.continued(texts[index]))
+    calls = calls_of(runner, texts)
+    for call in calls.packed:
+        sequences = [[texts[index] for index in sequence] for sequence in call.sequences]
+        vectors[list(call.texts)] = runner.run(call.variant, sequences)
+    for index, chunk in calls.chunks.items():
+        vectors[index] = _in_chunks(runner, chunk)
     if len(texts) > 1:
         for index in np.flatnonzero(~np.isfinite(vectors).all(axis=1)).tolist():
             vectors[index] = embed_texts(runner, [texts[index]])[0]

@@ -52,16 +52,6 @@ class LoadedInstances:
             instance.close()
 
 
-@dataclass(frozen=True)
-class LoadedPool:
-    """A pool that serves, its tokenizer, and what the model's files say."""
-
-    driver: ThreadDriver
-    tokenizer: genai.Tokenizer
-    files: EncoderFiles
-    info: EncoderInfo
-
-
 def load_instances(directory: Path, plan: PoolPlan, on_progress: OnProgress = lambda event: None) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
 
@@ -118,8 +108,8 @@ def load_pool(
     max_waiting: int,
     options: PoolOptions,
     on_progress: OnProgress = lambda event: None,
-) -> LoadedPool:
-    """Load an instance on each device, and put a queue manager before them.
+) -> tuple[ThreadDriver, LoadedInstances]:
+    """Load an instance on each device, and put a queue manager before them; return what serves, and what it serves.
 
     ``on_progress`` gets the parts of loading in this process, and ``ready`` once. Raises ``ModelError``, ``ConfigError``,
     ``DeviceError`` (as for ``load_encoder`` and ``devices_of``).
@@ -148,7 +138,7 @@ def load_pool(
         raise
     for line in used.left_out:
         warnings.warn(line, stacklevel=3)
-    return LoadedPool(ThreadDriver(pool), loaded.tokenizer, loaded.files, loaded.info)
+    return ThreadDriver(pool), loaded
 
 
 def _without_slow(found: Detection, loaded: LoadedInstances, limit_s: float | None) -> Detection:

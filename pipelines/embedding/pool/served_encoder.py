@@ -87,8 +87,9 @@ def serve_encoder(
             f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS, LATENCY_MS and "
             "SEPARATE_PROCESS"
         )
-    pool = load_pool(check_model_dir(models_path), device, choices, serving.max_waiting, options, serving.tell)
-    return ServedEncoder(pool.info, pool.files, pool.driver, None, pool.driver.close), pool.tokenizer
+    directory = check_model_dir(models_path)
+    driver, found = load_pool(directory, device, choices, serving.max_waiting, options, serving.tell)
+    return ServedEncoder(found.info, found.files, driver, None, driver.close), found.tokenizer
 
 
 def _serve_one(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:

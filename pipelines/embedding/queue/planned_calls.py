@@ -9,10 +9,8 @@ from typing import cast
 
 from staticllm.core import EncoderVariant
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, calls_of
 from staticllm.pipelines.embedding.packing.chunks import ContinuedText
-from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
-from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, Text
 from staticllm.pipelines.scheduling.device_share import TimeCredit
@@ -169,28 +167,23 @@ class CallPlanner:
     def _packed(self, texts: list[Text], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self._runner
-        if len(texts) == 1 and (chunk := runner.resumed(texts[0].tokens)) is not None:
-            return [PlannedCall(texts, chunk=chunk)]
-        long = [text for text in texts if text.num_tokens > runner.max_rows]
-        chunked = [PlannedCall([text], chunk=runner.continued(text.tokens)) for text in long]
-        texts = [text for text in texts if text.num_tokens <= runner.max_rows]
-        lengths = [text.num_tokens for text in texts]
         most = max((variant.rows for variant in allowed), default=0)
-        needed = {self._cheapest(length) for length in set(lengths) if length > most}
+        lengths = {text.num_tokens for text in texts}
+        needed = {self._cheapest(length) for length in lengths if most < length <= runner.max_rows}
 
         def cost(variant: EncoderVariant) -> float:
             return runner.cost(variant) * (TOO_LONG if variant in needed else 1.0)
 
-        prefixes = find_groups([text.tokens for text in texts]) if runner.shape.shares_prefixes else None
-        calls = plan_calls(lengths, (*allowed, *needed), cost, runner.shape.is_packable, prefixes)
+        calls = calls_of(runner, [text.tokens for text in texts], (*allowed, *needed), cost)
         packed = [
             PlannedCall(
                 [texts[index] for index in call.texts],
                 call.variant,
                 [[texts[index].tokens for index in sequence] for sequence in call.sequences],
             )
-            for call in calls
+            for call in calls.packed
         ]
+        chunked = [PlannedCall([texts[index]], chunk=chunk) for index, chunk in calls.chunks.items()]
         return sorted((*packed, *chunked), key=lambda planned: min(text.id for text in planned.texts))
 
     def _cheapest(self, num_tokens: int) -> EncoderVariant:

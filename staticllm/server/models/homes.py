@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -63,20 +62,13 @@ class ModelHome(UserDaemon):
         """Whether the model was loaded here, and its process has ended."""
         return self._engine is not None and not self._engine.is_connected
 
-    def calls_after(self, number: int) -> dict[str, Any]:
-        """Return what the engine of the model does, from the call ``number`` on. Any thread may call.
-
-        Raises ``ClosedError`` (no model is loaded, or its process has ended).
-        """
+    @property
+    def engine(self) -> RemoteEngine:
+        """The engine of the model. Any thread may read it. Raises ``ClosedError`` (no model is loaded)."""
         engine = self._engine
         if engine is None:
             raise ClosedError("the model is not loaded")
-        return engine.calls_after(number)
-
-    def reconnect(self) -> None:
-        """Load the model again. Takes as long as loading. Raises ``StaticLLMError`` (that failed)."""
-        assert self._engine is not None, "no model was loaded"
-        self._engine.reconnect()
+        return engine
 
     def close(self) -> None:
         """Give up what belongs to this server; the pipeline is closed. A second call does nothing."""

@@ -225,11 +225,7 @@ class ModelHub:
         )
         pipeline: Pipeline | None = None
         try:
-            try:
-                pipeline = await self._in_thread(load)
-            except (ProcessLostError, WorkerLostError) as error:
-                _log.warning("loading %r again: %s", model.spec.name, error)
-                pipeline = await self._in_thread(load)
+            pipeline = await self._in_process(model, load)
             num_seqs = model.kind.num_seqs(pipeline, settings.device)
             limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
         except BaseException:
@@ -314,10 +310,7 @@ class ModelHub:
         """
         assert model.home is not None, "it runs in this process"
         start = time.monotonic()
-        try:
-            await self._in_thread(model.home.reconnect)
-        except ProcessLostError:  # it ended again while it started
-            await self._in_thread(model.home.reconnect)
+        await self._in_process(model, model.home.engine.reconnect)
         _log.info("loaded %r again in %.1f s", model.spec.name, time.monotonic() - start)
 
     async def unload(self, name: str) -> None:
@@ -360,6 +353,14 @@ class ModelHub:
         self._thread.shutdown(wait=False)
         if errors:
             raise errors[0]
+
+    async def _in_process(self, model: ServedModel, load: Callable[[], Result]) -> Result:
+        """Run what loads a model in another process, and once more if the process ends meanwhile."""
+        try:
+            return await self._in_thread(load)
+        except (ProcessLostError, WorkerLostError) as error:
+            _log.warning("loading %r again: %s", model.spec.name, error)
+            return await self._in_thread(load)
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
         future: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(self._thread, function)

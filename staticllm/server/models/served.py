@@ -224,7 +224,8 @@ class ServedModel:
         """
         if self.loaded is None:
             raise ClosedError("the model is not loaded")
-        return (self.home or self.chat.engine).calls_after(number)
+        engine = self.chat.engine if self.home is None else self.home.engine
+        return engine.calls_after(number)
 
 
 def load_pipeline(

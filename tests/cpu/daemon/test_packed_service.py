@@ -162,9 +162,9 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
             asks = [ask for ask in asked if ask.payers]
             assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.client)] * len(asks) != []
             (state,) = engine.kv_manager.idle._states.values()
-            assert state.request.priority == 3
+            assert state.info.priority == 3
             assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
-            wait_for(lambda: state.request.priority == 7)
+            wait_for(lambda: state.info.priority == 7)
             del asked[:]
             request.infer(*call_of(native, [[1]], len(PROMPT[0])))
             assert {ask.priority for ask in asked if ask.payers} == {7}

@@ -8,7 +8,7 @@ import pytest
 from support.encoders.fake_encoders import POISON, Adder, request
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
-from staticllm.pipelines.embedding.queue import planned_calls
+from staticllm.pipelines.embedding import encoder_runner
 from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.scheduling.interface import JobView
@@ -297,9 +297,9 @@ def test_texts_that_were_spoiled_run_as_calls_of_their_own():
 
 def test_a_large_plan_is_not_made_again_for_every_text_that_comes(monkeypatch):
     planned = []
-    original = planned_calls.plan_calls
+    original = encoder_runner.plan_calls
     monkeypatch.setattr(
-        planned_calls, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+        encoder_runner, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
     )
     queue = JobDriver(Adder(), 10_000)
     bulk = request(*range(20, 420), length=60)

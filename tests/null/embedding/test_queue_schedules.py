@@ -15,9 +15,9 @@ from support.quick import examples
 
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, StaticLLMError
-from staticllm.pipelines.embedding import embedding_request
+from staticllm.pipelines.embedding import embedding_request, encoder_runner
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.queue import drivers, planned_calls
+from staticllm.pipelines.embedding.queue import drivers
 from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.scheduling.device_share import BEHIND_SHARE
@@ -177,9 +177,9 @@ def test_documents_run_beside_queries_that_never_end(seconds):
 
 
 def test_a_lower_priority_waits_without_planning_until_its_turn(monkeypatch):
-    planned, original = [], planned_calls.plan_calls
+    planned, original = [], encoder_runner.plan_calls
     monkeypatch.setattr(
-        planned_calls, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+        encoder_runner, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
     )
     queue = JobDriver(Adder(), 1 << 20)
     queue.submit(request(*range(20, 500), length=60))
@@ -190,9 +190,9 @@ def test_a_lower_priority_waits_without_planning_until_its_turn(monkeypatch):
 
 
 def test_a_smaller_limit_plans_again_and_costs_that_fluctuate_do_not(monkeypatch):
-    planned, original = [], planned_calls.plan_calls
+    planned, original = [], encoder_runner.plan_calls
     monkeypatch.setattr(
-        planned_calls, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
+        encoder_runner, "plan_calls", lambda lengths, *given: planned.append(len(lengths)) or original(lengths, *given)
     )
     queue = JobDriver(Adder(), 1000)
     small, large = Adder.variants
