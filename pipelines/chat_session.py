@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
+from staticllm.pipelines.text.input_processor import Form, Prompt, encode_messages
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.pipelines.text.tokenization import Form, Prompt, encode_messages
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import openvino_genai as genai
 
+from staticllm.config import is_whole
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.embedding.embedding_config import is_whole
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors

@@ -32,12 +32,11 @@ from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.snapshots import ModelSnapshots
-from staticllm.pipelines.text.handle import GenerationHandle
-from staticllm.pipelines.text.input_processor import CallOptions, InputProcessor, PromptLimits
-from staticllm.pipelines.text.output_processor import Results, results_of
+from staticllm.pipelines.text.handle import GenerationHandle, answers_of
+from staticllm.pipelines.text.input_processor import Call, InputProcessor, Inputs, Prompt, TokenInputs, form_of
+from staticllm.pipelines.text.output_processor import RequestOutput, Results, results_of
 from staticllm.pipelines.text.stop_checker import StopChecker
-from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, run_together, stream
-from staticllm.pipelines.text.tokenization import Inputs, Prompt, TokenInputs, form_of
+from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 from staticllm.system.heap import return_free_memory
@@ -114,12 +113,11 @@ class StaticLLMPipeline:
         self._stop_checker = StopChecker(self._engine)
         close_when_collected(self, _close, self._launched, self._stop_checker, tools)
         self._input_processor = InputProcessor(
-            tools, text.generation_config, candidates[0].config.adapters, text.file_options
+            tools, text.generation_config, candidates[0].config.adapters, text.file_options, draft is not None
         )
         self._chat = ChatSession(tools)
         self._snapshots = ModelSnapshots(source, self._launched, self._input_processor)
         self._watch = watch_of(source, self.config, self._launched.has_mapped_weights)
-        self._has_draft = draft is not None
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -198,23 +196,21 @@ class StaticLLMPipeline:
         """
         self._check_usable()
         form = form_of(inputs)
-        sink = make_sink(streamer)
-        call = self._input_processor.call_options(form, generation_config, kwargs, overflow, priority, None)
-        if streamer is not None:
+        sink = None if streamer is None else make_sink(streamer)
+        call = self._input_processor.call(form, generation_config, kwargs, overflow=overflow, priority=priority)
+        if sink is not None:
             call.check_single("streamer")
-        if self._chat.takes(form):
-            return self._take_turn(inputs, call, sink)
         decode = self._tools.decode
-        prompts = self._input_processor.encode(inputs, call)
-        if len(prompts) == 1 and call.options.num_sequences == 1:
-            outputs = [stream(self._begin(prompts[0], call), sink)]
-        elif streamer is None:
-            outputs = run_together(lambda prompt: self._begin(prompt, call), prompts)
+        if self._chat.takes(form):
+            outputs = [self._take_turn(inputs, call, sink)]
         else:
-            raise GenerationConfigError(
-                f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
-            )
-        return results_of(form, outputs, decode, call.options.parsers, sink.parsed)
+            prompts = self._input_processor.encode(inputs, call)
+            if sink is not None and len(prompts) != 1:
+                raise GenerationConfigError(
+                    f"a streamer for {len(prompts)} prompts: it could not tell them apart; submit each with a callback"
+                )
+            outputs = self._answers(prompts, call, sink)
+        return results_of(form, outputs, decode, call.options.parsers, None if sink is None else sink.parsed)
 
     __call__ = generate
 
@@ -246,8 +242,8 @@ class StaticLLMPipeline:
         """
         self._check_usable()
         check_callback(callback)
-        call = self._input_processor.call_options(
-            form_of(inputs), generation_config, kwargs, overflow, priority, deadline_ms
+        call = self._input_processor.call(
+            form_of(inputs), generation_config, kwargs, overflow=overflow, priority=priority, deadline_ms=deadline_ms
         )
         prompts = self._input_processor.encode(inputs, call)
         if len(prompts) != 1:
@@ -352,9 +348,8 @@ class StaticLLMPipeline:
         """
         self._input_processor.generation_config = config
 
-    def _take_turn(self, inputs: Inputs, call: CallOptions, sink: TokenSink) -> Results:
+    def _take_turn(self, inputs: Inputs, call: Call, sink: TokenSink | None) -> RequestOutput:
         """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
-        decode = self._tools.decode
         turns = self._input_processor.turns(inputs, call)
         if len(turns) != 1 or call.options.num_sequences != 1:
             count = max(len(turns), call.options.num_sequences)
@@ -363,13 +358,19 @@ class StaticLLMPipeline:
             )
         with self._chat.exclusive():
             prompt = self._chat.prompt_of(turns[0])
-            output = stream(self._begin(prompt, replace(call, is_chat=True)), sink)
+            (output,) = self._answers([prompt], replace(call, is_chat=True), sink)
             if not output.is_dropped:
                 self._chat.add(turns[0], prompt, output)
-        return results_of(call.form, [output], decode, call.options.parsers, sink.parsed)
+        return output
+
+    def _answers(self, prompts: Sequence[Prompt], call: Call, sink: TokenSink | None) -> list[RequestOutput]:
+        """Run prompts, with a streamer one, and return their answers in order."""
+        if sink is None:
+            return answers_of(lambda prompt: self._begin(prompt, call), prompts)
+        return [stream(self._begin(prompts[0], call), sink)]
 
     def _ids_of(self, inputs: Inputs) -> list[int]:
-        call = self._input_processor.call_options(form_of(inputs), None, {}, "stop", 0, None)
+        call = self._input_processor.call(form_of(inputs), None, {})
         return self._input_processor.encode(inputs, call)[0].ids
 
     def _check_usable(self) -> None:
@@ -378,10 +379,9 @@ class StaticLLMPipeline:
         if self._watch is not None:
             self._watch.check()
 
-    def _begin(self, prompt: Prompt, call: CallOptions) -> GenerationHandle:
+    def _begin(self, prompt: Prompt, call: Call) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""
-        limits = PromptLimits.of(self.config, self._launched.vocab_size, self._has_draft)
-        prepared = self._input_processor.prepare(prompt, call, limits)
+        prepared = self._input_processor.prepare(prompt, call, self.config, self._launched.vocab_size)
         queue = OutputQueue()
         request = prepared.request
         handle = GenerationHandle(self._engine, prepared, queue, prepared.decode, self._load_ms, owner=self)

@@ -10,13 +10,13 @@ from typing import Literal, overload
 import numpy as np
 import openvino_genai as genai
 
+from staticllm.config import is_whole
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.embedding_config import (
     POOLINGS,
     EmbeddingConfig,
     PoolingType,
-    is_whole,
     resolved_config,
 )
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
@@ -268,7 +268,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
     def _check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is None:
             return
-        if not is_whole(dimensions) or not 1 <= dimensions <= self.width:
+        if not is_whole(dimensions, 1, self.width):
             raise ConfigError(f"dimensions={dimensions!r}: must be a whole number from 1 to {self.width}")
 
     def _cut(self, vectors: Vectors, dimensions: int | None) -> Vectors:

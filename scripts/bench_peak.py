@@ -124,7 +124,7 @@ def matrix_shapes(path: str) -> list[tuple[int, int]]:
     The head is not among them: it is multiplied with one row.
     """
     from staticllm.config import StaticLLMConfig
-    from staticllm.pipelines.programs.compile_plan import prepare
+    from staticllm.pipelines.loading.decoder_kind import prepare
 
     plan = prepare(path, "CPU", StaticLLMConfig())
     shapes = []

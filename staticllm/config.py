@@ -6,10 +6,11 @@ import math
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 from staticllm.core import KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
@@ -30,189 +31,11 @@ Crypt = Callable[[bytes], bytes]
 
 
 T = TypeVar("T")
+Parser = Callable[[str, Any], Any]
+"""Returns the value of a field as the config keeps it, from the name of its property, for messages, and the value given.
 
-
-def _parsed(cls: type[T]) -> type[T]:
-    """Let the constructor of a dataclass parse each value that it is given, by ``parse``, before anything is constructed."""
-    construct = cls.__init__
-
-    @wraps(construct)
-    def init(self: T, **given: Any) -> None:
-        construct(self, **{name: parse(name, value) for name, value in given.items()})
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-@_parsed
-@dataclass(frozen=True, kw_only=True)
-class StaticLLMConfig:
-    """How a model is laid out on a device and served. Lengths are in tokens.
-
-    Args:
-        max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
-        min_response_len: Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``).
-        programs: ``separate`` compiles one static program per variant, ``shared`` one program for all, ``phases`` one for
-            decoding and one for the rest, ``few_rows`` one for calls of few rows and one for the rest. ``auto`` depends on
-            the device: separate on an NPU; on CPU and GPU phases if the weights are under 256 MiB, on a CPU few_rows if
-            they are under 1 GiB and a probe finds that the second copy of them pays, else shared (``PROGRAMS``).
-        prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
-        prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
-        generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
-        kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
-        prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
-        measure_costs: Measure the costs of calls while the pipeline is idle, after the first request. A request that arrives
-            meanwhile waits for one call, which takes up to about 0.15 s (``MEASURE_COSTS``).
-        max_num_seqs: Requests that decode together, None for 16, or for 4 if each variant has a program of its own
-            (``MAX_NUM_SEQS``).
-        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program
-            of its own (``KV_SLOTS``).
-        kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
-        host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
-            None for 16 longest sequences (``HOST_KV_SLOTS``).
-        prompt_lookup: Draft the tokens of every request by prompt lookup, also of those whose options do not ask for it
-            (``PROMPT_LOOKUP``, docs/generation.md).
-        memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
-            programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
-            limit (``MEMORY_LIMIT_MB``).
-        max_waiting: Requests that may wait, however many answers or beams each has; further requests are refused with
-            ``BusyError`` (``MAX_WAITING``).
-        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
-            (``SCHEDULER``, docs/scheduling.md).
-        ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
-        tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
-        gap_ms: The longest time that a request which has begun should wait for a place among the running ones, ms; None for
-            until one ends (``GAP_MS``, docs/scheduling.md).
-        cache_dir: Folder of blob sets, from which programs that were compiled before are loaded; None for no cache
-            (``CACHE_DIR``).
-        cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, if the device can, and reads the weights beside the IR;
-            ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
-        cache_limit_gb: Size of the cache, GB; the least recently used sets are removed (``CACHE_LIMIT_GB``).
-        cache_encryption_callbacks: ``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk
-            (``CACHE_ENCRYPTION_CALLBACKS``).
-        weights_decryption_callback: Decrypts the bytes of an encrypted weights file; blobs then contain the weights
-            (``WEIGHTS_DECRYPTION_CALLBACK``).
-        blob_path: A blob set that is loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
-        export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
-        integrity_key: Secret bytes of the application: blob sets and snapshots are signed with them (keyed BLAKE2b), and those
-            with another signature or none are refused (``INTEGRITY_KEY``, docs/security.md).
-        weights_path: The weights file, if it is not beside the IR (``WEIGHTS_PATH``).
-        background_compile: Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but
-            on a CPU only for the program for few rows, and only if no blobs are written (``BACKGROUND_COMPILE``).
-        serve_from_cpu: Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``).
-        device_properties: OpenVINO properties for every program.
-        prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
-        generate_config: More properties for generate programs (``GENERATE_CONFIG``).
-        adapters: LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``.
-
-    Raises:
-        ConfigError: a value is impossible.
-    """
-
-    max_prompt_len: int = 1024
-    min_response_len: int = 128
-    programs: Programs = "auto"
-    prefill_rows: tuple[int, ...] | None = None
-    prefill_kv_lens: tuple[int, ...] | None = None
-    generate_kv_lens: tuple[int, ...] | None = None
-    kv_cache_precision: KVType | None = None
-    prefix_caching: bool = True
-    measure_costs: bool = True
-    max_num_seqs: int | None = None
-    kv_slots: int | None = None
-    kv_cache_gb: float | None = None
-    host_kv_slots: int | None = None
-    prompt_lookup: bool = False
-    memory_limit_mb: int | None = None
-    max_waiting: int = 128
-    scheduler: Scheduler = "dynamic"
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    gap_ms: float | None = 500.0
-    cache_dir: str | None = None
-    cache_mode: CacheMode = "OPTIMIZE_SIZE"
-    cache_limit_gb: float = 20.0
-    cache_encryption_callbacks: tuple[Crypt, Crypt] | None = field(default=None, repr=False)
-    weights_decryption_callback: Crypt | None = field(default=None, repr=False)
-    blob_path: str | None = None
-    export_blob: bool = False
-    integrity_key: bytes | None = field(default=None, repr=False)
-    weights_path: str | None = None
-    background_compile: bool | None = None
-    serve_from_cpu: bool = False
-    device_properties: Mapping[str, object] = field(default_factory=dict, hash=False)
-    prefill_config: Mapping[str, object] = field(default_factory=dict, hash=False)
-    generate_config: Mapping[str, object] = field(default_factory=dict, hash=False)
-    adapters: AdapterSet | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        """Check values against each other; each by itself was parsed before.
-
-        Raises:
-            ConfigError: two values contradict each other.
-        """
-        longest = self.max_seq_len
-        if self.kv_slots is not None and self.kv_slots < longest:
-            raise ConfigError(
-                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest} slots; raise "
-                "KV_SLOTS or lower a length"
-            )
-        if self.kv_cache_gb is not None and self.kv_slots is not None:
-            raise ConfigError(
-                f"KV_CACHE_GB={self.kv_cache_gb} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
-            )
-        for rows in self.prefill_rows or ():
-            if rows > self.max_prompt_len:
-                raise ConfigError(
-                    f"PREFILL_ROWS has {rows}, more than MAX_PROMPT_LEN={self.max_prompt_len}: leave it out"
-                )
-        for name in ("prefill_kv_lens", "generate_kv_lens"):
-            for kv_len in getattr(self, name) or ():
-                if kv_len > longest:
-                    raise ConfigError(
-                        f"{name.upper()} has {kv_len}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}: leave it out or "
-                        "raise a length"
-                    )
-
-    @property
-    def max_seq_len(self) -> int:
-        """The KV slots that one sequence can have, of prompt and response together."""
-        return self.max_prompt_len + self.min_response_len
-
-    def num_seqs(self, mode: ProgramMode) -> int:
-        """Return the number of sequences that decode together."""
-        return self.max_num_seqs or (16 if mode == "shared" else 4)
-
-    def num_kv_slots(self, mode: ProgramMode) -> int:
-        """Return the number of KV slots in the arena."""
-        longest = min(self.num_seqs(mode), 4 if mode == "shared" else 2)
-        return self.kv_slots or longest * self.max_seq_len
-
-    @property
-    def num_host_slots(self) -> int:
-        """The number of KV slots in the host pool."""
-        return 16 * self.max_seq_len if self.host_kv_slots is None else self.host_kv_slots
-
-    @property
-    def non_default(self) -> frozenset[str]:
-        """The names of the fields whose values differ from their defaults."""
-        return frozenset(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)
-
-
-_DEFAULTS: dict[str, Any] = {
-    item.name: {} if item.default is MISSING else item.default for item in fields(StaticLLMConfig)
-}
-
-
-def parse(field: str, value: Any) -> Any:
-    """Return a value as the config keeps it. None stays None where that is the default; unknown fields are left alone.
-
-    Raises:
-        ConfigError: the value is impossible; the message has the property's name, the value, and what is allowed.
-    """
-    if field not in _PARSERS or (value is None and _DEFAULTS[field] is None):
-        return value
-    return _PARSERS[field](field.upper(), value)
+Raises ``ConfigError`` if the value is impossible; the message has the name, the value, and what is allowed.
+"""
 
 
 @cache
@@ -226,6 +49,11 @@ def schedulers() -> tuple[str, ...]:
 def as_whole(value: Any) -> Any:
     """Return a float that is a whole number as an int, and other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def is_whole(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Return whether a value is a whole number from ``least`` to ``most``; ``True`` is none, numpy's integers are."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= cast(int, value) <= most
 
 
 def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
@@ -341,53 +169,201 @@ def _adapters(name: str, value: Any) -> Any:
     return value
 
 
-def _buckets(least: int) -> Callable[[str, Any], tuple[int, ...]]:
-    """Return the parser of one size, or several, from ``least``: sorted, each once."""
-
-    def parser(name: str, value: Any) -> tuple[int, ...]:
-        sizes = [value] if isinstance(value, int) else value
-        if isinstance(sizes, str) or not hasattr(sizes, "__iter__"):
-            raise ConfigError(f"{name}={shown(value)}: must be a list of whole numbers")
-        found = tuple(sorted({whole(name, item, least) for item in sizes}))
-        if not found:
-            raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
-        return found
-
-    return parser
+def _sizes(name: str, value: Any, least: int) -> tuple[int, ...]:
+    """Return one size, or several, from ``least``: sorted, each once."""
+    sizes = [value] if isinstance(value, int) else value
+    if isinstance(sizes, str) or not hasattr(sizes, "__iter__"):
+        raise ConfigError(f"{name}={shown(value)}: must be a list of whole numbers")
+    found = tuple(sorted({whole(name, item, least) for item in sizes}))
+    if not found:
+        raise ConfigError(f"{name} is empty: give at least one size, or leave it out for the default")
+    return found
 
 
-def _each(parser: Callable[[str, Any], Any], *names: str) -> dict[str, Callable[[str, Any], Any]]:
-    return dict.fromkeys(names, parser)
+def _scheduler(name: str, value: Any) -> str:
+    return str(one_of(name, value, schedulers()))
 
 
-_PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    **_each(partial(whole, least=1), "max_prompt_len", "min_response_len"),
-    **_each(partial(whole, least=1, most=1 << 24), "kv_slots", "memory_limit_mb", "max_waiting"),
-    **_each(partial(whole, least=0, most=1 << 24), "host_kv_slots"),
-    **_each(_num_seqs, "max_num_seqs"),
-    **_each(_buckets(1), "prefill_rows", "generate_kv_lens"),
-    **_each(_buckets(0), "prefill_kv_lens"),
-    **_each(partial(one_of, allowed=PROGRAMS), "programs"),
-    **_each(lambda name, value: one_of(name, value, schedulers()), "scheduler"),
-    **_each(_cache_mode, "cache_mode"),
-    **_each(_kv_type, "kv_cache_precision"),
-    **_each(partial(_positive, unit="a number of GB", most=MAX_LEN), "kv_cache_gb"),
-    **_each(partial(_positive, unit="a number of GB"), "cache_limit_gb"),
-    **_each(_milliseconds, "ttft_ms", "tpot_ms", "gap_ms"),
-    **_each(
-        switch,
-        "prefix_caching",
-        "measure_costs",
-        "prompt_lookup",
-        "export_blob",
-        "background_compile",
-        "serve_from_cpu",
-    ),
-    **_each(_path, "cache_dir", "blob_path", "weights_path"),
-    **_each(_properties, "device_properties", "prefill_config", "generate_config"),
-    **_each(_crypts, "cache_encryption_callbacks"),
-    **_each(_crypt, "weights_decryption_callback"),
-    **_each(_key, "integrity_key"),
-    **_each(_adapters, "adapters"),
-}
-"""How the value of each field is parsed: from the property's name, for messages, and the value."""
+def _row(default: T, parser: Parser, **options: bool) -> T:
+    """Return the field of one property. If its default is None, None is not parsed."""
+    return field(default=default, metadata={"parser": parser}, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def _properties_row() -> Mapping[str, object]:
+    return field(default_factory=dict, hash=False, metadata={"parser": _properties})
+
+
+def _default(item: Field[Any]) -> Any:
+    return {} if item.default is MISSING else item.default
+
+
+def _parsed(cls: type[T]) -> type[T]:
+    """Let the constructor of a dataclass of rows parse each value that it is given, before anything is constructed."""
+    construct = cls.__init__
+    rows = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+
+    def parse(name: str, value: Any) -> Any:
+        is_plain = name not in rows or (value is None and rows[name].default is None)
+        return value if is_plain else rows[name].metadata["parser"](name.upper(), value)
+
+    @wraps(construct)
+    def init(self: T, **given: Any) -> None:
+        construct(self, **{name: parse(name, value) for name, value in given.items()})
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_parsed
+@dataclass(frozen=True, kw_only=True)
+class StaticLLMConfig:
+    """How a model is laid out on a device and served. Lengths are in tokens.
+
+    Args:
+        max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
+        min_response_len: Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``).
+        programs: ``separate`` compiles one static program per variant, ``shared`` one program for all, ``phases`` one for
+            decoding and one for the rest, ``few_rows`` one for calls of few rows and one for the rest. ``auto`` depends on
+            the device: separate on an NPU; on CPU and GPU phases if the weights are under 256 MiB, on a CPU few_rows if
+            they are under 1 GiB and a probe finds that the second copy of them pays, else shared (``PROGRAMS``).
+        prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
+        prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
+        generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
+        kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
+        prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
+        measure_costs: Measure the costs of calls while the pipeline is idle, after the first request. A request that arrives
+            meanwhile waits for one call, which takes up to about 0.15 s (``MEASURE_COSTS``).
+        max_num_seqs: Requests that decode together, None for 16, or for 4 if each variant has a program of its own
+            (``MAX_NUM_SEQS``).
+        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program
+            of its own (``KV_SLOTS``).
+        kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
+        host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
+            None for 16 longest sequences (``HOST_KV_SLOTS``).
+        prompt_lookup: Draft the tokens of every request by prompt lookup, also of those whose options do not ask for it
+            (``PROMPT_LOOKUP``, docs/generation.md).
+        memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
+            programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
+            limit (``MEMORY_LIMIT_MB``).
+        max_waiting: Requests that may wait, however many answers or beams each has; further requests are refused with
+            ``BusyError`` (``MAX_WAITING``).
+        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
+            (``SCHEDULER``, docs/scheduling.md).
+        ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
+        tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
+        gap_ms: The longest time that a request which has begun should wait for a place among the running ones, ms; None for
+            until one ends (``GAP_MS``, docs/scheduling.md).
+        cache_dir: Folder of blob sets, from which programs that were compiled before are loaded; None for no cache
+            (``CACHE_DIR``).
+        cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, if the device can, and reads the weights beside the IR;
+            ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
+        cache_limit_gb: Size of the cache, GB; the least recently used sets are removed (``CACHE_LIMIT_GB``).
+        cache_encryption_callbacks: ``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk
+            (``CACHE_ENCRYPTION_CALLBACKS``).
+        weights_decryption_callback: Decrypts the bytes of an encrypted weights file; blobs then contain the weights
+            (``WEIGHTS_DECRYPTION_CALLBACK``).
+        blob_path: A blob set that is loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
+        export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
+        integrity_key: Secret bytes of the application: blob sets and snapshots are signed with them (keyed BLAKE2b), and those
+            with another signature or none are refused (``INTEGRITY_KEY``, docs/security.md).
+        weights_path: The weights file, if it is not beside the IR (``WEIGHTS_PATH``).
+        background_compile: Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but
+            on a CPU only for the program for few rows, and only if no blobs are written (``BACKGROUND_COMPILE``).
+        serve_from_cpu: Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``).
+        device_properties: OpenVINO properties for every program.
+        prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
+        generate_config: More properties for generate programs (``GENERATE_CONFIG``).
+        adapters: LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    max_prompt_len: int = _row(1024, partial(whole, least=1))
+    min_response_len: int = _row(128, partial(whole, least=1))
+    programs: Programs = _row("auto", partial(one_of, allowed=PROGRAMS))
+    prefill_rows: tuple[int, ...] | None = _row(None, partial(_sizes, least=1))
+    prefill_kv_lens: tuple[int, ...] | None = _row(None, partial(_sizes, least=0))
+    generate_kv_lens: tuple[int, ...] | None = _row(None, partial(_sizes, least=1))
+    kv_cache_precision: KVType | None = _row(None, _kv_type)
+    prefix_caching: bool = _row(True, switch)
+    measure_costs: bool = _row(True, switch)
+    max_num_seqs: int | None = _row(None, _num_seqs)
+    kv_slots: int | None = _row(None, partial(whole, least=1, most=1 << 24))
+    kv_cache_gb: float | None = _row(None, partial(_positive, unit="a number of GB", most=MAX_LEN))
+    host_kv_slots: int | None = _row(None, partial(whole, least=0, most=1 << 24))
+    prompt_lookup: bool = _row(False, switch)
+    memory_limit_mb: int | None = _row(None, partial(whole, least=1, most=1 << 24))
+    max_waiting: int = _row(128, partial(whole, least=1, most=1 << 24))
+    scheduler: Scheduler = _row("dynamic", _scheduler)
+    ttft_ms: float | None = _row(None, _milliseconds)
+    tpot_ms: float | None = _row(None, _milliseconds)
+    gap_ms: float | None = _row(500.0, _milliseconds)
+    cache_dir: str | None = _row(None, _path)
+    cache_mode: CacheMode = _row("OPTIMIZE_SIZE", _cache_mode)
+    cache_limit_gb: float = _row(20.0, partial(_positive, unit="a number of GB"))
+    cache_encryption_callbacks: tuple[Crypt, Crypt] | None = _row(None, _crypts, repr=False)
+    weights_decryption_callback: Crypt | None = _row(None, _crypt, repr=False)
+    blob_path: str | None = _row(None, _path)
+    export_blob: bool = _row(False, switch)
+    integrity_key: bytes | None = _row(None, _key, repr=False)
+    weights_path: str | None = _row(None, _path)
+    background_compile: bool | None = _row(None, switch)
+    serve_from_cpu: bool = _row(False, switch)
+    device_properties: Mapping[str, object] = _properties_row()
+    prefill_config: Mapping[str, object] = _properties_row()
+    generate_config: Mapping[str, object] = _properties_row()
+    adapters: AdapterSet | None = _row(None, _adapters, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check values against each other; each by itself was parsed before.
+
+        Raises:
+            ConfigError: two values contradict each other.
+        """
+        longest = self.max_seq_len
+        if self.kv_slots is not None and self.kv_slots < longest:
+            raise ConfigError(
+                f"KV_SLOTS={self.kv_slots}: one sequence can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest} slots; raise "
+                "KV_SLOTS or lower a length"
+            )
+        if self.kv_cache_gb is not None and self.kv_slots is not None:
+            raise ConfigError(
+                f"KV_CACHE_GB={self.kv_cache_gb} and KV_SLOTS={self.kv_slots}: both set the same memory, give only one"
+            )
+        for rows in self.prefill_rows or ():
+            if rows > self.max_prompt_len:
+                raise ConfigError(
+                    f"PREFILL_ROWS has {rows}, more than MAX_PROMPT_LEN={self.max_prompt_len}: leave it out"
+                )
+        for name in ("prefill_kv_lens", "generate_kv_lens"):
+            for kv_len in getattr(self, name) or ():
+                if kv_len > longest:
+                    raise ConfigError(
+                        f"{name.upper()} has {kv_len}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}: leave it out or "
+                        "raise a length"
+                    )
+
+    @property
+    def max_seq_len(self) -> int:
+        """The KV slots that one sequence can have, of prompt and response together."""
+        return self.max_prompt_len + self.min_response_len
+
+    def num_seqs(self, mode: ProgramMode) -> int:
+        """Return the number of sequences that decode together."""
+        return self.max_num_seqs or (16 if mode == "shared" else 4)
+
+    def num_kv_slots(self, mode: ProgramMode) -> int:
+        """Return the number of KV slots in the arena."""
+        longest = min(self.num_seqs(mode), 4 if mode == "shared" else 2)
+        return self.kv_slots or longest * self.max_seq_len
+
+    @property
+    def num_host_slots(self) -> int:
+        """The number of KV slots in the host pool."""
+        return 16 * self.max_seq_len if self.host_kv_slots is None else self.host_kv_slots
+
+    @property
+    def non_default(self) -> frozenset[str]:
+        """The names of the fields whose values differ from their defaults."""
+        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != _default(item))

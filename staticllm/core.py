@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from msgspec import Meta
 
@@ -19,9 +19,9 @@ Work: TypeAlias = tuple[float, ...]
 Clock = Callable[[], float]
 """Returns the current time in seconds: ``time.perf_counter``, or a simulation's virtual clock."""
 Phase = Literal["prefill", "generate"]
-Part = Literal["prefill", "generate", "few_rows", "encode"]
-"""Parts of the work that may have their own program and device properties: a decoder's phases, its calls of few rows, or all
-calls of another kind of model."""
+Part: TypeAlias = str
+"""A part of the work that may have its own program and device properties: a decoder's phases and ``few_rows``, its calls of few
+rows, or those that another kind of model names, usually one for all calls (``encode``)."""
 ProgramMode = Literal["separate", "shared"]
 ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
 """``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of
@@ -298,9 +298,14 @@ class EncoderMask:
     before: Count | None = None
     after: Count | None = None
 
-    def sees(self, distance: int) -> bool:
-        """Return whether a token sees the token that comes ``distance`` tokens after it (before it, if negative)."""
-        return (self.before is None or -distance <= self.before) and (self.after is None or distance <= self.after)
+    def sees(self, distance: Any) -> Any:
+        """Return whether a token sees the token that comes ``distance`` tokens after it, or before it if negative.
+
+        ``distance`` is an integer, or an array of them; the answer is a boolean, or an array of the same shape.
+        """
+        before = math.inf if self.before is None else self.before
+        after = math.inf if self.after is None else self.after
+        return (-distance <= before) & (distance <= after)
 
     @property
     def label(self) -> str:

@@ -19,7 +19,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, INPUTS_EMBEDS
 from staticllm.compiler_passes.graph.step_graph import upstream
-from staticllm.core import MaskKind
+from staticllm.core import EncoderMask, MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import INPUT_IDS, POSITION_IDS
@@ -257,7 +257,6 @@ def _window_of(mask: NDArray[np.float32]) -> int | None:
 
 def visible_cells(past: int, new: int, window: int | None) -> NDArray[np.bool_]:
     """Return which cells are visible, ``[new, past + new]``, by definition: token q sees k if k <= q and k > q - window."""
-    query = np.arange(past, past + new)[:, None]
-    key = np.arange(past + new)[None, :]
-    seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+    kind = EncoderMask(None if window is None else window - 1, after=0)
+    seen: NDArray[np.bool_] = kind.sees(np.arange(past + new) - np.arange(past, past + new)[:, None])
+    return seen

@@ -218,11 +218,9 @@ def kind_of(hidden: NDArray[np.bool_], rows: int) -> EncoderMask | None:
 
 def visible(kind: EncoderMask, rows: int) -> NDArray[np.bool_]:
     """Return the cells that a mask shows in a text of ``rows`` tokens, ``[rows, rows]``, by query and key."""
-    distance = np.arange(rows)[None, :] - np.arange(rows)[:, None]
-    seen = np.ones((rows, rows), np.bool_)
-    if kind.before is not None:
-        seen &= -distance <= kind.before
-    return seen & (distance <= kind.after) if kind.after is not None else seen
+    places = np.arange(rows)
+    seen: NDArray[np.bool_] = kind.sees(places - places[:, None])
+    return seen
 
 
 def _expose(graph: EncoderGraph, attention: ov.Node, terms: list[Term], kinds: dict[Key, EncoderMask]) -> str:

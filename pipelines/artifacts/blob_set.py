@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import openvino as ov
 import psutil
@@ -36,6 +36,7 @@ from staticllm.pipelines.artifacts.manifest import (
     is_blob_name,
     is_manifest,
 )
+from staticllm.pipelines.programs.kinds import KINDS
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 
@@ -157,11 +158,9 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
 def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
     """Check that a set is of this kind of model, before its other fields are used. Raises ``BlobError``."""
     if manifest.kind != kind:
-        doors = {"decoder": "StaticLLMPipeline", "encoder": "StaticEmbeddingPipeline"}
-        remedy = doors.get(manifest.kind, "a pipeline of that kind")
         raise BlobError(
             f"the blobs in {str(folder)!r} are of {with_article(manifest.kind)}: "
-            f"load them with {remedy}, or give the set of this model"
+            f"load them with {KINDS[manifest.kind].pipeline}, or give the set of this model"
         )
 
 
@@ -177,7 +176,7 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
 def check_properties(folder: Path, manifest: Manifest, own: Mapping[Part, Mapping[str, Any]]) -> None:
     """Check that a manifest has the user's properties (``own``), apart from ``PROBED``. Raises ``BlobError``."""
     for part, values in manifest.properties.items():
-        mine = json_properties(own["generate" if part == "few_rows" else cast(Part, part)])
+        mine = json_properties(own["generate" if part == "few_rows" else part])
         for name in {*values, *mine} - PROBED:
             if values.get(name) != mine.get(name):
                 raise BlobError(

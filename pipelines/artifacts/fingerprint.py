@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import openvino as ov
 
 from staticllm import compiler_passes, ports
-from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, Phase, ProgramLayout, ProgramMode
 from staticllm.errors import ModelError
 from staticllm.model_dir import model_in_memory
 from staticllm.model_paths.path_kind import MODEL_XML
@@ -26,13 +24,11 @@ PIECE = 16 << 20
 """Bytes per piece. A file's digest is the digest of its pieces' digests, which are computed in parallel."""
 _PASSES = Path(str(compiler_passes.__file__)).parent
 _NO_DEFAULT = "-"
-Kind = Literal["graph", "weights", "machine", "user"]
-"""Origin of a value: a digest of the graph or the weights, a fact about the machine, or the user's choice."""
 
 
-def _labelled(label: str, kind: Kind = "machine", default: str | None = _NO_DEFAULT) -> Any:
+def _labelled(label: str, default: str | None = _NO_DEFAULT) -> Any:
     """Return a field with the ``label`` that manifests and messages show. ``default`` None: the field may be absent."""
-    metadata = {"label": label, "kind": kind}
+    metadata = {"label": label}
     return field(metadata=metadata) if default == _NO_DEFAULT else field(default=default, metadata=metadata)
 
 
@@ -40,19 +36,19 @@ def _labelled(label: str, kind: Kind = "machine", default: str | None = _NO_DEFA
 class ModelFingerprint:
     """Digests of a graph and of its weights."""
 
-    ir_digest: str = _labelled("IR digest", "graph")
-    weights_digest: str = _labelled("weights digest", "weights")
+    ir_digest: str = _labelled("IR digest")
+    weights_digest: str = _labelled("weights digest")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint(ModelFingerprint):
-    """Everything that must be equal where a set is loaded; each kind of model adds its own choices.
+    """Everything that must be equal where a set is loaded.
 
-    Lengths and sizes are resolved, so a default equals the same value given by the user. ``driver`` and ``compiler`` are present
-    if the device reports them.
+    ``driver`` and ``compiler`` are present if the device reports them. ``choices``: what the user chose, by the names that users
+    know. Lengths and sizes are resolved, so a default equals the same value given by the user.
     """
 
-    kind: str = _labelled("kind of model", default="")
+    kind: str = _labelled("kind of model")
     openvino: str = _labelled("OpenVINO")
     plugin: str = _labelled("plugin")
     passes: str = _labelled("passes")
@@ -61,85 +57,46 @@ class Fingerprint(ModelFingerprint):
     capabilities: str = _labelled("capabilities")
     driver: str | None = _labelled("driver", default=None)
     compiler: str | None = _labelled("compiler", default=None)
+    choices: Mapping[str, str]
 
     def to_json(self) -> dict[str, str]:
-        """Return label → value of every field that is present."""
-        values = {item.metadata["label"]: getattr(self, item.name) for item in fields(self)}
-        return {label: value for label, value in values.items() if value is not None}
+        """Return label → value of every field that is present, and of every choice."""
+        values = {label: getattr(self, name) for label, name in _LABELS.items()}
+        return {**{label: value for label, value in values.items() if value is not None}, **self.choices}
 
     @classmethod
     def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
-        """Return the fingerprint that ``to_json`` made ``content`` of.
-
-        Raises ``ValueError`` (a label is unknown, or a field is missing).
-        """
-        names = {item.metadata["label"]: item.name for item in fields(cls)}
-        if unknown := sorted(set(content) - set(names)):
-            raise ValueError(f"the fingerprint has {unknown[0][:40]!r}")
-        needed = {label for label, name in names.items() if name not in ("driver", "compiler")}
+        """Return the fingerprint that ``to_json`` made ``content`` of. Raises ``ValueError`` (a field is missing)."""
+        needed = {label for label, name in _LABELS.items() if name not in ("driver", "compiler")}
         if missing := sorted(needed - set(content)):
             raise ValueError(f"the fingerprint has no {missing[0]!r}")
-        return cls(**{names[label]: value for label, value in content.items()})
+        own = {name: content[label] for label, name in _LABELS.items() if label in content}
+        return cls(**own, choices={label: value for label, value in content.items() if label not in _LABELS})
 
     def difference(self, there: Fingerprint) -> str | None:
         """Describe the first difference from ``there``, the fingerprint of a set; None if there is no difference."""
         if self.kind != there.kind:
             return f"this model is {with_article(self.kind)}, the blob is of {with_article(there.kind)}"
-        for item in fields(self):
-            mine = getattr(self, item.name) or "nothing"
-            theirs = getattr(there, item.name) or "nothing"
+        here = self.to_json()
+        other = there.to_json()
+        for label in (*_LABELS, *self.choices, *there.choices):
+            mine = here.get(label) or "nothing"
+            theirs = other.get(label) or "nothing"
             if mine == theirs:
                 continue
-            label = item.metadata["label"]
-            kind = item.metadata["kind"]
-            if kind in ("graph", "weights"):
-                return f"{label}: different {kind} ({mine[:12]} here, {theirs[:12]} in the blob)"
-            return (
-                f"{label} {mine} asked, the blob has {theirs}" if kind == "user" else f"{label} {mine}, blob {theirs}"
-            )
+            if label in _DIGESTS:
+                return f"{label}: different {_DIGESTS[label]} ({mine[:12]} here, {theirs[:12]} in the blob)"
+            if label in _LABELS:
+                return f"{label} {mine}, blob {theirs}"
+            return f"{label[:40]} {mine} asked, the blob has {theirs[:200]}"
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFingerprint(Fingerprint):
-    """The fingerprint of a decoder's step programs."""
-
-    kind: str = _labelled("kind of model", default="decoder")
-    max_prompt_len: str = _labelled("MAX_PROMPT_LEN", "user")
-    min_response_len: str = _labelled("MIN_RESPONSE_LEN", "user")
-    programs: str = _labelled("PROGRAMS", "user")
-    kv_cache_precision: str = _labelled("KV_CACHE_PRECISION", "user")
-    max_num_seqs: str = _labelled("MAX_NUM_SEQS", "user")
-    kv_slots: str = _labelled("KV_SLOTS", "user")
-    prefill_rows: str = _labelled("PREFILL_ROWS", "user")
-    prefill_kv_lens: str = _labelled("PREFILL_KV_LENS", "user")
-    generate_kv_lens: str = _labelled("GENERATE_KV_LENS", "user")
-    prefill_properties: str = _labelled("prefill properties", "user")
-    generate_properties: str = _labelled("generate properties", "user")
-    adapters: str = _labelled("adapters", "user", default="none")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderFingerprint(Fingerprint):
-    """The fingerprint of an encoder's programs. ``dense`` is a digest of the Dense modules that they contain."""
-
-    kind: str = _labelled("kind of model", default="encoder")
-    dense: str = _labelled("Dense modules", "weights")
-    score_tokens: str = _labelled("score_tokens", "user")
-    max_length: str = _labelled("max_length", "user")
-    sizes: str = _labelled("sizes", "user")
-    programs: str = _labelled("PROGRAMS", "user")
-    normalize: str = _labelled("normalize", "user")
-    properties: str = _labelled("properties", "user")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherFingerprint(Fingerprint):
-    """The fingerprint of the programs of any other kind of model. ``choices`` are the user's, as JSON."""
-
-    programs: str = _labelled("PROGRAMS", "user")
-    properties: str = _labelled("properties", "user")
-    choices: str = _labelled("choices", "user")
+_LABELS = {item.metadata["label"]: item.name for item in fields(Fingerprint) if "label" in item.metadata}
+"""The name of each field by the label that manifests and messages show."""
+DENSE = "Dense modules"
+_DIGESTS = {"IR digest": "graph", "weights digest": "weights", DENSE: "weights"}
+"""The labels whose values are digests, and what they are digests of."""
 
 
 def with_article(kind: str) -> str:
@@ -221,26 +178,3 @@ def pass_digests() -> Mapping[str, str]:
     passes = {path.relative_to(_PASSES).with_suffix("").as_posix(): path for path in sorted(_PASSES.rglob("*.py"))}
     others = {path.stem: path for path in (Path(str(module.__file__)) for module in (ports, keep_small_constants))}
     return {name: file_digest(path)[:8] for name, path in {**passes, **others}.items() if path.is_file()}
-
-
-def layout_values(
-    config: StaticLLMConfig, layout: ProgramLayout, kv_type: KVType, properties: Mapping[Phase, Mapping[str, Any]]
-) -> dict[str, str]:
-    """Return the user's lengths, sizes and properties, resolved: values of ``Fingerprint`` by field name."""
-    mode: ProgramMode = "separate" if layout == "separate" else "shared"
-    sizes = {
-        "max_prompt_len": config.max_prompt_len,
-        "min_response_len": config.min_response_len,
-        "programs": layout,
-        "kv_cache_precision": kv_type,
-        "max_num_seqs": config.num_seqs(mode),
-        "kv_slots": config.num_kv_slots(mode),
-        "prefill_rows": config.prefill_rows,
-        "prefill_kv_lens": config.prefill_kv_lens,
-        "generate_kv_lens": config.generate_kv_lens,
-    }
-    found = {name: "default" if value is None else str(value) for name, value in sizes.items()}
-    found["adapters"] = "none" if config.adapters is None else config.adapters.description
-    for phase, values in properties.items():
-        found[f"{phase}_properties"] = ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
-    return found

@@ -10,44 +10,25 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from staticllm.config import StaticLLMConfig
-from staticllm.core import (
-    EncoderShape,
-    EncoderVariant,
-    KVType,
-    ModelShape,
-    Part,
-    Phase,
-    ProgramLayout,
-    ProgramVariant,
-    Size,
-    Variant,
-)
+from staticllm.core import KVType, Name, ProgramLayout, ProgramVariant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.artifacts.fingerprint import EncoderFingerprint, Fingerprint, StepFingerprint, bytes_digest
+from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest
 from staticllm.pipelines.programs.compile import V
+from staticllm.pipelines.programs.kinds import KINDS
 
 SCHEMA = 9
 MAX_MANIFEST = 16 << 20
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
-MAX_STATE_BYTES = 1 << 34
-MAX_ADAPTER_VALUES = 1 << 32
-"""Upper bound on the values of all adapters' matrices: 16 GiB."""
 MAX_SECONDS = 1 << 24
 """Upper bound on the cost of a call, in seconds."""
-LAYOUT_FIELDS = (
-    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
-    "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
-)  # fmt: skip
-"""Config fields that a blob set decides unless the user gives them."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
@@ -249,7 +230,7 @@ class _Content:
     programs: ProgramLayout
     kv_type: KVType | Literal[""]
     shape: dict[str, Any]
-    properties: dict[Part, dict[str, bool | int | float | str]]
+    properties: dict[Name, dict[str, bool | int | float | str]]
     variants: _Entries
     blobs: dict[str, _StoredBlob]
     is_weightless: bool
@@ -271,95 +252,19 @@ class _Verdict:
     reason: Annotated[str, Meta(max_length=4096)] = ""
 
 
-@dataclass(frozen=True)
-class StoredKind:
-    """How sets of one kind of model are read.
-
-    ``shape`` is the class of the contract with its programs. ``check`` gets a shape and the JSON of the whole manifest, whose
-    types are right, and raises a ``ValueError`` for what is impossible.
-    """
-
-    fingerprint: type[Fingerprint]
-    variant: type[Any]
-    shape: type[Any]
-    check: Callable[[Any, Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class EncoderSetChoices:
-    """The choices behind an encoder's set: the most tokens of a text, and the batches and rows; None for the usual ones."""
-
-    max_length: Size
-    sizes: Annotated[list[tuple[Size, Size]], Meta(max_length=64)] | None
-
-
-def _check_decoder(shape: ModelShape, content: Mapping[str, Any]) -> None:
-    config = content["config"]
-    parts = content["properties"]
-    if different := set(config) ^ set(LAYOUT_FIELDS):
-        raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
-    StaticLLMConfig(**config)
-    needed = {*get_args(Phase), *(["few_rows"] if content["programs"] == "few_rows" else [])}
-    if missing := sorted(needed - set(parts)):
-        raise ValueError(f"properties has no part {missing[0]!r}")
-    if "encode" in parts or not content["kv_type"]:
-        raise ValueError("a part or the type of KV slots is not that of a decoder")
-    if shape.position_rank not in (0, 2, 3):
-        raise ValueError("the rank of its positions is impossible")
-    if any(state.num_bytes > MAX_STATE_BYTES for state in shape.recurrent_states):
-        raise ValueError("a recurrent state has more than 16 GiB")
-    _check_adapters(shape)
-
-
-def _check_adapters(shape: ModelShape) -> None:
-    """Check that the parts of each group fit into its matrices."""
-    if shape.adapted and not shape.num_adapters:
-        raise ValueError("it adapts matrices, and has no adapters")
-    for index, group in enumerate(shape.adapted):
-        if group.index != index:
-            raise ValueError("a group of adapters is not in its place")
-        first_column = 0
-        for part in group.parts:
-            is_inside = part.adapter < shape.num_adapters and part.first_row < group.out_size
-            if not is_inside or part.first_column != first_column:
-                raise ValueError("a part of an adapter is outside of its matrices")
-            first_column += part.rank
-    if sum(group.rank * (group.in_size + group.out_size) for group in shape.adapted) > MAX_ADAPTER_VALUES:
-        raise ValueError("the matrices of adapters have more than 16 GiB")
-
-
-def _check_encoder(shape: EncoderShape, content: Mapping[str, Any]) -> None:
-    stored(EncoderSetChoices, content["config"])
-    if (
-        content["programs"] not in ("separate", "shared")
-        or content["kv_type"]
-        or set(content["properties"]) != {"encode"}
-    ):
-        raise ValueError("the programs, the properties or the type of KV slots are not those of an encoder")
-    if shape.pooling not in (None, "first", "last", "mean") or not shape.longest:
-        raise ValueError("its pooling or its longest text is impossible")
-
-
-KINDS: dict[str, StoredKind] = {
-    "decoder": StoredKind(StepFingerprint, Variant, ModelShape, _check_decoder),
-    "encoder": StoredKind(EncoderFingerprint, EncoderVariant, EncoderShape, _check_encoder),
-}
-"""The kinds of models whose sets can be read, by name."""
-
-
 def _checked(content: Mapping[str, Any]) -> Manifest:
     found = stored(_Content, content)
     name = found.fingerprint.get("kind of model", "")
     if name not in KINDS:
         raise ValueError(f"the kind of model is {name[:40]!r}")
-    kind = KINDS[name]
-    kind.check(stored(kind.shape, found.shape), content)
+    kind = KINDS[name].program_class
+    kind.check_stored(stored(kind.shape, found.shape), content)
     if found.verification is not None:
         verdict = converted(_Verdict, found.verification)
         if not (math.isfinite(verdict.agreement) and math.isfinite(verdict.distance)):
             raise ValueError("the verification has a number that is not finite")
     parsed = {
-        "fingerprint": kind.fingerprint.from_json(found.fingerprint),
+        "fingerprint": Fingerprint.from_json(found.fingerprint),
         "blobs": {name: StoredBlob(blob.digest, blob.bytes) for name, blob in found.blobs.items()},
         "variants": _variants(found, kind.variant),
         "costs": dict(cost_from_json(cost, kind.variant) for cost in found.costs),

@@ -109,10 +109,7 @@ def _with_plain_content(message: Message, index: int, shape: TemplateShape) -> M
 
 
 def _with_reasoning(message: Message, shape: TemplateShape) -> Message:
-    """Return a message with calls whose reasoning has the name under which the template shows it.
-
-    The reasoning is left out where the template refuses it beside a text.
-    """
+    """Return a message with calls whose reasoning has the template's key, or none if it refuses that beside a text."""
     text = next((value for key in REASONING_KEYS if isinstance(value := message.get(key), str) and value), "")
     if not message.get("tool_calls") or not text or shape.reasoning is None:
         return message
@@ -295,11 +292,7 @@ def _short_id(id: object) -> str:
 
 
 def _arguments(value: object, form: CallForm) -> object:
-    """Return the arguments of a call as a template takes them; what was cut off or is malformed is shown as it was written.
-
-    Raises:
-        PromptError: they are JSON but no object, and the template needs one.
-    """
+    """Return the arguments as a template takes them; malformed ones as they are. Raises PromptError: they are no object."""
     if form.arguments == "text":
         return value if isinstance(value, str) else _to_text({} if value is None else value)
     parsed = _parsed(value)

@@ -59,10 +59,7 @@ class _Container:
             raise MalformedError("a control character in a string")
 
     def _end_word(self) -> None:
-        try:
-            json.loads(self._word, parse_constant=_refuse)
-        except ValueError as error:
-            raise MalformedError(f"{self._word!r} is no JSON") from error
+        check_word(self._word)
         self._word = ""
         self._end_value()
 
@@ -139,11 +136,21 @@ def _take_word(source: Source) -> Steps[str]:
         chars.append(char)
         source.take()
     word = "".join(chars)
+    check_word(word)
+    return word
+
+
+def check_word(word: str) -> None:
+    """Check a number or a literal. Raises MalformedError: it is no JSON."""
     try:
-        json.loads(word, parse_constant=_refuse)
+        strict_json(word)
     except ValueError as error:
         raise MalformedError(f"{word!r} is no JSON") from error
-    return word
+
+
+def strict_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError: it is none; NaN and Infinity are none."""
+    return json.loads(text, parse_constant=_refuse)
 
 
 def _refuse(name: str) -> None:

@@ -12,7 +12,7 @@ from staticllm.pipelines.conversation.events import Output
 from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
 from staticllm.pipelines.conversation.named_arguments import FENCE
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
-from staticllm.pipelines.conversation.template_shape import CallExamples
+from staticllm.pipelines.conversation.template_shape import CallExamples, num_equal
 from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
@@ -166,16 +166,14 @@ def _apart(before: str, after: str, between: str) -> tuple[str, str]:
 
 def _common_begin(one: str, other: str) -> str:
     """Return the text with which both begin, without a part of a tag at its end."""
-    count = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    text = one[: min(len(one), len(other)) if count is None else count]
+    text = one[: num_equal(one, other)]
     begin = text.rfind("<")
     return text[:begin] if begin > text.rfind(">") else text
 
 
 def _common_end(one: str, other: str) -> str:
     """Return the text with which both end, without a part of a tag at its beginning."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    count = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
+    count = num_equal(one[::-1], other[::-1])
     for text in (one, other):
         cut = len(text) - count
         if text.rfind("<", 0, cut) > text.rfind(">", 0, cut) and (end := text.find(">", cut)) >= 0:
@@ -200,8 +198,8 @@ def take_learnt_calls(
         yield from _skip_tokens(source, [*tokens_of(learnt.after), *closing])
         return
     while True:
-        yield from _take_lead(source, lead)
-        yield from _take_call(source, output, learnt, functions)
+        written = yield from _take_lead(source, lead)
+        yield from _take_call(source, output, learnt, functions, written)
         yield from source.skip_space()
         if not (yield from source.starts_with(before[0])):
             break
@@ -215,19 +213,23 @@ def _skip_tokens(source: Source, tokens: list[str]) -> Steps[None]:
         yield from source.skip(token)
 
 
-def _take_lead(source: Source, tokens: list[str]) -> Steps[None]:
-    """Take the text before a name. Only its last piece must be as in the template: some models write less than that."""
+def _take_lead(source: Source, tokens: list[str]) -> Steps[str]:
+    """Take the text before a name. Only its last piece must be as in the template: some models write less than that.
+
+    Return what is written between the last two tags.
+    """
     if not tokens:
         yield from source.skip_space()
-        return
+        return ""
     if tokens[-1] == "functions.":
-        tokens = tokens[:-1]
-        yield from _take_tokens(source, tokens)
-        return
-    taken: list[int] = []
-    found = yield from source.text_until([tokens[-1]], lambda text: taken.append(len(text)), takes_cut_marker=False)
-    if not found or sum(taken) > MAX_LEAD_CHARS:
+        yield from _take_tokens(source, tokens[:-1])
+        return ""
+    taken: list[str] = []
+    found = yield from source.text_until([tokens[-1]], taken.append, takes_cut_marker=False)
+    text = "".join(taken)
+    if not found or len(text) > MAX_LEAD_CHARS:
         raise MalformedError("a call without a name")
+    return text.rpartition(">")[2].strip()
 
 
 def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
@@ -239,14 +241,20 @@ def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
             yield from source.expect(token)
 
 
-def _take_call(source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types]) -> Steps[None]:
+def _take_call(
+    source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], before_name: str
+) -> Steps[None]:
+    """Take a call. ``before_name``: what stands in place of the type of the call; some models write the name there, then JSON."""
     inner = learnt.parameters
     end = tokens_of(learnt.after)
     numbered = learnt.has_number
-    yield from source.skip_space()
-    name = (yield from source.word(learnt.name_ends)).strip()
-    name = _NUMBERED.sub("", name) if numbered else name
-    yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
+    if (yield from source.skip_space()) == "{" and inner is None and before_name not in ("", TYPE):
+        name = before_name
+        end = [token for token in end if token != FENCE]
+    else:
+        name = (yield from source.word(learnt.name_ends)).strip()
+        name = _NUMBERED.sub("", name) if numbered else name
+        yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
     if inner is None and name == TYPE and (yield from source.skip_space()) != "{":
         name = yield from _take_fenced_name(source)
         end = [FENCE, *end]

@@ -19,7 +19,7 @@ from staticllm.pipelines.conversation.learnt_calls import take_learnt_calls
 from staticllm.pipelines.conversation.named_arguments import take_braced_calls, take_fenced_calls, take_python_calls
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.conversation.unquoted_values import Types
-from staticllm.pipelines.generation.options.tools import function_of
+from staticllm.pipelines.generation.options.extra import function_of
 from staticllm.pipelines.grammars.parameters import Owner, Parameter, listed_parameters
 
 _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from typing import Any
 
 from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.json_calls import check_word
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 
 FENCE = "```"
@@ -133,23 +135,30 @@ def take_braced_calls(source: Source, output: Output, quote: str) -> Steps[None]
 
 
 def _take_object(source: Source, output: Output, quote: str, depth: int) -> Steps[None]:
-    yield from source.expect("{")
-    output.arguments("{")
-    is_first = True
-    while (yield from source.skip_space()) != "}":
-        if not is_first:
-            yield from source.expect(",")
-            output.arguments(", ")
-            yield from source.skip_space()
-        is_first = False
-        key = (yield from _take_string(source, quote)) if (yield from source.starts_with(quote)) else (
-            yield from source.word(":,{}[]")
-        )  # fmt: skip
+    def take_member() -> Steps[None]:
+        is_quoted = yield from source.starts_with(quote)
+        key = (yield from _take_string(source, quote)) if is_quoted else (yield from source.word(":,{}[]"))
         yield from source.expect(":")
         output.arguments(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
         yield from _take_braced_value(source, output, quote, depth + 1)
+
+    yield from _take_items(source, output, "{}", take_member)
+
+
+def _take_items(source: Source, output: Output, brackets: str, take: Callable[[], Steps[None]]) -> Steps[None]:
+    """Take items between brackets with commas between them; there may be none. ``take`` takes one."""
+    yield from source.expect(brackets[0])
+    output.arguments(brackets[0])
+    before = ""
+    while (yield from source.skip_space()) != brackets[1]:
+        if before:
+            yield from source.expect(",")
+            output.arguments(before)
+            yield from source.skip_space()
+        before = ", "
+        yield from take()
     source.take()
-    output.arguments("}")
+    output.arguments(brackets[1])
 
 
 def _take_braced_value(source: Source, output: Output, quote: str, depth: int) -> Steps[None]:
@@ -161,28 +170,11 @@ def _take_braced_value(source: Source, output: Output, quote: str, depth: int) -
     elif first == "{":
         yield from _take_object(source, output, quote, depth)
     elif first == "[":
-        source.take()
-        output.arguments("[")
-        is_first = True
-        while (yield from source.skip_space()) != "]":
-            if not is_first:
-                yield from source.expect(",")
-                output.arguments(", ")
-            is_first = False
-            yield from _take_braced_value(source, output, quote, depth + 1)
-        source.take()
-        output.arguments("]")
+        yield from _take_items(source, output, "[]", lambda: _take_braced_value(source, output, quote, depth + 1))
     else:
         word = (yield from source.word(",}]")).strip()
-        try:
-            json.loads(word, parse_constant=_refuse)
-        except ValueError as error:
-            raise MalformedError(f"{word!r} is no value") from error
+        check_word(word)
         output.arguments(word)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _take_string(source: Source, quote: str) -> Steps[str]:

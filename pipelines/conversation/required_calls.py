@@ -12,8 +12,8 @@ from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.conversation.formats import MessageFormat
 from staticllm.pipelines.conversation.learnt_calls import LearntCalls, LearntParameters
 from staticllm.pipelines.conversation.named_arguments import FENCE
+from staticllm.pipelines.generation.options.extra import ToolOptions, function_of
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.generation.options.tools import ToolOptions, function_of
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.parameters import (
     STRING_KEYWORDS,
@@ -23,7 +23,7 @@ from staticllm.pipelines.grammars.parameters import (
     listed_parameters,
     object_schema,
 )
-from staticllm.pipelines.grammars.structural_tags import has_free_text
+from staticllm.pipelines.grammars.translation import has_free_text
 
 Part = dict[str, Any]
 """A format of a structural tag."""

@@ -352,8 +352,8 @@ def run(template: str, context: Mapping[str, Any]) -> str:
         PromptError: it is too long.
         Exception: whatever else a template, which is foreign code, raises.
     """
-    compiled = _compiled(template)
-    return compiled.environment.concat(compiled.generate(**context))
+    code = compiled(template)
+    return code.environment.concat(code.generate(**context))
 
 
 def outside_cause(error: BaseException | None) -> BaseException | None:
@@ -370,18 +370,14 @@ def outside_cause(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def check_syntax(template: str) -> None:
-    """Compile a template, within the bounds of the enclosing ``limited`` block.
+@lru_cache(maxsize=8)
+def compiled(template: str) -> jinja2.Template:
+    """Return a compiled template, within the bounds of the enclosing ``limited`` block.
 
     Raises:
         PromptError: it is too long.
         jinja2.TemplateSyntaxError: it has an error.
     """
-    _compiled(template)
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
     if len(template) > MAX_TEMPLATE_CHARS:
         raise PromptError(f"the chat template has {len(template)} characters: at most {MAX_TEMPLATE_CHARS}")
     environment = BoundedEnvironment(

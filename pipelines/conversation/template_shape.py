@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from staticllm.pipelines.conversation.sandbox import (
     TemplateLimitError,
-    check_syntax,
+    compiled,
     limited,
     limited_apart,
     outside_cause,
@@ -154,7 +154,7 @@ def probed_shape(template: str) -> TemplateShape:
 @lru_cache(maxsize=MAX_KEPT)
 def _complete_shape(template: str) -> TemplateShape:
     with limited():
-        check_syntax(template)
+        compiled(template)
         try:
             run(template, _context([USER]))
         except (TemplateLimitError, RecursionError):
@@ -291,12 +291,10 @@ class _Prober:
 
     def _text_place(self, place: ToolPlace | None, form: CallForm) -> TextPlace:
         text = {"role": "assistant", "content": _PROBE}
-        asked = {"role": "assistant", "tool_calls": [_call(form)]}
-        without = {**asked, "content": None if form.has_null_content else ""}
-        shown = self._conversation(place, [{**text, **asked}])
-        if _VALUE in shown:
+        asked = _asking(form, _call(form))
+        if _VALUE in self._conversation(place, [{**asked, **text}]):
             return "beside"
-        shown = self._conversation(place, [text, without])
+        shown = self._conversation(place, [text, asked])
         return "before" if _VALUE in shown and _PROBE in shown else "nowhere"
 
     def _reasoning(self, form: CallForm | None, place: ToolPlace | None) -> dict[str, Any]:
@@ -305,34 +303,25 @@ class _Prober:
             return {"reasoning": None, "has_reasoning_beside_text": False}
         call = _call(form)
         for key in REASONING_KEYS:
-            asked = {"role": "assistant", "content": None if form.has_null_content else "", "tool_calls": [call]}
-            result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
-            if _PROBE in self._conversation(place, [{**asked, key: _PROBE}, result]):
-                both = self._conversation(place, [{**asked, key: _PROBE, "content": _SAID}, result])
+            asked = {**_asking(form, call), key: _PROBE}
+            if _PROBE in self._conversation(place, [asked, _result_of(call)]):
+                both = self._conversation(place, [{**asked, "content": _SAID}, _result_of(call)])
                 return {"reasoning": key, "has_reasoning_beside_text": _PROBE in both}
         return {"reasoning": None, "has_reasoning_beside_text": False}
 
     def _has_several(self, place: ToolPlace | None, form: CallForm) -> bool:
         calls = [_call(form), _call(form, "probe_other", number=1)]
-        content = None if form.has_null_content else ""
-        results = [
-            {
-                "role": "tool",
-                "tool_call_id": call["id"],
-                "name": call["function"]["name"],
-                "content": f"{_RESULT}{index}",
-            }
-            for index, call in enumerate(calls)
-        ]
-        shown = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": calls}, *results])
+        results = [_result_of(call, f"{_RESULT}{index}") for index, call in enumerate(calls)]
+        shown = self._conversation(place, [_asking(form, *calls), *results])
         wanted = [_NAME, "probe_other", *([f"{_RESULT}0", f"{_RESULT}1"] if form.has_results else [])]
         return shown.count(_VALUE) > 1 and all(each in shown for each in wanted)
 
     def _shown(self, place: ToolPlace | None, is_null: bool, is_text: bool, ids: CallIds) -> _Shown:
         """Return what is shown of a call and of its result in this form."""
-        call = _call(CallForm(is_null, "text" if is_text else "object", ids, has_results=True))
-        asked: Message = {"role": "assistant", "content": None if is_null else "", "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": call["id"], "name": _NAME, "content": _RESULT}
+        form = CallForm(is_null, "text" if is_text else "object", ids, has_results=True)
+        call = _call(form)
+        asked = _asking(form, call)
+        result = _result_of(call)
         both = self._conversation(place, [asked, result])
         alone = self._conversation(place, [asked])
         has_result = _RESULT in both
@@ -372,14 +361,13 @@ class _Prober:
 
     def _example(self, form: CallForm, place: ToolPlace | None, calls: Sequence[Any]) -> str:
         """Return what a prompt has of calls, without what ends each message of the assistant; "" if that cannot be told."""
-        content = None if form.has_null_content else ""
-        asked = self._conversation(place, [{"role": "assistant", "content": content, "tool_calls": [*calls]}])
+        asked = self._conversation(place, [_asking(form, *calls)])
         said = self._conversation(place, [{"role": "assistant", "content": _SAID}])
         place_said = said.find(_SAID)
         if place_said < 0 or "tool_name" not in asked:
             return ""
-        before = _num_equal(asked, said)
-        after = _num_equal(asked[before:][::-1], said[before:][::-1])
+        before = num_equal(asked, said)
+        after = num_equal(asked[before:][::-1], said[before:][::-1])
         begin = _whole_tags(asked, before)
         if place_said - begin > MAX_OPENING:
             return ""  # it is not where a text would be
@@ -396,18 +384,30 @@ def named_id(name: str, number: int) -> str:
 
 def _call(form: CallForm, name: str = _NAME, number: int = 0) -> dict[str, Any]:
     """Return a probe call in a form; ``number`` tells it from others."""
-    arguments = json.dumps({_KEY: _VALUE}) if form.arguments == "text" else {_KEY: _VALUE}
     id = {"any": f"{_LONG_ID}{number}", "short": f"{_SHORT_ID}{number}", "named": named_id(name, number)}[form.ids]
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return _call_of(form, id, name, {_KEY: _VALUE})
 
 
 def _example_call(form: CallForm, name: str, arguments: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
-    written = json.dumps(arguments) if form.arguments == "text" else arguments
     id = named_id(name, number) if form.ids == "named" else f"call{number + 1}call"
+    return _call_of(form, id, name, arguments)
+
+
+def _call_of(form: CallForm, id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    written = json.dumps(arguments) if form.arguments == "text" else arguments
     return {"id": id, "type": "function", "function": {"name": name, "arguments": written}}
 
 
-def _num_equal(one: str, other: str) -> int:
+def _asking(form: CallForm, *calls: dict[str, Any]) -> Message:
+    """Return a message of the assistant with calls alone."""
+    return {"role": "assistant", "content": None if form.has_null_content else "", "tool_calls": [*calls]}
+
+
+def _result_of(call: Mapping[str, Any], text: str = _RESULT) -> Message:
+    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+
+
+def num_equal(one: str, other: str) -> int:
     """Return how many characters at the beginning of two texts are equal."""
     differing = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     return next(differing, min(len(one), len(other)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import take_json
+from staticllm.pipelines.conversation.json_calls import strict_json, take_json
 from staticllm.pipelines.conversation.named_arguments import as_json
 from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
 from staticllm.pipelines.grammars.parameters import is_plain
@@ -125,7 +125,7 @@ def typed_json(text: str, types: Atoms, schema: Mapping[str, Any]) -> str | None
 def _readings(text: str) -> Iterator[Any]:
     parsed: Any = text
     with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(text, parse_constant=_refuse)
+        parsed = strict_json(text)
     if not isinstance(parsed, str):
         yield parsed
     yield text
@@ -134,10 +134,6 @@ def _readings(text: str) -> Iterator[Any]:
         yield None
     with contextlib.suppress(MalformedError):
         yield json.loads(as_json(_LITERALS.get(text.strip().lower(), text)))
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:

@@ -31,6 +31,11 @@ MAX_SHAPES = 256
 V = TypeVar("V", bound=ProgramVariant)
 
 
+def averaged(known: float | None, newest: float, weight: float) -> float:
+    """Return the exponential moving average after a ``newest`` value; that value if nothing is ``known``."""
+    return newest if known is None else known + weight * (newest - known)
+
+
 class CostModel(Generic[V]):
     """Seconds per call of each variant. A variant that was not measured is estimated from those that were.
 
@@ -89,14 +94,14 @@ class CostModel(Generic[V]):
         known = self._seconds.get(variant)
         if known is not None:
             is_faster = seconds < known and not self.is_stable(variant)  # the first run at a size may be very slow
-            mixed = known + NEW_SHARE * (min(seconds, SLOWEST * known) - known)
+            mixed = averaged(known, min(seconds, SLOWEST * known), NEW_SHARE)
             self._seconds[variant] = seconds if is_faster else mixed
             if is_faster:
                 self._estimates = {}
                 self._parts = None
             return
         guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
-        self._seconds[variant] = guess + FIRST_SHARE * (seconds - guess)
+        self._seconds[variant] = averaged(guess, seconds, FIRST_SHARE)
         self._estimates = {}
         self._parts = None
 
@@ -170,5 +175,5 @@ class CallCosts:
         known = self._seconds.get(shapes)
         if known is None and len(self._seconds) >= MAX_SHAPES:
             self._seconds.clear()
-        self._last = seconds if known is None else known + SMOOTHING * (seconds - known)
+        self._last = averaged(known, seconds, SMOOTHING)
         self._seconds[shapes] = self._last

@@ -40,11 +40,10 @@ from staticllm.pipelines.diagnostics.reports import (
 from staticllm.pipelines.diagnostics.settings import planned_settings
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.loading.decoder_kind import DecoderJob, job_of
+from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
 from staticllm.pipelines.loading.kind import ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import CompilePlan, compile_all
-from staticllm.pipelines.programs.compile_plan import DecoderPlan
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.warm_up import make_runner
 from staticllm.properties import resolve
@@ -71,6 +70,7 @@ SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "MAX_NUM_SEQS": 1, "MEASU
 class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]]):
     """The questions about decoders. ``chunks``: the rows of the prefill programs that are verified."""
 
+    kind: type[ProgramKind[Variant, ModelShape, ModelRunner]] = DecoderKind
     chunks: tuple[int, ...] = CHUNKS
     takes_adapters = True
 

@@ -13,7 +13,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import OnProgress, ProgramMode, ProgramVariant, ProgressEvent
-from staticllm.devices import check_device, get_core, is_present, kind
+from staticllm.devices import check_device, get_core, is_present, kind, known_properties
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
 from staticllm.pipelines.artifacts.cache import BlobCache, key_of
@@ -35,13 +35,13 @@ from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import (
     CompiledPrograms,
-    CompileOptions,
     CompilePlan,
     compile_all,
     first_variants,
 )
 from staticllm.pipelines.programs.dry_run import run_apart
-from staticllm.pipelines.programs.layout import PROGRAM_BYTES, program_mode
+from staticllm.pipelines.programs.layout import PROGRAM_BYTES
+from staticllm.properties import resolve
 
 TOLERANCE, OTHER_TOLERANCE = 1e-3, 1e-2
 """Largest difference as a share of the range of the original's numbers: on a CPU in f32, and elsewhere."""
@@ -60,12 +60,15 @@ class Trial:
 K = TypeVar("K", bound=ProgramKind[Any, Any, Any])
 
 
+@dataclass(frozen=True)
 class Diagnosis(Generic[K]):
     """The questions about one kind of model. A job names the model, the device and the choices.
 
-    All methods raise what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``,
-    ``DeviceError`` or ``ConfigError``.
+    ``kind``: the class of its ``ProgramKind``. All methods raise what lowering, loading or running the model does:
+    ``ModelError``, ``UnsupportedModelError``, ``DeviceError`` or ``ConfigError``.
     """
+
+    kind: type[K]
 
     takes_adapters: ClassVar[bool] = False
     places: ClassVar[str] = "calls"
@@ -80,7 +83,9 @@ class Diagnosis(Generic[K]):
         check: Callable[[ov.Core, object], str] = check_device,
     ) -> LoadJob[Any]:
         """Return the job for a directory. ``properties``: those of a user. ``check`` refuses devices by a ``DeviceError``."""
-        raise NotImplementedError
+        name = check(get_core(), device)
+        resolved = resolve(properties, known_properties(get_core(), name))
+        return LoadJob(self.kind(), directory, name, resolved.config, on_progress, resolved.explicit)
 
     def report(self, job: LoadJob[K]) -> ModelReport:
         """Lower a model and describe its passes, variants and bytes. Nothing is compiled."""
@@ -249,6 +254,5 @@ def _kept_seconds(job: LoadJob[Any]) -> Mapping[Any, float]:
     if folder is None or not Path(folder).is_dir() or not is_present(get_core(), job.device):
         return {}
     fingerprint = job.kind.fingerprint(job)
-    options = CompileOptions(job.device, program_mode(job.device, job.config), None, job.kind.properties(job))
     place = CostsPlace(BlobCache(folder).path(key_of(fingerprint)), fingerprint, job.key)
-    return place.costs_of(job.kind.variant, options).read()
+    return place.costs_of(job.kind.variant, job.kind.options(job)).read()

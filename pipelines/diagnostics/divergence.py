@@ -21,8 +21,8 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.diagnostics.reports import Divergence
 from staticllm.pipelines.diagnostics.settings import PRECISION, candidates, planned_settings
+from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
 from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import DecoderPlan, prepare
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.warm_up import make_runner
 
@@ -47,10 +47,7 @@ def measure_divergence(
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
     The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
-    all settings).
-
-    Raises:
-        ConfigError: the device is not a CPU; and what ``prepare`` raises.
+    all settings). Raises ``ConfigError`` (the device is not a CPU; and what ``prepare`` raises).
     """
     if kind(device) != "CPU":
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")

@@ -30,8 +30,8 @@ from staticllm.errors import (
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.artifacts.cache import BlobCache
-from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
-from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+from staticllm.pipelines.artifacts.fingerprint import fingerprint_model, with_article
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in, known_kind
 from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
 from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.loading.load import load
@@ -174,9 +174,11 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     start = time.perf_counter()
     try:
         directory = check_model_dir(path)
-        what = kind_in(directory)
-        if what is None:
+        name = known_kind(directory)
+        if name is None:
             raise ModelError(NOT_TEXT)
+        found_kind = kind_in(directory)
+        what = with_article(name) if found_kind is None else found_kind.what
         job = job_in(directory, device, {}, on_progress)
         trial = diagnosis_of(job.kind.name).try_out(job)
         here = fingerprint_model(directory)
@@ -194,7 +196,7 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
             )
             return Finding("warn", "model", mismatch, remedy)
     ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
-    complete = f"complete, weights {here.weights_digest[:12]}, {what.what}, {ran}{trial.how}"
+    complete = f"complete, weights {here.weights_digest[:12]}, {what}, {ran}{trial.how}"
     return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)
 
 

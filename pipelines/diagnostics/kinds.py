@@ -1,4 +1,4 @@
-"""The kinds of models that the commands know, and which of them a directory holds."""
+"""Which kind of model a directory holds, its job, and the questions about it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.model_kind import is_lowered_as, kind_in
 from staticllm.core import OnProgress
-from staticllm.devices import check_device
-from staticllm.model_dir import check_model_dir
+from staticllm.devices import check_device, get_core
+from staticllm.model_dir import check_model_dir, read_model
 from staticllm.pipelines.artifacts.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.diagnostics.decoder_diagnosis import DecoderDiagnosis
 from staticllm.pipelines.diagnostics.diagnosis import Diagnosis
-from staticllm.pipelines.diagnostics.encoder_diagnosis import EncoderDiagnosis
-from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.loading.kind import LoadJob
+from staticllm.pipelines.programs.kinds import KINDS
 
 AnyDiagnosis = Diagnosis[Any]
-DIAGNOSES: dict[str, AnyDiagnosis] = {"decoder": DecoderDiagnosis(), "encoder": EncoderDiagnosis()}
-"""By the name of a ``ProgramKind``. A kind that is not here gets the default answers."""
 
 
 def diagnosis_of(kind_name: str) -> AnyDiagnosis:
     """Return the questions about a kind of model."""
-    return DIAGNOSES.get(kind_name) or Diagnosis()
+    known = KINDS[kind_name]
+    found: AnyDiagnosis = known.diagnosis_class(known.program_class)
+    return found
+
+
+def known_kind(directory: Path, weights: str | None = None) -> str | None:
+    """Return the name of the kind of the model in a checked directory; None if it is none of ``KINDS``.
+
+    Raises ``ModelError`` (a file of the model is damaged).
+    """
+    model = read_model(get_core(), directory, weights)
+    return next((name for name, known in KINDS.items() if known.program_class.fits(model, directory)), None)
 
 
 def job_in(
@@ -41,25 +47,20 @@ def job_in(
 ) -> LoadJob[Any]:
     """Return the job for the model in a directory, whatever kind it is.
 
-    ``properties``: those of a pipeline for this kind. ``check`` raises a ``DeviceError`` for a device that cannot be used.
-
-    Raises:
-        ModelError: a file of the model is missing or damaged.
-        DeviceError: ``check`` refuses the device.
-        ConfigError: a property is unknown, or its value is impossible for this model.
+    ``properties``: those of a pipeline for this kind. ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises
+    ``ModelError`` (a file of the model is missing or damaged), ``DeviceError`` (``check`` refuses the device) and ``ConfigError``
+    (a property is unknown, or its value is impossible for this model).
     """
     weights = properties.get("WEIGHTS_PATH")
     directory = check_model_dir(models_path, False, weights)
-    can_embed = read_encoder_files(directory).pooling is not None
-    name = "encoder" if is_lowered_as(kind_in(directory, weights), "encoder", can_embed) else "decoder"
+    name = known_kind(directory, weights) or "decoder"  # whose passes say what the graph lacks
     return diagnosis_of(name).job(directory, device, properties, on_progress, check)
 
 
 def verify_set(job: LoadJob[Any], folder: Path) -> Manifest:
     """Compare the set that a job has written with the original on the CPU in f32, and write the result into its manifest.
 
-    Raises:
-        BlobError: the set cannot be loaded.
+    Raises ``BlobError`` (the set cannot be loaded).
     """
     stored = replace(job, config=replace(job.config, blob_path=str(folder), cache_dir=None))
     found = diagnosis_of(job.kind.name).agreement(stored)

@@ -15,8 +15,8 @@ from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
 from staticllm.pipelines.diagnostics.settings import label_of
+from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 RUNS = 5
@@ -46,10 +46,8 @@ def profile_calls(
 ) -> Iterator[CallProfile]:
     """Compile a model with counters and yield the profile of each call, on random tokens and KV slots.
 
-    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls).
-
-    Raises:
-        ConfigError: the device has no counters; and what ``prepare`` raises.
+    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls). Raises
+    ``ConfigError`` (the device has no counters; and what ``prepare`` raises).
     """
     if PERF_COUNT not in supported_properties(get_core(), device):
         raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")

@@ -50,8 +50,7 @@ def exact_for(device: str) -> dict[str, Any]:
 class StatefulReference:
     """A stateful IR that runs on the CPU, one conversation at a time, in f32 unless ``properties`` differ.
 
-    Raises:
-        ModelError: the directory has no causal language model, or the CPU cannot compile it.
+    Raises ``ModelError`` (the directory has no causal language model, or the CPU cannot compile it).
     """
 
     def __init__(self, models_path: str | os.PathLike[str], properties: Mapping[str, Any] = EXACT) -> None:
@@ -117,11 +116,7 @@ class EncoderReference:
             _expose_hidden_states(self._model)
 
     def __call__(self, text: TokenizedText) -> Vectors:
-        """Return the vector or the scores of one text, ``[width]``.
-
-        Raises:
-            ModelError: the CPU cannot run the original.
-        """
+        """Return the vector or the scores of one text, ``[width]``. Raises ``ModelError`` (the CPU cannot run the original)."""
         ids = text.ids[None]
         feeds = {
             INPUT_IDS: ids,

@@ -12,10 +12,10 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
 from staticllm.devices import get_core, is_present, kind, type_name
 from staticllm.pipelines.diagnostics.reports import ChosenSettings, ProbeTimes
+from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe, repeated_matrices
 from staticllm.pipelines.programs.bind import BoundPrograms
 from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.compile_plan import prepare
 
 PRECISION, GROUP_SIZE = "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 GROUP_SIZES = (0, 32, 128)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from dataclasses import dataclass, fields
 from types import NoneType
@@ -10,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 import openvino_genai as genai
 
-from staticllm.config import as_whole
+from staticllm.config import as_whole, is_whole
 from staticllm.core import Pooling
 from staticllm.errors import ConfigError
 
@@ -45,14 +44,10 @@ class EmbeddingConfig:
     padding_side: str | None = None
 
     def validate(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
+        """Check the values. Raises ``ConfigError`` (a value is impossible)."""
         for name in ("max_length", "batch_size"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not is_whole(value, 1):
                 raise ConfigError(f"{name}={value!r}: must be a whole number from 1, or None")
         if not isinstance(self.normalize, bool):
             raise ConfigError(f"normalize={self.normalize!r}: must be True or False")
@@ -79,14 +74,10 @@ class RerankConfig:
     padding_side: str | None = None
 
     def validate(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: a value is impossible.
-        """
-        if not is_whole(self.top_n) or self.top_n < 1:
+        """Check the values. Raises ``ConfigError`` (a value is impossible)."""
+        if not is_whole(self.top_n, 1):
             raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
-        if self.max_length is not None and (not is_whole(self.max_length) or self.max_length < 1):
+        if self.max_length is not None and not is_whole(self.max_length, 1):
             raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
 
 
@@ -96,8 +87,7 @@ AnyConfig = TypeVar("AnyConfig", EmbeddingConfig, RerankConfig)
 def resolved_config(kind: type[AnyConfig], given: object, properties: dict[str, object]) -> AnyConfig:
     """Return the config with the keywords among ``properties`` in it, which are removed from these.
 
-    Raises:
-        ConfigError: a value is impossible.
+    Raises ``ConfigError`` (a value is impossible).
     """
     names = [item.name for item in fields(kind)]
     own = {name: properties.pop(name) for name in names if name in properties}
@@ -121,8 +111,3 @@ def resolved_config(kind: type[AnyConfig], given: object, properties: dict[str, 
 
 
 _GENAI = {EmbeddingConfig: genai.TextEmbeddingPipeline.Config, RerankConfig: genai.TextRerankPipeline.Config}
-
-
-def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number, which ``True`` is not; those of numpy are."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

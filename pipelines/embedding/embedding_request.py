@@ -17,10 +17,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.system.threads import check_may_wait
-
-POLL_SECONDS = 0.5
-"""The longest single wait of a caller: Ctrl-C takes effect after this time where it cannot interrupt a wait."""
+from staticllm.system.threads import POLL_SECONDS, check_may_wait
 
 IDLE_SECONDS = 0.05
 """Idle time after which the thread of callbacks ends: starting one for each would take as long as tokenizing a text."""
@@ -154,10 +151,8 @@ class EmbeddingRequest:
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
         """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
 
-        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread.
-
-        Raises:
-            StaticLLMError: a text failed, the deadline passed, or this is the thread of a device, which would wait for itself.
+        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread. Raises ``StaticLLMError`` (a
+        text failed, the deadline passed, or this is the thread of a device, which would wait for itself).
         """
         num_told = 0
         try:

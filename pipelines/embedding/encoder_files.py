@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
+from staticllm.config import is_whole
 from staticllm.core import Pooling
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import max_positions
@@ -75,8 +76,7 @@ class EncoderFiles:
 def read_encoder_files(directory: Path) -> EncoderFiles:
     """Read ``modules.json`` and the folders that it names, the longest text, and the prompts.
 
-    Raises:
-        ModelError: a file is damaged, or a module computes something that encoder programs do not have.
+    Raises ``ModelError`` (a file is damaged, or a module computes something that encoder programs do not have).
     """
     modules = _read_json(directory / "modules.json", list) or _default_modules(directory)
     pooling: Pooling | None = None
@@ -119,8 +119,7 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
 def _check_order(directory: Path, kinds: list[str]) -> None:
     """Check that a transformer, a pooling, Dense modules and a normalisation come in this order, as programs compute them.
 
-    Raises:
-        ModelError: they do not.
+    Raises ``ModelError`` (they do not).
     """
     if kinds != sorted(kinds, key=ORDER.index) or kinds.count("Pooling") > 1:
         raise ModelError(
@@ -131,14 +130,13 @@ def _check_order(directory: Path, kinds: list[str]) -> None:
 def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     """Return the longest text in tokens, None if it is not given, and whether texts are made lower case.
 
-    Raises:
-        ModelError: a value is impossible.
+    Raises ``ModelError`` (a value is impossible).
     """
     name = next((name for name in SENTENCE_CONFIGS if os.path.lexists(directory / name)), SENTENCE_CONFIGS[0])
     found = _read_json(directory / name, dict)
     length = found.get("max_seq_length")
     is_lower_cased = found.get("do_lower_case", False)
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+    if length is not None and not is_whole(length, 1):
         raise ModelError(f"{name}: max_seq_length is {length!r}: must be a whole number from 1")
     if not isinstance(is_lower_cased, bool):
         raise ModelError(f"{name}: do_lower_case is {is_lower_cased!r}: must be true or false")
@@ -148,20 +146,16 @@ def _sentence_config(directory: Path) -> tuple[int | None, bool]:
 def _tokenizer_length(directory: Path) -> int | None:
     """Return the longest text in tokens as sentence-transformers takes it from the tokenizer; None if it has no limit."""
     length = _read_json(directory / "tokenizer_config.json", dict).get("model_max_length")
-    if not isinstance(length, int) or isinstance(length, bool) or not 0 < length < NO_LIMIT:
+    if not is_whole(length, 1, NO_LIMIT - 1):
         return None
     return min(length, max_positions(directory) or length)
 
 
 def _score_tokens(path: Path) -> tuple[int, int]:
-    """Return the tokens for a bad and for a good text.
-
-    Raises:
-        ModelError: one is missing, or there are other scores.
-    """
+    """Return the tokens for a bad and for a good text. Raises ``ModelError`` (one is missing, or there are other scores)."""
     found = _read_json(path, dict)
     tokens = found.get("false_token_id"), found.get("true_token_id")
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in tokens):
+    if not all(is_whole(token, 0) for token in tokens):
         raise ModelError(
             f"{path}: false_token_id and true_token_id are {tokens[0]!r} and {tokens[1]!r}: only scores of two tokens are "
             "supported"
@@ -174,8 +168,7 @@ def _score_tokens(path: Path) -> tuple[int, int]:
 def _folder(directory: Path, path: str) -> Path:
     """Return the folder of a module.
 
-    Raises:
-        ModelError: it is outside the model directory, or no folder can have this path.
+    Raises ``ModelError`` (it is outside the model directory, or no folder can have this path).
     """
     try:
         found = (directory / path).resolve()
@@ -216,8 +209,7 @@ def _pooling(path: Path) -> Pooling:
 def _prompts(directory: Path) -> tuple[dict[str, str], str]:
     """Return the prompts by name, and the one that goes before texts of which nothing is said.
 
-    Raises:
-        ModelError: they are no texts, or the default is not among them.
+    Raises ``ModelError`` (they are no texts, or the default is not among them).
     """
     found = _read_json(directory / "config_sentence_transformers.json", dict)
     prompts = found.get("prompts") or {}
@@ -237,8 +229,7 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str]:
 def _dense(folder: Path) -> Dense:
     """Read a Dense module as sentence-transformers does, which uses Tanh unless a function of PyTorch is named.
 
-    Raises:
-        ModelError: a file is damaged, or the module computes something else.
+    Raises ``ModelError`` (a file is damaged, or the module computes something else).
     """
     config = _read_json(folder / "config.json", dict)
     named = str(config.get("activation_function", ""))
@@ -292,8 +283,7 @@ def _field(module: Any, name: str) -> Any:
 def _read_json(path: Path, kind: type) -> Any:
     """Return the content of a file, or an empty ``kind`` if there is none.
 
-    Raises:
-        ModelError: it cannot be read, is not JSON, or of another kind.
+    Raises ``ModelError`` (it cannot be read, is not JSON, or of another kind).
     """
     if not os.path.lexists(path):
         return kind()

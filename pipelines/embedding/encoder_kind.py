@@ -7,33 +7,29 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import openvino as ov
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes import model_kind
 from staticllm.compiler_passes.lower_encoder import lower_encoder
-from staticllm.compiler_passes.model_kind import check_kind
+from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderShape, EncoderVariant, Part, Pooling, ProgramMode, ProgressEvent
-from staticllm.devices import get_core
+from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgressEvent, Size
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
-from staticllm.model_dir import read_model
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.fingerprint import EncoderFingerprint, fingerprint_model, machine_values
-from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.artifacts.fingerprint import DENSE
+from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.embedding.encoder_calls import check_ports, random_texts
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles
+from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
-from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.pipelines.loading.kind import LoadJob, ProgramKind, Source, properties_text
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.layout import program_mode
 from staticllm.ports import INPUT_IDS
-from staticllm.system.mapped_weights import MappedWeights
 
 EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
@@ -47,70 +43,6 @@ CHUNK_ROWS, SHORT_CHUNKS = 512, (64, 256)
 """The rows of calls that continue a text, and of others for its end, where another size costs no memory."""
 REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKENS)
 """There, too: the rows of calls that run the rest of a text whose beginning is kept, and the tokens of such beginnings."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a plan is made for. ``max_length``: the tokens of a text that are asked for; the graph may allow fewer.
-
-    ``given_length`` and ``sizes`` are those that the user gave, None for the usual ones. ``can_embed``: whether it is said how a
-    decoder's vectors become one. ``wants_chunks``: whether texts may be continued if the model has states.
-    """
-
-    lowering: EncoderOptions
-    max_length: int
-    given_length: int | None
-    sizes: Sequence[tuple[int, int]] | None
-    pooling: Pooling | None
-    can_embed: bool
-    wants_chunks: bool
-
-
-def plan_encoder(
-    job: LoadJob[Any], wanted: Wanted, properties: Mapping[Part, Mapping[str, Any]], for_blobs: bool = False
-) -> EncoderPlan:
-    """Read and lower the model, and choose its variants. ``for_blobs``: whether its programs will be exported.
-
-    Raises:
-        ModelError: the model cannot be read, or is no encoder.
-        UnsupportedModelError: a pass cannot lower the model.
-        ConfigError: ``max_length`` is more than the model can have.
-    """
-    config = job.config
-    begin = time.perf_counter()
-    model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
-    check_kind(model, job.directory, "encoder", wanted.can_embed)
-    if for_blobs:
-        keep_small_constants(model)
-    weights = MappedWeights(model)
-    vocab_size = _vocab_size(model)
-    read = time.perf_counter()
-    job.on_progress(ProgressEvent("read", 1, 1, read - begin))
-    mode = program_mode(job.device, config)
-    lowered = lower_encoder(model, wanted.lowering)
-    longest = _longest(wanted.max_length, wanted.given_length, lowered.shape.max_rows)
-    unsafe = () if mode == "shared" else lowered.shape.unsafe_rows
-    longest -= longest in unsafe
-    sizes = wanted.sizes or (SHARED_SIZES if mode == "shared" else SIZES)
-    sizes = [size for size in sizes if size[1] not in unsafe]
-    continuing = _continuing(wanted, mode, lowered.shape, longest)
-    if continuing:
-        sizes = [size for size in sizes if size[1] <= CHUNK_ROWS]
-        variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing)
-    else:
-        lowered = replace(lowered, shape=replace(lowered.shape, past=()), continued=None)
-        variants = variants_for(longest, sizes)
-    lowered = replace(lowered, shape=replace(lowered.shape, longest=longest, vocab_size=vocab_size))
-    job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
-    return CompilePlan(lowered, CompileOptions(job.device, mode, None, properties), variants, weights)
-
-
-def _continuing(wanted: Wanted, mode: ProgramMode, shape: EncoderShape, longest: int) -> tuple[EncoderVariant, ...]:
-    """Return the variants that continue texts. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
-    is_wanted = wanted.wants_chunks and CHUNK_ROWS not in shape.unsafe_rows
-    if not shape.past or not is_wanted or (shape.pooling or wanted.pooling or default_pooling(shape)) != "last":
-        return ()
-    return continuing_for(longest, mode == "shared")
 
 
 def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
@@ -146,17 +78,6 @@ def variants_for(longest: int, sizes: Sequence[tuple[int, int]] = SIZES) -> tupl
     if all(rows < longest for _, rows in useful):
         useful.add((1, longest))
     return tuple(sorted(EncoderVariant(b, rows, max(b, b * rows // TOKENS_PER_TEXT)) for b, rows in useful))
-
-
-def _longest(asked: int, given: int | None, possible: int) -> int:
-    """Return the most tokens of a text.
-
-    Raises:
-        ConfigError: the user gave more than the model can have.
-    """
-    if given is not None and given > possible:
-        raise ConfigError(f"max_length={given}: the model was made for texts of at most {possible} tokens; lower it")
-    return min(asked, possible)
 
 
 def _vocab_size(model: ov.Model) -> int | None:
@@ -199,6 +120,14 @@ class EncoderChoices:
 
 
 @dataclass(frozen=True)
+class EncoderSetChoices:
+    """The choices behind an encoder's set: the most tokens of a text, and the batches and rows; None for the usual ones."""
+
+    max_length: Size
+    sizes: Annotated[list[tuple[Size, Size]], Meta(max_length=64)] | None
+
+
+@dataclass(frozen=True)
 class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     """The kind of an encoder, with everything that the user and the model's files choose.
 
@@ -229,20 +158,43 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         """Whether texts may be continued if the model has states: a vector must be that of the last token then."""
         return bool(self.chosen.score_tokens) or self.pooling in (None, "last")
 
-    def plan(self, job: AnyJob, for_blobs: bool = False, start: StartWith = "all programs") -> EncoderPlan:
-        """Read and lower the model, and choose its variants; all of its programs are there from the start."""
+    def check_graph(self, model: ov.Model, directory: Path) -> None:
+        """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled."""
+        check_kind(model, directory, "encoder", self.can_embed)
+
+    def lower(self, job: AnyJob, source: Source, start: StartWith) -> EncoderPlan:
+        """Lower the model, and choose its variants; all of its programs are there from the start."""
         del start
         given = self.chosen
-        wanted = Wanted(
-            lowering=EncoderOptions(self.max_length, self.files.dense, given.is_normalised, given.score_tokens),
-            max_length=self.max_length,
-            given_length=given.max_length,
-            sizes=given.sizes,
-            pooling=self.pooling,
-            can_embed=self.can_embed,
-            wants_chunks=self.wants_chunks,
-        )
-        return plan_encoder(job, wanted, self.properties(job), for_blobs)
+        vocab_size = _vocab_size(source.model)
+        options = EncoderOptions(self.max_length, self.files.dense, given.is_normalised, given.score_tokens)
+        lowered = lower_encoder(source.model, options)
+        shape = lowered.shape
+        if given.max_length is not None and given.max_length > shape.max_rows:
+            raise ConfigError(
+                f"max_length={given.max_length}: the model was made for texts of at most {shape.max_rows} tokens; lower it"
+            )
+        longest = min(self.max_length, shape.max_rows)
+        is_shared = program_mode(job.device, job.config) == "shared"
+        unsafe = () if is_shared else shape.unsafe_rows
+        longest -= longest in unsafe
+        sizes = given.sizes or (SHARED_SIZES if is_shared else SIZES)
+        sizes = [size for size in sizes if size[1] not in unsafe]
+        continuing = continuing_for(longest, is_shared) if self._can_continue(shape) else ()
+        if continuing:
+            sizes = [size for size in sizes if size[1] <= CHUNK_ROWS]
+            variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing)
+        else:
+            lowered = replace(lowered, continued=None)
+            shape = replace(shape, past=())
+            variants = variants_for(longest, sizes)
+        lowered = replace(lowered, shape=replace(shape, longest=longest, vocab_size=vocab_size))
+        return CompilePlan(lowered, self.options(job), variants, source.weights)
+
+    def _can_continue(self, shape: EncoderShape) -> bool:
+        """Return whether texts can run in parts. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
+        is_possible = self.wants_chunks and CHUNK_ROWS not in shape.unsafe_rows and bool(shape.past)
+        return is_possible and (shape.pooling or self.pooling or default_pooling(shape)) == "last"
 
     def random_call(self, programs: EncoderPrograms, variant: EncoderVariant) -> Mapping[str, NDArray[Any]]:
         """Return a call that is full of random tokens."""
@@ -253,9 +205,8 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     ) -> EncoderRunner:
         """Bind the programs, and run each of them once.
 
-        Raises:
-            ModelError, ConfigError: the model computes, or pools, something else than the caller wants.
-            DeviceError: the device cannot run a program.
+        Raises ``ModelError`` and ``ConfigError`` (the model computes, or pools, something else than the caller wants) and
+        ``DeviceError`` (the device cannot run a program).
         """
         del memory, planned
         self._check_output(job, programs.shape)
@@ -272,24 +223,34 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
         return runner
 
-    def fingerprint(self, job: AnyJob) -> EncoderFingerprint:
-        """Return the digests of the model and its Dense modules, the machine, and the choices."""
-        model = fingerprint_model(job.directory, job.weights)
-        properties = sorted(json_properties(self.properties(job)["encode"]).items())
+    @classmethod
+    def fits(cls, model: ov.Model, directory: Path) -> bool:
+        """Return whether the model computes vectors or scores, or is a decoder whose files say how to pool its vectors."""
+        return is_lowered_as(kind_of(model), "encoder", read_encoder_files(directory).pooling is not None)
+
+    @staticmethod
+    def check_stored(shape: EncoderShape, content: Mapping[str, Any]) -> None:
+        """Check the choices, the layout, the pooling and the longest text."""
+        stored(EncoderSetChoices, content["config"])
+        ProgramKind.check_stored(shape, content)
+        if content["programs"] not in ("separate", "shared"):
+            raise ValueError("the programs are not those of an encoder")
+        if shape.pooling not in (None, "first", "last", "mean") or not shape.longest:
+            raise ValueError("its pooling or its longest text is impossible")
+
+    def asked(self, job: AnyJob) -> dict[str, str]:
+        """Return the digest of the Dense modules, and the choices."""
         sizes = self.chosen.sizes
-        return EncoderFingerprint(
-            ir_digest=model.ir_digest,
-            weights_digest=model.weights_digest,
-            **machine_values(get_core(), job.device),
-            dense=_digest_of(self.files),
-            score_tokens=", ".join(map(str, self.chosen.score_tokens)) or "none",
-            max_length=str(self.max_length),
-            sizes=("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
+        return {
+            DENSE: _digest_of(self.files),
+            "score_tokens": ", ".join(map(str, self.chosen.score_tokens)) or "none",
+            "max_length": str(self.max_length),
+            "sizes": ("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
             + (", chunks" if self.wants_chunks and has_states(job.directory / MODEL_XML) else ""),
-            programs=mode_of(job),
-            normalize=str(self.chosen.is_normalised),
-            properties=", ".join(f"{name}={value}" for name, value in properties),
-        )
+            "PROGRAMS": program_mode(job.device, job.config),
+            "normalize": str(self.chosen.is_normalised),
+            "properties": properties_text(self.properties(job)["encode"]),
+        }
 
     def choices(self, job: AnyJob) -> dict[str, Any]:
         """Return the longest text and the sizes that were asked for."""
@@ -299,11 +260,11 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
 
     def decided_by(self, manifest: Manifest, job: AnyJob) -> AnyJob:
         """Return the job with the set's sizes and longest text for whatever the user left out."""
-        stored = manifest.config
+        config = manifest.config
         given = self.chosen
-        sizes = given.sizes if stored["sizes"] is None or given.sizes is not None else stored["sizes"]
+        sizes = given.sizes if config["sizes"] is None or given.sizes is not None else config["sizes"]
         decided = replace(given, sizes=None if sizes is None else [(batch, rows) for batch, rows in sizes])
-        max_length = stored["max_length"] if given.max_length is None else self.max_length
+        max_length = config["max_length"] if given.max_length is None else self.max_length
         return replace(job, kind=replace(self, chosen=decided, max_length=max_length))
 
     def check(self, programs: EncoderPrograms) -> None:
@@ -313,8 +274,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     def _check_output(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that the model computes what the caller can use.
 
-        Raises:
-            ModelError: it computes scores instead of embeddings, or the reverse.
+        Raises ``ModelError`` (it computes scores instead of embeddings, or the reverse).
         """
         output = shape.output
         wanted = self.chosen.output
@@ -325,9 +285,8 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     def _check_pooling(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that a model that pools by itself pools as the user and its files say.
 
-        Raises:
-            ConfigError: the user chose another pooling.
-            ModelError: its files name another one, and the user said nothing.
+        Raises ``ConfigError`` (the user chose another pooling) and ``ModelError`` (its files name another one, and the user said
+        nothing).
         """
         own = shape.pooling
         chosen = self.chosen.pooling
@@ -350,16 +309,10 @@ EncoderJob: TypeAlias = LoadJob[EncoderKind]
 """One encoder for one device."""
 
 
-def mode_of(job: LoadJob[Any]) -> ProgramMode:
-    """Return ``separate`` if each variant has a program of its own, else ``shared``."""
-    return program_mode(job.device, job.config)
-
-
 def has_states(path: Path) -> bool:
     """Return whether the IR at this path reads states, as a decoder that was exported with past does.
 
-    Raises:
-        ModelError: the file cannot be read.
+    Raises ``ModelError`` (the file cannot be read).
     """
     try:
         return b'type="ReadValue"' in path.read_bytes()

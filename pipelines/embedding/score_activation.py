@@ -23,10 +23,8 @@ def chosen_activation(given: Activation | None, directory: Path, num_labels: int
     """Return the activation that the user gave, else that of the model's files, else sigmoid, or softmax of several labels.
 
     ``Identity`` of several labels in the files is what sentence-transformers writes for every such model, so that it stands for
-    no choice: the logit of one label alone says nothing.
-
-    Raises:
-        ModelError: the files name an activation that is not supported.
+    no choice: the logit of one label alone says nothing. Raises ``ModelError`` (the files name an activation that is not
+    supported).
     """
     if given is not None:
         return given
@@ -69,11 +67,7 @@ def _named_activation(directory: Path) -> Activation | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file; empty if there is none.
-
-    Raises:
-        ModelError: it is no JSON object.
-    """
+    """Return the content of a file; empty if there is none. Raises ``ModelError`` (it is no JSON object)."""
     if not path.is_file():
         return {}
     try:

@@ -12,10 +12,9 @@ import numpy as np
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.engine.kv_manager import KVCacheManager
+from staticllm.pipelines.engine.sequence import SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
-from staticllm.pipelines.engine.state import SequenceState
-from staticllm.pipelines.generation.drafts import Draft
 from staticllm.pipelines.profiling.records import HostTimes, StepRecord
 from staticllm.pipelines.programs.model_runner import Accept, Logits, ModelRunner
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus
@@ -159,23 +158,20 @@ class BatchBuilder:
 
     def _with_drafts(self, batch: Batch) -> Batch:
         """Return the batch with drafts after the tokens that decode, where that pays."""
-        drafting = [e.state.drafts for e in batch.entries if e.state.drafts is not None and not e.is_prefill]
+        decoding = [entry for entry in batch.entries if not entry.is_prefill]
+        answers = [each for entry in decoding if (each := entry.state.answer) is not None and each.drafts is not None]
+        drafting = [answer.drafts for answer in answers if answer.drafts is not None]
         if not drafting or not self._draft_planner.is_possible or self._quarantine.has_suspects:
             return batch
         if not sum(drafts.is_due() for drafts in drafting):
             self._draft_planner.skip()
             return batch
-        decoding = [entry for entry in batch.entries if not entry.is_prefill]
         num_rows = sum(len(entry.segment.tokens) for entry in batch.entries)
         num_logits = sum(entry.segment.num_logits for entry in batch.entries)
         call = PlainCall(batch.variant, num_rows, len(batch.entries), num_logits, len(decoding))
-        plan = self._draft_planner.plan([entry.state for entry in decoding], call)
-        drafted = {
-            entry.state.id: _with_draft(entry, draft)
-            for entry, draft in zip(decoding, plan.drafts, strict=False)
-            if draft.tokens
-        }
-        entries = tuple(drafted.get(entry.state.id, entry) for entry in batch.entries)
+        plan = self._draft_planner.plan(answers, call)
+        checks = {a.id: DraftCheck(a, draft) for a, draft in zip(answers, plan.drafts, strict=False) if draft.tokens}
+        entries = tuple(_with_draft(entry, checks.get(entry.state.id)) for entry in batch.entries)
         return replace(batch, entries=entries, variant=plan.variant, drafting=plan)
 
     def observe(self, batch: Batch, host: HostTimes, device_seconds: float) -> None:
@@ -185,10 +181,10 @@ class BatchBuilder:
             self._draft_planner.observe(batch.drafting, num_accepted, device_seconds + host.total)
 
     def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
-        assert state.sequence is not None
-        start = len(state.sequence)
+        assert state.kv.sequence is not None
+        start = len(state.kv.sequence)
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
-        return BatchEntry(state, Segment(state.sequence, tokens, state.num_logits(start, len(tokens))), is_prefill)
+        return BatchEntry(state, Segment(state.kv.sequence, tokens, state.num_logits(start, len(tokens))), is_prefill)
 
     def _fitting(self, entries: list[BatchEntry], preempted: list[int]) -> tuple[list[BatchEntry], Variant | None]:
         """Return the longest head of ``entries`` that has slots and a variant, and the variant; None if not even one can run.
@@ -206,7 +202,7 @@ class BatchBuilder:
                 entries = [shorter]
             else:
                 others = [state for state in self._kv_manager.states.values() if state is not first]
-                victims = [state for state in others if state.sequence is not None]
+                victims = [state for state in others if state.kv.sequence is not None]
                 if not victims:
                     break
                 self._kv_manager.preempt(victims[-1])
@@ -265,11 +261,13 @@ class BatchBuilder:
         return marked
 
 
-def _with_draft(entry: BatchEntry, draft: Draft) -> BatchEntry:
-    """Return a decoding entry with a draft after its token, and with logits after each of these tokens."""
-    tokens = np.concatenate([entry.segment.tokens, np.asarray(draft.tokens, np.int64)])
+def _with_draft(entry: BatchEntry, check: DraftCheck | None) -> BatchEntry:
+    """Return a decoding entry with a draft after its token, and with logits after each of these tokens; None for no draft."""
+    if check is None:
+        return entry
+    tokens = np.concatenate([entry.segment.tokens, np.asarray(check.draft.tokens, np.int64)])
     segment = replace(entry.segment, tokens=tokens, num_logits=len(tokens))
-    return replace(entry, segment=segment, check=DraftCheck(entry.state, draft))
+    return replace(entry, segment=segment, check=check)
 
 
 def _accept(checks: Mapping[int, DraftCheck], segment: Segment, logits: Logits) -> int:

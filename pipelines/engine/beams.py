@@ -54,7 +54,7 @@ class BeamRequest(RequestState):
         """Begin the search in a core: run the prompt."""
         core.searches[self.request.id] = self
         self._core = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
-        self._beams = [core.feeds.open(self.request.priority, True, self.request.adapters, self.request.owner)]
+        self._beams = [core.feeds.open(self.priority, True, self.request.adapters, self.request.owner)]
         self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 
@@ -86,7 +86,7 @@ class BeamRequest(RequestState):
         """Change the priority of the search and of its beams."""
         super().set_priority(priority)
         for state in self._beams:
-            state.set_priority(priority)
+            state.info.set_priority(priority)
 
     def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
         """End the search without answers, in any state that an exception left, also one in the middle of its end."""
@@ -111,7 +111,7 @@ class BeamRequest(RequestState):
         self._device_seconds = max(self._device_seconds, result.device_seconds)  # beams mostly share their calls
         lead.started = lead.started or self._beams[index].started
         if not lead.token_times:
-            lead.num_cached = self._beams[index].num_cached
+            lead.kv.num_cached = self._beams[index].kv.num_cached
         try:
             self._choose(self._core.feeds, index, result.logits[-1])
         except Exception as error:  # a bug in the search of this request; the others continue
@@ -169,7 +169,7 @@ class BeamRequest(RequestState):
         for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
             moment = lead.token_times[place]
             chosen, device = self._steps[place]
-            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.num_cached))
+            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.kv.num_cached))
         self.queue.put(Finished(hypothesis.reason, None, index))
         self._finished.add(index)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.engine.state import RequestState
+from staticllm.pipelines.engine.sequence import ActiveRequest
 from staticllm.pipelines.scheduling.request_table import Limits
 
 
@@ -75,11 +75,11 @@ class SoleUse:
         """Do nothing: the device is not shared."""
 
 
-def demand_of(requests: Iterable[RequestState]) -> Demand:
+def demand_of(requests: Iterable[ActiveRequest]) -> Demand:
     """Return the highest priority of these requests, and their clients that have it."""
-    asked = [each.request for each in requests]
-    highest = max((request.priority for request in asked), default=0)
-    return Demand(highest, tuple({request.owner for request in asked if request.priority == highest and request.owner}))
+    asked = [(each.priority, each.owner) for each in requests]
+    highest = max((priority for priority, _ in asked), default=0)
+    return Demand(highest, tuple({owner for priority, owner in asked if priority == highest and owner}))
 
 
 def rows_of(batch: Batch | None, slot_bytes: int) -> list[Rows]:
@@ -88,7 +88,7 @@ def rows_of(batch: Batch | None, slot_bytes: int) -> list[Rows]:
         return []
     counts: dict[tuple[int, str], int] = {}
     for entry in batch.entries:
-        key = entry.state.request.owner, "prefill" if entry.is_prefill else "decode"
+        key = entry.state.owner, "prefill" if entry.is_prefill else "decode"
         counts[key] = counts.get(key, 0) + len(entry.segment.tokens)
     total = sum(counts.values())
     read = batch.variant.kv_len * slot_bytes

@@ -158,8 +158,8 @@ class Engine:
                     "or load with a larger MAX_WAITING"
                 )
             self._start()
-            self._inbox[state.request.id] = state
-        self.hurry(state.request.priority, state.request.owner)
+            self._inbox[state.id] = state
+        self.hurry(state.priority, state.owner)
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, before the next device call. Unknown and ended requests are ignored.
@@ -179,12 +179,12 @@ class Engine:
         """
         if (state := self._inbox.get(request) or self._core.requests.get(request)) is not None:
             self.call_soon(lambda: state.set_priority(priority))
-            self.hurry(priority, state.request.owner)
+            self.hurry(priority, state.owner)
 
     def enqueue(self, states: Iterable[RequestState]) -> None:
         """Add requests without starting the thread; the caller serves them with ``step``."""
         with self._wake:
-            self._inbox.update((state.request.id, state) for state in states)
+            self._inbox.update((state.id, state) for state in states)
 
     def check_process(self) -> None:
         """Check that this is the process that the engine belongs to.
@@ -449,7 +449,7 @@ class Engine:
                 self._next = None
                 self._core.install(switch.runner, switch.options)
                 switch.on_switch()
-            self._core.feeds.is_switching = self._next is not None
+            is_switching = self._next is not None
             while self._inbox and not self._next:
                 id, state = next(iter(self._inbox.items()))
                 try:
@@ -458,10 +458,12 @@ class Engine:
                     del self._inbox[id]  # always in one of the two tables: cancel looks into them without the lock
             states = list(self._inbox.values())
             self._num_waiting = self._core.num_waiting
-        if not self._core.feeds.is_switching:
-            self._core.feeds.begin_held()
+        if is_switching:
+            self._core.feeds.hold()
+        elif self._core.feeds.is_holding:
+            self._core.feeds.release()
         for state in states:
             if (reason := state.sequences[0].finish_reason_at(self._core.clock())) is not None:
                 with self._wake:
-                    del self._inbox[state.request.id]
+                    del self._inbox[state.id]
                 self._core.refuse(state, reason)

@@ -18,8 +18,9 @@ from staticllm.pipelines.engine.device_state import device_state
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
-from staticllm.pipelines.engine.state import Outcome, RequestState, SequenceState, request_record
+from staticllm.pipelines.engine.state import AnswerState, RequestState
 from staticllm.pipelines.generation.sampler import Choice
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
@@ -42,7 +43,7 @@ class EngineCore:
     ) -> None:
         self.clock = clock
         self.profiler = Profiler()
-        self.requests: dict[int, RequestState] = {}
+        self.requests: dict[int, ActiveRequest] = {}
         self.jobs = JobSources()
         self.wait_until: float | None = None
         self.device = device_state(runner, options, clock)
@@ -109,12 +110,12 @@ class EngineCore:
         """Add a request; ``step`` serves it from now on."""
         if request.request.overflow == "context_shift":
             _ = self.device.runner.rotations  # found now: the calls would overwrite the logits of a step
-        self.requests[request.request.id] = request
+        self.requests[request.id] = request
         request.admit(self)
 
     def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
         """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
-        self.requests[request.request.id] = request
+        self.requests[request.id] = request
         self.device.kv_manager.add_swapped(request.sequences[0], stored)
 
     def step(self) -> None:
@@ -132,9 +133,9 @@ class EngineCore:
 
     def end_search(self, search: BeamRequest, reason: FinishReason) -> None:
         """Forget a beam search that has ended."""
-        self.profiler.record(request_record(search.sequences[0], reason))
-        self.searches.pop(search.request.id, None)
-        self.requests.pop(search.request.id, None)
+        self.profiler.record(search.sequences[0].record(reason))
+        self.searches.pop(search.id, None)
+        self.requests.pop(search.id, None)
 
     def end_all(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End every admitted request, in any state that an exception left."""
@@ -162,7 +163,7 @@ class EngineCore:
 
     def refuse(self, request: RequestState, reason: FinishReason) -> None:
         """End a request that was not admitted."""
-        self.profiler.record(request_record(request.sequences[0], reason))
+        self.profiler.record(request.sequences[0].record(reason))
         request.finish_from(0, reason)
 
     def close(self) -> None:
@@ -318,8 +319,8 @@ class EngineCore:
             return
         self.device.quarantine.discard(state.id)
         outcome = state.take_result(result, len(entry.segment.tokens))
-        if outcome is Outcome.CHOOSE:
-            self._choose_first_or_next(state, result.logits[-1], result.argmax)
+        if outcome is Outcome.CHOOSE and state.answer is not None:
+            self._choose_first_or_next(state.answer, result.logits[-1], result.argmax)
         elif outcome is Outcome.RETURN:
             self.feeds.complete(state.id)
         elif outcome is Outcome.FAIL:
@@ -335,22 +336,22 @@ class EngineCore:
         if check.error is not None:
             self._end(state, FinishReason.ERROR, check.error)
 
-    def _choose_first_or_next(self, state: SequenceState, logits: Logits, argmax: int | None) -> None:
+    def _choose_first_or_next(self, state: AnswerState, logits: Logits, argmax: int | None) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
         if state.num_generated:
             self._choose(state, logits, argmax)
             return
-        siblings: list[SequenceState] = []
-        if state.sequence is not None:
-            self.device.kv_manager.prefix.keep_prompt(state.sequence)
-            siblings = self.requests[state.request.id].fork() if state.request.num_sequences > 1 else []
+        siblings: Sequence[AnswerState] = ()
+        if state.kv.sequence is not None:
+            self.device.kv_manager.prefix.keep_prompt(state.kv.sequence)
+            siblings = self.requests[state.request_id].fork()
             for sibling in siblings:
                 self.device.kv_manager.fork(state, sibling)
         self._unposted += siblings
         for each in (state, *siblings):
             self._choose(each, logits, argmax)
 
-    def _choose(self, state: SequenceState, logits: Logits, argmax: int | None) -> None:
+    def _choose(self, state: AnswerState, logits: Logits, argmax: int | None) -> None:
         try:
             choice = state.sample(logits, argmax)
         except Exception as error:  # the sampling of this request failed; the others continue
@@ -358,7 +359,7 @@ class EngineCore:
             return
         self._add_token(state, choice)
 
-    def _add_token(self, state: SequenceState, choice: Choice) -> None:
+    def _add_token(self, state: AnswerState, choice: Choice) -> None:
         if (reason := state.add(choice)) is not None:
             self._end(state, reason)
             return
@@ -381,12 +382,11 @@ class EngineCore:
         self._report(state, reason, error)
 
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
-        if not self.feeds.end(state.id) and state.is_recorded:
-            self.profiler.record(request_record(state, reason))
-            if state.drafts is not None:
-                self.device.draft_planner.forget(state.id)
-        if self.requests[state.request.id].finish(state, reason, error):
-            del self.requests[state.request.id]
+        if state.is_recorded:
+            self.profiler.record(state.record(reason))
+        self.device.draft_planner.forget(state.id)
+        if self.requests[state.request_id].finish(state, reason, error):
+            del self.requests[state.request_id]
 
     def _count_call(self, batch: Batch, seconds: float) -> CallContext:
         """Add a call to the times of its requests, and return what else was in the engine."""

@@ -1,4 +1,4 @@
-"""The KV cache manager gives requests their slots in the arena or in the host pool and frees them."""
+"""Gives requests their slots in the arena or in the host pool, and frees them; idle sequences keep theirs meanwhile."""
 
 from __future__ import annotations
 
@@ -11,15 +11,114 @@ from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.rotation import KeyRotations
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.client_sequences.idle import IdleSequences
 from staticllm.pipelines.engine.client_sequences.state import ClientState
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import SINKS, shorten
-from staticllm.pipelines.engine.state import SequenceState
+from staticllm.pipelines.engine.sequence import SequenceState
+from staticllm.pipelines.scheduling.interface import IdleView
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
 SWAP_WEIGHT, MAX_SLOWER = 0.1, 2.0
 """The weight of a slower copy in ``KVCacheManager.swap_seconds``, and the factor by which it may be slower than that."""
+
+
+class IdleSequences:
+    """The client sequences without a feed in progress, those that have been idle longest first.
+
+    Their slots can be evicted. An evicted sequence is cached like that of a request that has ended, so it is often copied back
+    from the host pool when its client sends more tokens; otherwise its tokens are recomputed.
+
+    Runs on the engine's thread.
+    """
+
+    def __init__(self, cache: KVCache, prefix: PrefixCache) -> None:
+        self._cache = cache
+        self._prefix = prefix
+        self._states: dict[int, ClientState] = {}
+        self._holding: dict[int, ClientState] = {}  # those with slots
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def sequences(self) -> list[KVSequence]:
+        """The sequences that have slots in the arena."""
+        return [state.kv.sequence for state in self._holding.values() if state.kv.sequence is not None]
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a sequence has slots in the arena."""
+        return bool(self._holding)
+
+    @property
+    def views(self) -> tuple[IdleView, ...]:
+        """The sequences as a policy receives them."""
+        return tuple(state.view for state in self._states.values())
+
+    def expected_since(self, now: float) -> list[float]:
+        """Return since when each sequence is idle that is expected back after the moment ``now``."""
+        return [each.since for each in self.views if each.ready_at is not None and each.ready_at >= now]
+
+    def add(self, state: ClientState) -> None:
+        """Add a sequence that is idle from now on."""
+        self._states[state.id] = state
+        if state.kv.sequence is not None:
+            self._cache.mark_idle(state.kv.sequence)
+            self._holding[state.id] = state
+
+    def remove(self, state: ClientState) -> None:
+        """Remove a sequence; it keeps its slots, which others cannot take any more."""
+        self._forget(state)
+        if state.kv.sequence is not None:
+            self._cache.mark_active(state.kv.sequence)
+
+    def __contains__(self, state: ClientState) -> bool:
+        return state.id in self._states
+
+    def fork(self, source: ClientState) -> ClientState:
+        """Add a copy of an idle sequence; both share the slots."""
+        forked = source.forked()
+        if source.kv.sequence is not None:
+            forked.kv.sequence = self._cache.fork(source.kv.sequence, len(source.kv.sequence))
+        self.add(forked)
+        return forked
+
+    def close(self, state: ClientState, is_reusable: bool) -> None:
+        """Remove a sequence. Its slots stay cached for their prefix if that ``is_reusable``; otherwise they are freed."""
+        self._forget(state)
+        self._release(state, is_reusable)
+
+    def evict_oldest(self) -> bool:
+        """Take the slots of the sequence that has been idle longest. Return False if none has slots."""
+        if not self._holding:
+            return False
+        state = self._holding.pop(next(iter(self._holding)))
+        self._release(state, is_reusable=True)
+        return True
+
+    def forget_slots(self) -> None:
+        """Forget all slots; called after the KV cache was reset or replaced. The sequences are recomputed."""
+        for state in self._holding.values():
+            state.kv.sequence = None
+        self._holding.clear()
+
+    def take_over(self, other: IdleSequences) -> None:
+        """Add all sequences of another KV cache, without their slots."""
+        other.forget_slots()
+        self._states = other._states
+        other._states = {}
+
+    def _forget(self, state: ClientState) -> None:
+        del self._states[state.id]
+        self._holding.pop(state.id, None)
+
+    def _release(self, state: ClientState, is_reusable: bool) -> None:
+        sequence = state.kv.sequence
+        state.kv.sequence = None
+        if sequence is not None and is_reusable:
+            self._prefix.keep(sequence)
+        elif sequence is not None:
+            self._cache.close(sequence)
 
 
 class KVCacheManager:
@@ -58,8 +157,8 @@ class KVCacheManager:
 
     def sequences(self) -> list[KVSequence]:
         """Return the requests' sequences in the arena whose keys are the model's own, and those of idle requests."""
-        states = [state for state in self.states.values() if not state.is_shifted]
-        return [*(state.sequence for state in states if state.sequence is not None), *self.idle.sequences]
+        states = [state for state in self.states.values() if not state.kv.is_shifted]
+        return [*(state.kv.sequence for state in states if state.kv.sequence is not None), *self.idle.sequences]
 
     def add(self, state: SequenceState) -> None:
         """Add a request, without slots, to the table."""
@@ -80,27 +179,27 @@ class KVCacheManager:
     def come_back(self, state: ClientState) -> None:
         """Add an idle request to the table: its client sent tokens."""
         self.idle.remove(state)
-        num_computed = len(state.sequence or ())
+        num_computed = state.kv.num_slots
         state.info.come_back(num_computed, self._clock(), self.table.num_free_for_clients > 0)
         self.add(state)
 
     def fork(self, source: SequenceState, sibling: SequenceState) -> None:
         """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
-        assert source.sequence is not None
-        forked = self.cache.fork(source.sequence, len(source.sequence))
+        assert source.kv.sequence is not None
+        forked = self.cache.fork(source.kv.sequence, len(source.kv.sequence))
         self.add(sibling)
-        sibling.sequence = forked
+        sibling.kv.sequence = forked
         sibling.info.begin(len(forked))
 
     def allocate(self, state: SequenceState) -> None:
         """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
-        if state.sequence is None:
+        if state.kv.sequence is None:
             if self.idle.has_slots:  # their slots are free for a prefix of the host pool, too
                 self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
-            state.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.request.adapters)
+            state.kv.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.adapters)
             if not state.num_generated:
-                state.num_cached = len(state.sequence)
-            state.info.begin(len(state.sequence))
+                state.kv.num_cached = len(state.kv.sequence)
+            state.info.begin(len(state.kv.sequence))
 
     def swap_out(self, state: SequenceState) -> None:
         """Stop a running request and move its slots to the host pool."""
@@ -109,9 +208,9 @@ class KVCacheManager:
 
     def offload(self, state: SequenceState) -> None:
         """Move the slots of a swapped request to the host pool; without room there they stay in the arena."""
-        if state.sequence is not None and len(state.sequence) <= self.host_pool.free_slots:
+        if state.kv.sequence is not None and len(state.kv.sequence) <= self.host_pool.free_slots:
             start = self._clock()
-            stored = self.cache.copy_out(state.sequence)
+            stored = self.cache.copy_out(state.kv.sequence)
             self._count_swap(len(stored.tokens), self._clock() - start)
             self.put_in_host_pool(state, stored)
 
@@ -124,19 +223,19 @@ class KVCacheManager:
     def swap_in(self, state: SequenceState) -> None:
         """Let a swapped request decode again; its slots are copied back if they were moved to the host pool."""
         own_slots = None
-        if state.sequence is None:
+        if state.kv.sequence is None:
             stored = self.host_pool.take(state.id)
             own_slots = len(stored.tokens)
             self.make_room(own_slots)
             start = self._clock()
-            state.sequence = self.cache.bring_back(stored, own_slots)
+            state.kv.sequence = self.cache.bring_back(stored, own_slots)
             self._count_swap(own_slots, self._clock() - start)
         state.info.swap_in(own_slots)
 
     def preempt(self, state: SequenceState) -> None:
         """Free the slots of a request. It waits again, and all its tokens are recomputed."""
         self._drop(state)
-        state.is_shifted = False
+        state.kv.is_shifted = False
         state.info.preempt()
 
     def free(self, state: SequenceState) -> None:
@@ -144,11 +243,11 @@ class KVCacheManager:
 
         Keys that were moved are not cached: the model would compute others.
         """
-        if state.is_shifted:
+        if state.kv.is_shifted:
             self._drop(state)
-        elif state.sequence is not None:
-            self.prefix.keep(state.sequence)
-            state.sequence = None
+        elif state.kv.sequence is not None:
+            self.prefix.keep(state.kv.sequence)
+            state.kv.sequence = None
         elif not state.info.in_arena:
             self.prefix.restore(self.host_pool.take(state.id))
         self._remove(state)
@@ -163,20 +262,20 @@ class KVCacheManager:
 
         Return False if the rule is ``stop``.
         """
-        kept = shorten(state.tokens, limit, state.request.overflow)
+        kept = shorten(state.tokens, limit, state.overflow)
         if len(kept) == len(state.tokens):
             return False
-        if state.request.overflow == "context_shift" and state.sequence is not None and self._shift(state, kept):
+        if state.overflow == "context_shift" and state.kv.sequence is not None and self._shift(state, kept):
             return True
-        if state.sequence is None:  # its prompt is in the host pool
+        if state.kv.sequence is None:  # its prompt is in the host pool
             self._drop(state)
             state.replace_tokens(kept)
             state.info.preempt(len(kept))
             return True
         shared = next((i for i, pair in enumerate(zip(kept, state.tokens, strict=False)) if pair[0] != pair[1]), 0)
         state.replace_tokens(kept)
-        self.cache.cut(state.sequence, min(shared, len(kept) - 1))
-        state.info.restart(len(kept), len(state.sequence))
+        self.cache.cut(state.kv.sequence, min(shared, len(kept) - 1))
+        state.info.restart(len(kept), len(state.kv.sequence))
         return True
 
     def _shift(self, state: SequenceState, kept: list[int]) -> bool:
@@ -185,7 +284,7 @@ class KVCacheManager:
         Return False if the model's keys cannot be moved, or if there are no slots for them beside those that others share.
         """
         rotations = self._rotations()
-        sequence = state.sequence
+        sequence = state.kv.sequence
         count = len(state.tokens) - len(kept)
         if rotations is None or sequence is None:
             return False
@@ -194,7 +293,7 @@ class KVCacheManager:
         if needed > 0 and not self.make_room(needed):  # the slots that are cut are shared, and stay in use
             return False
         self.cache.shift(sequence, start, count, rotations)
-        state.is_shifted = True
+        state.kv.is_shifted = True
         state.replace_tokens(kept)
         state.info.restart(len(kept), len(sequence))
         return True
@@ -223,10 +322,10 @@ class KVCacheManager:
         self.cache.reset()
         self.prefix.forget()
         self.idle.forget_slots()
-        preempted = [state.id for state in self.states.values() if state.sequence is not None]
+        preempted = [state.id for state in self.states.values() if state.kv.sequence is not None]
         for request in preempted:
-            self.states[request].sequence = None
-            self.states[request].is_shifted = False
+            self.states[request].kv.sequence = None
+            self.states[request].kv.is_shifted = False
             self.states[request].info.preempt()
         return preempted
 
@@ -234,7 +333,7 @@ class KVCacheManager:
         """Remove every request and free every slot, in any state. Return the requests."""
         states = list(self.states.values())
         for state in states:  # those of client requests go on without their slots
-            state.sequence = None
+            state.kv.sequence = None
         self.states.clear()
         self.table.clear()
         self.cache.reset()
@@ -249,8 +348,8 @@ class KVCacheManager:
         Slots that it shares only with cached or idle sequences count: those are evicted when slots are needed.
         """
         for state in self.states.values():
-            if state.sequence is not None:
-                state.info.set_own_slots(self.cache.slots.count_freed(state.sequence.slots))
+            if state.kv.sequence is not None:
+                state.info.set_own_slots(self.cache.slots.count_freed(state.kv.sequence.slots))
 
     def _count_swap(self, num_slots: int, seconds: float) -> None:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""
@@ -273,9 +372,9 @@ class KVCacheManager:
         self._close_sequence(state)
 
     def _close_sequence(self, state: SequenceState) -> None:
-        if state.sequence is not None:
-            self.cache.close(state.sequence)
-            state.sequence = None
+        if state.kv.sequence is not None:
+            self.cache.close(state.kv.sequence)
+            state.kv.sequence = None
 
 
 def make_kv_manager(

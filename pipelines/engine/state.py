@@ -1,21 +1,20 @@
-"""The progress of a request inside the engine: its answers, and what is recorded of them."""
+"""A request inside the engine: its answers, and the queue that receives their tokens."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.random  # which numpy would import with the first request, when files may be scarce
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError
-from staticllm.kvcache.sequence import KVSequence
 from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, TokenOutput, new_id
+from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
 from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
@@ -31,28 +30,22 @@ if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine_core import EngineCore
 
 
-class Outcome(Enum):
-    """What follows after tokens of an answer have run."""
+@dataclass
+class Tally:
+    """What was counted since the last token of an answer; the next token carries it to the reader.
 
-    CONTINUE = auto()
-    """More of its tokens run."""
-    CHOOSE = auto()
-    """The engine chooses the next token."""
-    RETURN = auto()
-    """The client that chooses its tokens gets the logits."""
-    FAIL = auto()
-    """Its logits are not finite."""
-
-
-class SequenceState:
-    """One answer inside the engine. ``tokens`` holds the prompt and the answer so far, in the order of the KV slots; ``info``
-    is its entry in the request table, which knows its status and counts. ``clock`` is that of the engine.
-
-    Used on the engine's thread, except ``cancel_reason``, which any thread may set.
+    ``num_accepted`` of ``num_drafted`` tokens of drafts were accepted.
     """
 
-    is_client_driven: ClassVar[bool] = False
-    """Whether a client or a beam search chooses its tokens."""
+    device_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+class AnswerState(SequenceState):
+    """One answer inside the engine: its prompt, and the tokens that its sampler chooses."""
 
     def __init__(
         self,
@@ -64,27 +57,15 @@ class SequenceState:
         grammar_mask: GrammarMask | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
+        id = new_id() if index else request.id
+        info = RequestInfo(id, request.arrival, len(request.prompt), request.priority, request.deadline)
+        super().__init__(info, request.id, request.prompt, clock, request.owner, request.adapters)
         self.request = request
         self.index = index
-        self.clock = clock
-        self.id = new_id() if index else request.id
-        self.tokens = list(request.prompt)
-        self.info = RequestInfo(
-            self.id, request.arrival, len(self.tokens), request.priority, request.deadline, self.is_client_driven
-        )
-        self.sequence: KVSequence | None = None  # its slots in the arena; only the KVCacheManager sets it
-        self.cancel_reason: FinishReason | None = None
-        self.is_shifted = False  # its keys are not those that the model would compute; only the KVCacheManager sets it
-        self.num_cached = 0  # prompt tokens that the prefix cache had; only the KVCacheManager sets it
-        self.started: float | None = None
+        self.overflow = request.overflow
         self.vocab_size = vocab_size
         self.drafts = _drafts_of(request, grammar_mask)
-        self.token_times: list[float] = []
-        self._device_seconds = 0.0  # device time since the last token
-        self._sampling_seconds = 0.0  # time of choosing since the last token
-        self._draft_seconds = 0.0  # time of the draft model since the last token
-        self._num_drafted = 0
-        self._num_accepted = 0  # tokens of drafts that were checked since the last token
+        self._tally = Tally()
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
         late = request.stop_token_ids | request.late_token_ids
@@ -94,34 +75,20 @@ class SequenceState:
         self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
 
     @property
-    def num_generated(self) -> int:
-        """The number of tokens of the answer so far."""
-        return len(self.token_times)
-
-    @property
-    def reusable_tokens(self) -> list[int]:
-        """The tokens that may have keys and values of other requests, except the last of them, which must run."""
-        return self.tokens
+    def answer(self) -> AnswerState:
+        """The sequence itself."""
+        return self
 
     @property
     def can_bypass_arena(self) -> bool:
-        """Whether the keys and values of its prompt may go to the host pool at once."""
+        """Whether no other answer shares its prompt."""
         return self.request.num_sequences == 1
-
-    def num_logits(self, start: int, count: int) -> int:
-        """Return how many logits a call needs that runs the tokens ``[start, start + count)``."""
-        return 1
 
     @property
     def num_left(self) -> int:
         """The most tokens that may still be chosen."""
         limit = self.request.max_new_tokens
         return sys.maxsize if limit is None else limit - self.num_generated
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the profiler records its end."""
-        return True
 
     def take_result(self, result: SegmentResult, count: int) -> Outcome:
         """Count ``count`` tokens that a call has run, and return what follows."""
@@ -141,7 +108,7 @@ class SequenceState:
         """
         start = self.clock()
         choice = self._sampler.sample(logits, argmax)
-        self._sampling_seconds += self.clock() - start
+        self._tally.sampling_seconds += self.clock() - start
         return choice
 
     def add(self, choice: Choice) -> FinishReason | None:
@@ -150,16 +117,13 @@ class SequenceState:
         now = self.clock()
         self.tokens.append(choice.token)
         self.token_times.append(now)
+        tally = self._tally
         output = TokenOutput(
-            choice.token, choice.logprob, now, self._sampling_seconds, self.index, self._device_seconds, self.num_cached,
-            self._num_drafted, self._num_accepted, self._draft_seconds,
+            choice.token, choice.logprob, now, tally.sampling_seconds, self.index, tally.device_seconds, self.kv.num_cached,
+            tally.num_drafted, tally.num_accepted, tally.draft_seconds,
         )  # fmt: skip
         self._new_tokens.append(output)
-        self._device_seconds = 0.0
-        self._sampling_seconds = 0.0
-        self._draft_seconds = 0.0
-        self._num_drafted = 0
-        self._num_accepted = 0
+        self._tally = Tally()
         return reason
 
     def reason_to_end(self, token: int, count: int) -> FinishReason | None:
@@ -168,41 +132,29 @@ class SequenceState:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_generated + count == self.request.max_new_tokens else None
 
-    def set_priority(self, priority: int) -> None:
-        """Change the priority of the answer."""
-        self.request = replace(self.request, priority=priority)
-        self.info.set_priority(priority)
-
     def count_draft(self, draft: Draft, num_accepted: int) -> None:
-        """Count the tokens of a draft that a call checked; the next token carries the counts to the reader."""
-        self._num_drafted += len(draft.tokens)
-        self._num_accepted += num_accepted
+        """Count the tokens of a draft that a call checked."""
+        self._tally.num_drafted += len(draft.tokens)
+        self._tally.num_accepted += num_accepted
         if self.drafts is not None:
             self.drafts.observe(draft, num_accepted)
 
     def add_draft_seconds(self, seconds: float) -> None:
         """Add the ``seconds`` that the draft model took for a draft of this answer, and of others in the same calls."""
-        self._draft_seconds += seconds
+        self._tally.draft_seconds += seconds
 
     def replace_tokens(self, tokens: list[int]) -> None:
         """Replace the prompt and the answer so far, in a conversation that was shortened."""
-        self.tokens = tokens
+        super().replace_tokens(tokens)
         if self.drafts is not None:
             self.drafts.forget()
 
-    def finish_reason_at(self, now: float) -> FinishReason | None:
-        """Return why the answer must end at the moment ``now``: cancelled or past its deadline. None if it may continue."""
-        if self.cancel_reason is not None:
-            return self.cancel_reason
-        deadline = self.request.deadline
-        return FinishReason.DEADLINE if deadline is not None and now >= deadline else None
-
     def add_call(self, seconds: float) -> None:
         """Add the ``seconds`` of a device call that this answer was part of."""
-        self._device_seconds += seconds
+        self._tally.device_seconds += seconds
 
     def post(self) -> None:
-        """Hand the tokens chosen since the last time to the reader; called while the device runs, so that readers wake then."""
+        """Hand the tokens chosen since the last time to the reader."""
         for token in self._new_tokens:
             self._queue.put(token)
         self._new_tokens.clear()
@@ -212,8 +164,27 @@ class SequenceState:
         self.post()
         self._queue.put(Finished(reason, error, self.index))
 
+    def record(self, reason: FinishReason) -> RequestRecord:
+        """Return the record of the answer, which ends now. Only the first answer counts the prompt."""
+        num_prompt = 0 if self.index else len(self.request.prompt)
+        return RequestRecord(
+            self.id, self.request.arrival, self.started, tuple(self.token_times), num_prompt, self.kv.num_cached, reason,
+            self.clock(),
+        )  # fmt: skip
 
-class RequestState:
+    def progress(self) -> RequestProgress:
+        """Return how far the answer is. Any thread may call."""
+        request = self.request
+        info = self.info
+        is_search = request.beams is not None and self.started is not None  # its beams are sequences of their own
+        return RequestProgress(
+            self.id, "running" if is_search else info.status.value, request.arrival, self.started,
+            self.token_times[0] if self.token_times else None, len(request.prompt), self.kv.num_cached, info.num_computed,
+            self.num_generated, request.max_new_tokens, info.priority,
+        )  # fmt: skip
+
+
+class RequestState(ActiveRequest):
     """A request inside the engine: its answers, and the queue that receives their tokens.
 
     ``sequences`` holds the first answer from the start; the others are added when the prompt has run, and share its slots.
@@ -231,6 +202,8 @@ class RequestState:
         clock: Clock = time.perf_counter,
     ) -> None:
         self.request = request
+        self.id = request.id
+        self.owner = request.owner
         self.queue = queue or OutputQueue()
         self.clock = clock
         self._user_processors = user_processors
@@ -241,7 +214,12 @@ class RequestState:
         self.sequences = [self._new_sequence(0)]
 
     @property
-    def unfinished(self) -> list[SequenceState]:
+    def priority(self) -> int:
+        """The priority of its answers."""
+        return self.sequences[0].info.priority
+
+    @property
+    def unfinished(self) -> list[AnswerState]:
         """The answers that are known and have not ended. Any thread may read it."""
         return [state for state in tuple(self.sequences) if state.index not in self._finished]
 
@@ -250,29 +228,33 @@ class RequestState:
         """Whether an answer holds no slots: it has not begun, or lost them. Runs on the engine's thread."""
         return any(state.info.status is RequestStatus.WAITING for state in self.unfinished)
 
+    def progress(self) -> list[RequestProgress]:
+        """Return how far the answers are that have not ended."""
+        return [state.progress() for state in self.unfinished]
+
     def admit(self, core: EngineCore) -> None:
         """Begin in a core."""
         core.device.kv_manager.add(self.sequences[0])
 
-    def fork(self) -> list[SequenceState]:
+    def fork(self) -> list[AnswerState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
         siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
         for sibling in siblings:
             sibling.started = self.sequences[0].started
+            sibling.info.set_priority(self.priority)
         self.sequences += siblings
         self._apply_cancels()
         return siblings
 
-    def _new_sequence(self, index: int) -> SequenceState:
+    def _new_sequence(self, index: int) -> AnswerState:
         more = self._user_processors[index] if self._user_processors else ()
         mask = None if self._grammar_mask is None else self._grammar_mask.clone()
-        return SequenceState(self.request, self.queue, self._vocab_size, index, more, mask, self.clock)
+        return AnswerState(self.request, self.queue, self._vocab_size, index, more, mask, self.clock)
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of all answers. Runs on the engine's thread."""
-        self.request = replace(self.request, priority=priority)
         for state in self.sequences:
-            state.set_priority(priority)
+            state.info.set_priority(priority)
 
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End one answer, or all of them, before the next device call. Any thread may call.
@@ -340,36 +322,10 @@ def prepare_grammar(
     return PreparedGrammar(mask, CompileTimes(max(0.0, seconds), grammars.init_seconds))
 
 
-def request_record(state: SequenceState, reason: FinishReason) -> RequestRecord:
-    """Return the record of one answer that ends now."""
-    request = state.request
-    return RequestRecord(
-        state.id, request.arrival, state.started, tuple(state.token_times),
-        0 if state.index else len(request.prompt), state.num_cached, reason, state.clock(),
-    )  # fmt: skip
-
-
-def progress_of(requests: Iterable[RequestState], runner: ModelRunner) -> EngineProgress:
-    """Return how far requests are, without those whose tokens a client feeds. Any thread may call.
+def progress_of(requests: Iterable[ActiveRequest], runner: ModelRunner) -> EngineProgress:
+    """Return how far requests are. Any thread may call.
 
     The engine's thread may change a request meanwhile, so that the counts of one may be those before and after a call.
     """
-    found = {
-        state.id: _sequence_progress(state)
-        for request in requests
-        if not request.sequences[0].info.is_client_driven
-        for state in request.unfinished
-    }
+    found = {each.id: each for request in requests for each in request.progress()}
     return EngineProgress(tuple(found.values()), runner.cache.num_slots)
-
-
-def _sequence_progress(state: SequenceState) -> RequestProgress:
-    request = state.request
-    info = state.info
-    times = state.token_times
-    is_search = request.beams is not None and state.started is not None  # its beams are sequences of their own
-    return RequestProgress(
-        state.id, "running" if is_search else info.status.value, request.arrival, state.started,
-        times[0] if times else None, len(request.prompt), state.num_cached, info.num_computed, state.num_generated,
-        request.max_new_tokens, request.priority,
-    )  # fmt: skip

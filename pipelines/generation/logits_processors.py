@@ -1,20 +1,31 @@
-"""Logits processors change the logits of a request before a token is chosen: penalties, and tokens not allowed yet.
+"""Logits processors change the logits of a request before a token is chosen: penalties, tokens not allowed yet, users' own.
 
-A request has a list of processors, and its sampler applies them in order. A new one needs a class
-with the members of ``LogitsProcessor`` and an entry in ``processors_for``; the sampler does not change. Processors that a user
-made come after all others (``user_processors.py``).
+A request has a list of processors, and its sampler applies them in order. A new one needs a class with the members of
+``LogitsProcessor`` and an entry in ``processors_for``. Those that a user made (``copies_for``) come after all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol, runtime_checkable
+import copy
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from staticllm.pipelines.generation.filters import Logits
+from staticllm.errors import GenerationConfigError, last_line
+from staticllm.pipelines.generation.filters import IntArray, Logits
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
+
+MAX_EXPONENT = 88.0
+"""The largest natural logarithm of a DRY penalty without its multiplier, so that float32 can hold it (as in llamacpp)."""
+SLOW_MS = 20.0
+"""A user's processor that takes longer for one token, ms, is reported once in the log ``staticllm``."""
+log = logging.getLogger("staticllm")
+_reported: set[str] = set()
 
 
 class LogitsProcessor(Protocol):
@@ -140,6 +151,167 @@ class PresenceFrequencyPenalty:
         self._counts[token] = self._counts.get(token, 0) + 1
 
 
+class TokenHistory:
+    """The tokens of prompt and answer as a numpy array that grows."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens: IntArray = np.array([*tokens, *[0] * (64 + len(tokens) // 2)], np.intp)
+        self._count = len(tokens)
+
+    def add(self, token: int) -> None:
+        """Add a token."""
+        if self._count == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+        self._tokens[self._count] = token
+        self._count += 1
+
+    def last(self, count: int, end: int | None = None) -> IntArray:
+        """Return the last ``count`` tokens before index ``end``, or all if there are fewer; None for the end of the history."""
+        end = self._count if end is None else end
+        return self._tokens[max(0, end - count) : end]
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class BadWords:
+    """Forbids token sequences: the last token of each, where the tokens before it are the last ones of prompt and answer."""
+
+    remedy = "shorten bad_words or logit_bias"
+
+    def __init__(self, sequences: Iterable[Sequence[int]], prompt: Sequence[int], vocab_size: int) -> None:
+        known = [tuple(sequence) for sequence in sequences if max(sequence, default=vocab_size) < vocab_size]
+        self._single = np.array(sorted({sequence[0] for sequence in known if len(sequence) == 1}), np.intp)
+        self._long: dict[tuple[int, ...], list[int]] = defaultdict(list)  # the last tokens, by those before them
+        for sequence in known:
+            if len(sequence) > 1:
+                self._long[sequence[:-1]].append(sequence[-1])
+        self._lengths = sorted({len(head) for head in self._long})
+        self._longest = max(self._lengths, default=0)
+        self._last = list(prompt[max(0, len(prompt) - self._longest) :])
+        self._forbidden = self._find()
+
+    @property
+    def is_active(self) -> bool:
+        return self._forbidden.size > 0
+
+    def process(self, logits: Logits) -> None:
+        logits[self._forbidden] = -np.inf
+
+    def accept(self, token: int) -> None:
+        if self._longest:
+            self._last = [*self._last, token][-self._longest :]
+            self._forbidden = self._find()
+
+    def _find(self) -> IntArray:
+        heads = (tuple(self._last[-length:]) for length in self._lengths if length <= len(self._last))
+        found = [token for head in heads for token in self._long.get(head, ())]
+        return np.concatenate([self._single, np.array(found, np.intp)])
+
+
+class NoRepeatNgrams:
+    """Forbids every token that would make a sequence of ``size`` tokens occur a second time in prompt and answer."""
+
+    remedy = "raise no_repeat_ngram_size"
+
+    def __init__(self, size: int, prompt: Sequence[int]) -> None:
+        self._size = size
+        self._followers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._last: tuple[int, ...] = ()
+        for token in prompt:
+            self.accept(token)
+
+    @property
+    def is_active(self) -> bool:
+        return self._last in self._followers
+
+    def process(self, logits: Logits) -> None:
+        logits[self._followers[self._last]] = -np.inf
+
+    def accept(self, token: int) -> None:
+        if len(self._last) == self._size - 1:
+            self._followers[self._last].append(token)
+        self._last = (*self._last, token)[-self._size + 1 :] if self._size > 1 else ()
+
+
+class DryPenalty:
+    """Makes tokens less likely that would continue a sequence which occurred before (DRY: "don't repeat yourself").
+
+    Take the last ``last_n`` tokens of prompt and answer (-1: all). If the ``n`` tokens at their end also occur earlier, the
+    token after that earlier place loses ``multiplier * base ** (n - allowed_length)``, for the longest such ``n`` of at least
+    ``allowed_length``. ``n`` never reaches back over a breaker, a token sequence such as that of a line break.
+    """
+
+    remedy = ""
+
+    def __init__(
+        self,
+        multiplier: float,
+        base: float,
+        allowed_length: int,
+        last_n: int,
+        breakers: Iterable[Sequence[int]],
+        prompt: Sequence[int],
+    ) -> None:
+        self._multiplier = multiplier
+        self._base = base
+        self._allowed = allowed_length
+        self._last_n = 1 << 62 if last_n < 0 else last_n
+        self._most = MAX_EXPONENT / float(np.log(base)) if base > 1.000001 else 0.0  # of n - allowed_length
+        self._breakers: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # by their last token
+        for breaker in breakers:
+            if breaker:
+                self._breakers[breaker[-1]].add(tuple(breaker))
+        self._history = TokenHistory(prompt)
+        self._num_unbroken = self._count_unbroken()
+
+    @property
+    def is_active(self) -> bool:
+        return min(self._num_unbroken, len(self._history) - 1, self._last_n - 1) >= self._allowed
+
+    def process(self, logits: Logits) -> None:
+        tokens = self._history.last(self._last_n)
+        limit = min(self._num_unbroken, int(self._most) + self._allowed)
+        lengths = repeated_lengths(tokens, limit)
+        places = np.flatnonzero(lengths >= self._allowed)
+        found, index = np.unique(tokens[places + 1], return_inverse=True)
+        longest = np.zeros(len(found))
+        np.maximum.at(longest, index, lengths[places])
+        logits[found] -= (self._multiplier * self._base ** (longest - self._allowed)).astype(np.float32)
+
+    def accept(self, token: int) -> None:
+        self._history.add(token)
+        self._num_unbroken = 0 if self._is_broken_at(len(self._history)) else self._num_unbroken + 1
+
+    def _is_broken_at(self, end: int) -> bool:
+        """Return whether a breaker ends with the token before index ``end``."""
+        candidates = self._breakers.get(int(self._history.last(1, end)[0]), ())
+        return any(tuple(self._history.last(len(each), end).tolist()) == each for each in candidates)
+
+    def _count_unbroken(self) -> int:
+        """Return the number of tokens after the last breaker."""
+        for end in range(len(self._history), 0, -1):
+            if self._is_broken_at(end):
+                return len(self._history) - end
+        return len(self._history)
+
+
+def repeated_lengths(tokens: IntArray, limit: int) -> NDArray[np.intp]:
+    """Return for each index of ``tokens [n]`` but the last how many tokens up to it equal those at the end, ``[n - 1]``.
+
+    Lengths above ``limit`` are not told apart from it.
+    """
+    lengths = np.zeros(max(len(tokens) - 1, 0), np.intp)
+    places = np.arange(len(lengths))
+    for length in range(min(len(lengths), limit)):
+        places = places[places >= length]
+        places = places[tokens[places - length] == tokens[len(tokens) - 1 - length]]
+        if not len(places):
+            break
+        lengths[places] += 1
+    return lengths
+
+
 def processors_for(
     params: SamplingParams,
     prompt: Sequence[int],
@@ -169,3 +341,103 @@ def processors_for(
         dry = (params.dry_multiplier, params.dry_base, params.dry_allowed_length, params.dry_penalty_last_n)
         processors.append(DryPenalty(*dry, params.dry_breakers, prompt))
     return processors
+
+
+def copies_for(given: Sequence[Any], prompt: Sequence[int], num_answers: int) -> list[list[LogitsProcessor]]:
+    """Return the processors of each answer.
+
+    A function is shared by all answers. An object with a method ``process`` may have a state, so each answer gets a deep copy.
+
+    Raises:
+        GenerationConfigError: an object cannot be copied.
+    """
+    return [[_guarded(each, prompt) for each in given] for _ in range(num_answers)] if given else []
+
+
+def _guarded(given: Any, prompt: Sequence[int]) -> LogitsProcessor:
+    if not callable(getattr(given, "process", None)):
+        return _Guarded(_Function(given, prompt), _name_of(given))
+    try:
+        return _Guarded(copy.deepcopy(given), _name_of(given))
+    except Exception as error:
+        raise GenerationConfigError(
+            f"the logits_processor {_name_of(given)} cannot be copied for each answer ({last_line(error)}): "
+            "give it a method __deepcopy__"
+        ) from error
+
+
+def _name_of(given: Any) -> str:
+    return str(getattr(given, "__qualname__", type(given).__qualname__))
+
+
+class _Function:
+    """A function of the tokens so far, int64 ``[n]``, and of the logits, float32 ``[vocab]``, which returns new logits.
+
+    One that returns None has changed the logits in place.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], prompt: Sequence[int]) -> None:
+        self._function = function
+        self._history = TokenHistory(prompt)
+
+    def process(self, logits: Logits) -> None:
+        tokens = self._history.last(len(self._history)).astype(np.int64)
+        changed = self._function(tokens, logits)
+        if changed is None:
+            return
+        changed = np.asarray(changed, np.float32)
+        if changed.shape != logits.shape:
+            raise ValueError(f"it returned an array of shape {list(changed.shape)}, not {list(logits.shape)}")
+        logits[:] = changed
+
+    def accept(self, token: int) -> None:
+        self._history.add(token)
+
+
+class _Guarded:
+    """Turns the exceptions of a user's processor into one of ours, checks its logits, and measures its time.
+
+    Of the members of ``LogitsProcessor``, only ``process`` is needed.
+    """
+
+    def __init__(self, processor: Any, name: str) -> None:
+        self._processor = processor
+        self._name = name
+
+    @property
+    def remedy(self) -> str:
+        usual = f"let the logits_processor {self._name} allow more tokens"
+        return str(self._call(lambda: str(getattr(self._processor, "remedy", "")) or usual))
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._call(lambda: getattr(self._processor, "is_active", True)))
+
+    def process(self, logits: Logits) -> None:
+        start = time.perf_counter()
+        self._call(lambda: self._processor.process(logits))
+        milliseconds = (time.perf_counter() - start) * 1e3
+        if milliseconds > SLOW_MS and self._name not in _reported:
+            _reported.add(self._name)
+            log.warning(
+                "the logits_processor %s took %.0f ms for one token: all requests wait meanwhile",
+                self._name,
+                milliseconds,
+            )
+        if np.isnan(logits).any() or np.isposinf(logits).any():
+            raise GenerationConfigError(
+                f"the logits_processor {self._name} made logits that are NaN or inf: use finite numbers, or -inf to forbid"
+            )
+
+    def accept(self, token: int) -> None:
+        accept = getattr(self._processor, "accept", None)
+        if accept is not None:
+            self._call(lambda: accept(token))
+
+    def _call(self, function: Callable[[], object]) -> object:
+        try:
+            return function()
+        except BaseException as error:  # SystemExit and its like must not end the engine's thread, which serves others
+            raise GenerationConfigError(
+                f"the logits_processor {self._name} failed: {type(error).__name__}: {last_line(error)}"
+            ) from error

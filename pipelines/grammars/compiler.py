@@ -158,11 +158,7 @@ class GrammarCompiler:
         return self._vocabulary
 
     def _check_room(self, grammar: Grammar, max_new_tokens: int | None, num_before: int = 0) -> int | None:
-        """Return how many tokens the shortest answer leaves after ``num_before`` others; None without a limit.
-
-        Raises:
-            GenerationConfigError: there is no room for it.
-        """
+        """Return how many tokens the shortest answer leaves after ``num_before`` others. Raises GenerationConfigError: none."""
         if max_new_tokens is None:
             return None
         if grammar not in self._fewest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -62,12 +63,11 @@ class GrammarMask:
 
     def clone(self) -> GrammarMask:
         """Return a processor at the same place of the same grammar, for another answer that begins alike."""
-        copy = object.__new__(GrammarMask)
-        copy.__dict__.update(self.__dict__)
-        copy._matcher = self._matcher.clone()
-        copy._chosen = list(self._chosen)
-        copy._forced = None if self._forced is None else list(self._forced)
-        return copy
+        cloned = copy.copy(self)
+        cloned._matcher = self._matcher.clone()
+        cloned._chosen = list(self._chosen)
+        cloned._forced = None if self._forced is None else list(self._forced)
+        return cloned
 
     def prepare(self) -> None:
         """Find the next mask, while the device computes the logits. After forced tokens it is that of the token after them."""

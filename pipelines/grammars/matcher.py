@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -111,10 +112,9 @@ class LeadMatcher:
         self._go_on()
 
     def clone(self) -> LeadMatcher:
-        copy = object.__new__(LeadMatcher)
-        copy.__dict__.update(self.__dict__)
-        copy._now = self._now.clone()  # the others are at their beginning, and are cloned when their turn comes
-        return copy
+        cloned = copy.copy(self)
+        cloned._now = self._now.clone()  # the others are at their beginning, and are cloned before they follow
+        return cloned
 
     def _go_on(self) -> None:
         """Let the next matcher follow if this one is at its end, or if the reasoning has all its tokens."""

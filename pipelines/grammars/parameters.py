@@ -26,12 +26,11 @@ from staticllm.pipelines.grammars.nodes import (
 )
 from staticllm.pipelines.grammars.regex import rust_regex, search_regex
 from staticllm.pipelines.grammars.schema_facts import (
-    LITERAL,
-    MAPS,
     AnySchema,
     InexpressibleError,
     SchemaFacts,
     listed_values,
+    with_parts,
 )
 
 ROOT = "root"
@@ -180,18 +179,13 @@ def _complete(name: str, value: AnySchema, root: Object, owner: Owner) -> Object
 
 def _moved(schema: AnySchema) -> AnySchema:
     """Return a schema whose references lead to the same places when the root of the document is the definition ``ROOT``."""
-    if isinstance(schema, list):
-        return [_moved(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _REFERENCES and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+    found = with_parts(schema, _moved)
+    for name in _REFERENCES:
+        value = found.get(name)
+        if isinstance(value, str) and (value == "#" or value.startswith("#/")):
             found[name] = f"#/$defs/{ROOT}{value[1:]}"
-        elif name in MAPS and isinstance(value, Mapping):
-            found[name] = {key: _moved(each) for key, each in value.items()}
-        else:
-            found[name] = value if name in LITERAL else _moved(value)
     return found
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.json_schema import OVERLAPPING
 from staticllm.pipelines.grammars.matcher import first_line
 from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema
 from staticllm.pipelines.grammars.regex import python_reason, with_place
 from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS
-from staticllm.pipelines.grammars.schema_rewriting import OVERLAPPING
 from staticllm.pipelines.grammars.translation import SyntaxTree
 
 NOTHING = "NoExtensionBias"

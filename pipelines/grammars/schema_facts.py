@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +24,19 @@ MAX_VISITS = 60_000
 """The most parts of schemas that are looked at, over all; two options are compared in pairs."""
 VALUES_PER_PART = 16
 """Listed values that take as long as one part."""
+
+
+def with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a schema object with changed parts: all schemas in the values of its keywords, also in lists and by name."""
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in LITERAL:
+            found[name] = value
+        elif name in MAPS and isinstance(value, Mapping):
+            found[name] = {key: change(each) for key, each in value.items()}
+        else:
+            found[name] = [change(each) for each in value] if isinstance(value, list) else change(value)
+    return found
 
 
 class InexpressibleError(Exception):

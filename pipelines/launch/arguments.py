@@ -13,12 +13,11 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
-from staticllm.devices import get_core, named_devices
+from staticllm.devices import check_device, get_core, named_devices, supported_properties
 from staticllm.errors import ConfigError, DeviceError, GenerationConfigError, ModelError, enough_memory, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
-from staticllm.pipelines.generation.options.genai import FileOptions, unreadable_field, values_of
+from staticllm.pipelines.generation.options.resolve import FileOptions, unreadable_field, values_of
 from staticllm.pipelines.launch.genai_properties import from_genai, plain_properties
-from staticllm.pipelines.programs.compile_plan import device_properties
 from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
 from staticllm.system.files import read_regular
 
@@ -119,7 +118,7 @@ def resolve_candidates(devices: str, config: Config, properties: dict[str, Any])
     supported: dict[str, frozenset[str]] = {}
     for name in names:
         try:
-            supported[name] = device_properties(name)
+            supported[name] = supported_properties(get_core(), check_device(get_core(), name))
         except DeviceError:  # it is reported when loading tries this device
             if len(names) == 1:
                 raise

@@ -13,7 +13,7 @@ import openvino_genai as genai
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import joins_tokens
 from staticllm.pipelines.engine.request import EngineText
-from staticllm.pipelines.generation.options.genai import FileOptions
+from staticllm.pipelines.generation.options.resolve import FileOptions
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 from staticllm.pipelines.launch.arguments import (

@@ -2,32 +2,71 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import openvino as ov
 from numpy.typing import NDArray
 
+from staticllm.adapters.adapter_set import AdapterSet
+from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED, with_adapters
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.lower import LoweredModel, lower
+from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
+from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, OnProgress, Part, Phase, Variant
-from staticllm.devices import check_device, check_known, default_kv_type, get_core
-from staticllm.model_dir import check_model_dir
+from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, ProgramMode, Variant
+from staticllm.devices import check_device, default_kv_type, get_core, merges_projections
+from staticllm.model_dir import check_model_dir, weights_size
 from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, fingerprint_model, layout_values, machine_values
-from staticllm.pipelines.artifacts.manifest import LAYOUT_FIELDS, Manifest
-from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, probes_of
+from staticllm.pipelines.artifacts.manifest import Manifest
+from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, Source, probes_of, properties_text
+from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
 from staticllm.pipelines.programs.bind import HostMemory, allocating
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
-from staticllm.pipelines.programs.compile_plan import phase_properties, prepare, with_kv_slots
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
 from staticllm.pipelines.programs.dry_run import random_feeds
-from staticllm.pipelines.programs.layout import program_layout, with_host_slots
+from staticllm.pipelines.programs.layout import (
+    is_worth_a_copy,
+    phase_properties,
+    program_layout,
+    program_mode,
+    with_host_slots,
+    with_kv_slots,
+)
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.variants import first_to_serve
+from staticllm.pipelines.programs.variants import choose_variants, first_to_serve
 from staticllm.pipelines.programs.warm_up import make_runner
+
+logger = logging.getLogger(__name__)
+LAYOUT_FIELDS = (
+    "max_prompt_len", "min_response_len", "programs", "prefill_rows", "prefill_kv_lens", "generate_kv_lens",
+    "kv_cache_precision", "max_num_seqs", "kv_slots", "device_properties", "prefill_config", "generate_config",
+)  # fmt: skip
+"""Config fields that a blob set decides unless the user gives them."""
+MAX_STATE_BYTES = 1 << 34
+MAX_ADAPTER_VALUES = 1 << 32
+"""Upper bound on the values of all adapters' matrices: 16 GiB."""
+
+
+@dataclass(frozen=True)
+class DecoderPlan(CompilePlan[Variant, ModelShape]):
+    """The plan of a decoder."""
+
+    lowered: LoweredModel
+
+    @property
+    def kv_type(self) -> KVType:
+        """The element type of the KV slots."""
+        assert self.options.kv_type is not None, "a decoder has KV slots"
+        return self.options.kv_type
 
 
 @dataclass(frozen=True)
@@ -39,12 +78,50 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     shape = ModelShape
     compiles_in_background = True
 
-    def plan(
-        self, job: DecoderJob, for_blobs: bool = False, start: StartWith = "all programs"
-    ) -> CompilePlan[Variant, ModelShape]:
-        """Read and lower the model, choose its variants, and probe how their programs are best compiled."""
+    def check_graph(self, model: ov.Model, directory: Path) -> None:
+        """Check that the model has logits for every token; else the error says what it is."""
+        check_kind(model, directory, "decoder")
+
+    def lower(self, job: DecoderJob, source: Source, start: StartWith) -> DecoderPlan:
+        """Lower the model, choose its variants, and probe how their programs are best compiled.
+
+        Raises as ``ProgramKind.lower``, and ``AdapterError`` (an adapter does not fit the model).
+        """
+        core = get_core()
+        device = job.device
+        config = job.config
+        properties = phase_properties(device, config)
+        usual = default_kv_type(core, device, *properties.values())
+        kv_type = config.kv_cache_precision or usual
+        mode = program_mode(device, config)
+        lowering = LoweringOptions(
+            config.num_kv_slots(mode), kv_type, adapter_type="bf16" if usual == "bf16" else "f32"
+        )
+        passes = DECODER if merges_projections(device) else DECODER_UNMERGED
+        lowered = _lowered(source.model, lowering, passes, config.adapters)
+        layout = program_layout(device, job.directory, config, kv_type)
+        variants = choose_variants(config, mode, lowered.shape)
         probes = probes_of(job)
-        return prepare(job.directory, job.device, job.config, job.on_progress, for_blobs, start, probes, check_known)
+
+        def options_of(layout: ProgramLayout) -> CompileOptions:
+            calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
+            options = CompileOptions(device, layout, kv_type, calibration.properties, calibration.few_rows)
+            if layout != "few_rows":
+                return options
+            is_paid = partial(is_worth_a_copy, weights_size(job.directory, config.weights_path))
+            probe = partial(_speedup_of_few_rows, core, lowered, variants, probes=probes)
+            with_few_rows = replace(
+                options, properties={"few_rows": options.properties["generate"], **options.properties}
+            )
+            if config.programs == layout or is_paid(calibration.speedup) or is_paid(probe(with_few_rows)):
+                return with_few_rows
+            return _with_one_program(options)
+
+        is_later = start == "one program" and _can_start_with_one(layout, properties)
+        options = options_of("shared" if is_later else layout)
+        return DecoderPlan(
+            lowered, options, variants, source.weights, partial(options_of, layout) if is_later else None
+        )
 
     def random_call(
         self, programs: CompiledPrograms[Variant, ModelShape], variant: Variant
@@ -65,27 +142,58 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         """
         return make_runner(programs, job.on_progress, planned, memory, job.config.adapters)
 
-    def fingerprint(self, job: DecoderJob) -> StepFingerprint:
-        """Return the digests of the model, the machine, and the resolved layout."""
-        core = get_core()
-        device = job.device
+    @classmethod
+    def fits(cls, model: ov.Model, directory: Path) -> bool:
+        """Return whether the model has logits for every token."""
+        return is_lowered_as(kind_of(model), "decoder")
+
+    @staticmethod
+    def check_stored(shape: ModelShape, content: Mapping[str, Any]) -> None:
+        """Check the layout, the properties of each phase, the states and the adapters."""
+        config = content["config"]
+        parts = content["properties"]
+        if different := set(config) ^ set(LAYOUT_FIELDS):
+            raise ValueError(f"config has, or lacks, {sorted(different)[0]!r}")
+        StaticLLMConfig(**config)
+        phases = {"prefill", "generate"}
+        needed = phases | ({"few_rows"} if content["programs"] == "few_rows" else set())
+        if missing := sorted(needed - set(parts)):
+            raise ValueError(f"properties has no part {missing[0]!r}")
+        if set(parts) - {*phases, "few_rows"} or not content["kv_type"]:
+            raise ValueError("a part or the type of KV slots is not that of a decoder")
+        if shape.position_rank not in (0, 2, 3):
+            raise ValueError("the rank of its positions is impossible")
+        if any(state.num_bytes > MAX_STATE_BYTES for state in shape.recurrent_states):
+            raise ValueError("a recurrent state has more than 16 GiB")
+        _check_adapters(shape)
+
+    def asked(self, job: DecoderJob) -> dict[str, str]:
+        """Return the resolved layout."""
         config = job.config
-        properties = phase_properties(device, config)
-        kv_type = config.kv_cache_precision or default_kv_type(core, device, *properties.values())
-        layout = program_layout(device, job.directory, config, kv_type)
-        values: dict[Phase, Mapping[str, Any]] = {
-            phase: json_properties(of_phase) for phase, of_phase in properties.items()
+        phases = phase_properties(job.device, config)
+        kv_type = config.kv_cache_precision or default_kv_type(get_core(), job.device, *phases.values())
+        layout = program_layout(job.device, job.directory, config, kv_type)
+        mode: ProgramMode = "separate" if layout == "separate" else "shared"
+        sizes = {
+            "MAX_PROMPT_LEN": config.max_prompt_len,
+            "MIN_RESPONSE_LEN": config.min_response_len,
+            "PROGRAMS": layout,
+            "KV_CACHE_PRECISION": kv_type,
+            "MAX_NUM_SEQS": config.num_seqs(mode),
+            "KV_SLOTS": config.num_kv_slots(mode),
+            "PREFILL_ROWS": config.prefill_rows,
+            "PREFILL_KV_LENS": config.prefill_kv_lens,
+            "GENERATE_KV_LENS": config.generate_kv_lens,
         }
-        return StepFingerprint(
-            **asdict(fingerprint_model(job.directory, job.weights)),
-            **machine_values(core, device),
-            **layout_values(config, layout, kv_type, values),
-        )
+        return {
+            **{name: "default" if value is None else str(value) for name, value in sizes.items()},
+            **{f"{phase} properties": properties_text(values) for phase, values in phases.items()},
+            "adapters": "none" if config.adapters is None else config.adapters.description,
+        }
 
     def properties(self, job: DecoderJob) -> Mapping[Part, Mapping[str, Any]]:
         """Return OpenVINO's properties for each phase."""
-        phases = phase_properties(job.device, job.config)
-        return {"prefill": phases["prefill"], "generate": phases["generate"]}
+        return phase_properties(job.device, job.config)
 
     def choices(self, job: DecoderJob) -> dict[str, Any]:
         """Return the layout."""
@@ -104,6 +212,74 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     def first_to_serve(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Return the fewest variants that can run any prompt."""
         return first_to_serve(tuple(variants))
+
+
+def _check_adapters(shape: ModelShape) -> None:
+    """Check that the parts of each group fit into its matrices."""
+    if shape.adapted and not shape.num_adapters:
+        raise ValueError("it adapts matrices, and has no adapters")
+    for index, group in enumerate(shape.adapted):
+        if group.index != index:
+            raise ValueError("a group of adapters is not in its place")
+        first_column = 0
+        for part in group.parts:
+            is_inside = part.adapter < shape.num_adapters and part.first_row < group.out_size
+            if not is_inside or part.first_column != first_column:
+                raise ValueError("a part of an adapter is outside of its matrices")
+            first_column += part.rank
+    if sum(group.rank * (group.in_size + group.out_size) for group in shape.adapted) > MAX_ADAPTER_VALUES:
+        raise ValueError("the matrices of adapters have more than 16 GiB")
+
+
+def _lowered(
+    model: ov.Model,
+    options: LoweringOptions,
+    passes: PassPipeline[StepGraph, LoweringOptions],
+    adapters: AdapterSet | None,
+) -> LoweredModel:
+    """Lower a model with adapters folded into its weights or as inputs. Raises ``UnsupportedModelError``, ``AdapterError``."""
+    if adapters is None:
+        return lower(model, options, passes)
+    if adapters.is_fused:
+        fuse_adapters(model, adapters.layouts, adapters.deltas())
+        return lower(model, options, passes)
+    return lower(model, replace(options, adapters=adapters.layouts), with_adapters(passes))
+
+
+def _speedup_of_few_rows(
+    core: ov.Core,
+    lowered: LoweredModel,
+    variants: Sequence[Variant],
+    options: CompileOptions,
+    probes: ProbeTimes | None,
+) -> float:
+    """Return how many times faster a decode step of one sequence is in the program for calls of few rows, as probed."""
+    few = tuple(variant for variant in variants if options.program_group(variant).part == "few_rows")
+    rest = tuple(variant for variant in variants if variant not in few)
+    alone = sorted(variant for variant in few if variant.rows == 1 and variant.kv_len)
+    if not alone or not rest:
+        return 1.0
+    programs = (
+        ProbedProgram(tuple(variants), options.properties["generate"]),
+        ProbedProgram(few, options.properties["few_rows"]),
+    )
+    try:
+        return layers_speedup(core, options.device, lowered, alone[0], programs, probes)
+    except RuntimeError:  # without the probe, one program serves
+        logger.warning("the first layers could not be timed", exc_info=True)
+        return 1.0
+
+
+def _with_one_program(options: CompileOptions) -> CompileOptions:
+    """Return the options without a program for calls of few rows."""
+    parts = dict(options.properties)
+    parts.pop("few_rows", None)
+    return replace(options, layout="shared", properties=parts)
+
+
+def _can_start_with_one(layout: ProgramLayout, properties: Mapping[Part, Mapping[str, Any]]) -> bool:
+    """Return whether one program can run all variants until those of the second program get theirs, and computes alike."""
+    return layout == "few_rows" or (layout == "phases" and properties["prefill"] == properties["generate"])
 
 
 DecoderJob: TypeAlias = LoadJob[ProgramKind[Variant, ModelShape, ModelRunner]]
@@ -134,3 +310,9 @@ def job_of(
     given = frozenset(config.non_default if explicit is None else explicit)
     given |= {"kv_slots"} if config.kv_cache_gb else set()
     return LoadJob(DecoderKind(), directory, name, resolved, on_progress, given)
+
+
+def prepare(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> DecoderPlan:
+    """Read and lower the decoder in a directory; nothing is compiled. Raises as ``job_of`` and ``ProgramKind.plan``."""
+    job = job_of(models_path, device, config)
+    return cast(DecoderPlan, job.kind.plan(job))

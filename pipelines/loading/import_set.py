@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import openvino as ov
 
-from staticllm.core import KVType, OnProgress, Part, ProgramLayout, ProgressEvent
+from staticllm.core import KVType, OnProgress, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.pipelines.artifacts.blob_set import ImportTarget, check_properties, check_set, import_blob, read_blobs
@@ -86,7 +86,7 @@ def _options(job: LoadJob[Any], manifest: Manifest) -> CompileOptions:
         job.device,
         cast(ProgramLayout, manifest.programs),
         cast(KVType, manifest.kv_type) if manifest.kv_type else None,
-        {cast(Part, part): values for part, values in manifest.properties.items()},
+        manifest.properties,
         manifest.few_rows,
     )
 

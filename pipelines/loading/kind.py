@@ -1,12 +1,14 @@
 """What loading, compiling, storing and measuring programs must know of a kind of model; all else is written once.
 
-A new kind says how a model is lowered and which sizes its programs have (``plan``), what a call of random values is
-(``random_call``), and what runs its programs (``runner``).
+A new kind says how a model is lowered and which sizes its programs have (``lower``), what a call of random values is
+(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``programs/kinds.py`` makes
+it known.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,22 +16,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
+import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import OnProgress, Part
+from staticllm.core import OnProgress, Part, ProgressEvent
 from staticllm.devices import get_core
-from staticllm.model_dir import weights_of
+from staticllm.errors import ModelError
+from staticllm.model_dir import read_model, weights_of
 from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, OtherFingerprint, fingerprint_model, machine_values
+from staticllm.pipelines.artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
 from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.artifacts.measurements import KeptCosts, probes_in
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.loading.background import DeferredPrograms
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, StartWith, V
-from staticllm.pipelines.programs.compile_plan import phase_properties
-from staticllm.pipelines.programs.layout import program_mode
+from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
+from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
+from staticllm.pipelines.programs.layout import phase_properties, program_mode
+from staticllm.system.heap import return_large_blocks
+from staticllm.system.mapped_weights import MappedWeights
 
 
 class MeasuredRunner(Protocol[V]):
@@ -41,6 +47,14 @@ class MeasuredRunner(Protocol[V]):
 R = TypeVar("R", bound=MeasuredRunner[Any])
 """The runner of a kind of model."""
 K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as it was read, and the weights that its graph maps."""
+
+    model: ov.Model
+    weights: MappedWeights
 
 
 class ProgramKind(ABC, Generic[V, S, R]):
@@ -56,12 +70,27 @@ class ProgramKind(ABC, Generic[V, S, R]):
     shape: type[S]
     compiles_in_background: ClassVar[bool] = False
 
-    @abstractmethod
-    def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
-        """Read and lower the model, and choose the variants of its programs. ``for_blobs``: whether they will be exported.
+    @classmethod
+    def fits(cls, model: ov.Model, directory: Path) -> bool:
+        """Return whether the model in a checked directory is of this kind. Raises ``ModelError`` (a file is damaged)."""
+        del model, directory
+        return False
 
-        Raises ``ModelError``, ``UnsupportedModelError`` (a file is missing or damaged, or a pass cannot lower the model) and
-        ``ConfigError`` (an option is impossible for this model).
+    @staticmethod
+    def check_stored(shape: S, content: Mapping[str, Any]) -> None:
+        """Check a manifest of this kind, whose types are right: its shape, and the JSON of the whole.
+
+        Raises ``ConfigError``, ``ValueError``, ``TypeError`` (it is impossible; the text says what).
+        """
+        del shape
+        if set(content["properties"]) != {"encode"} or content["kv_type"]:
+            raise ValueError("the properties or the type of KV slots are not those of this kind of model")
+
+    @abstractmethod
+    def lower(self, job: Job[V, S, R], source: Source, start: StartWith) -> CompilePlan[V, S]:
+        """Lower the model, and choose the variants of its programs. ``start``: those that are compiled before it serves.
+
+        Raises ``UnsupportedModelError`` (a pass cannot lower it) and ``ConfigError`` (an option is impossible for this model).
         """
 
     @abstractmethod
@@ -75,24 +104,58 @@ class ProgramKind(ABC, Generic[V, S, R]):
         ``memory`` is what the block of ``memory`` gives; ``planned`` are all variants, if some are compiled later.
         """
 
+    def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
+        """Read and lower the model; nothing is compiled. ``for_blobs``: whether its programs will be exported.
+
+        Raises as ``lower``, and ``ModelError`` (a file is missing or damaged, or the model is of another kind).
+        """
+        begin = time.perf_counter()
+        config = job.config
+        if config.memory_limit_mb is not None:
+            return_large_blocks()
+        model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
+        self.check_graph(model, job.directory)
+        if for_blobs:
+            keep_small_constants(model)
+        source = Source(model, MappedWeights(model))
+        read = time.perf_counter()
+        job.on_progress(ProgressEvent("read", 1, 1, read - begin))
+        plan = self.lower(job, source, start)
+        job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
+        return plan
+
+    def check_graph(self, model: ov.Model, directory: Path) -> None:
+        """Check that a model is of this kind. Raises ``ModelError``."""
+        if not self.fits(model, directory):
+            raise ModelError(f"{str(directory)!r} is not {with_article(self.name)}")
+
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
         Raises ``ModelError`` (a file of the model cannot be read).
         """
-        properties = sorted(json_properties(self.properties(job)["encode"]).items())
-        return OtherFingerprint(
+        return Fingerprint(
             kind=self.name,
             **asdict(fingerprint_model(job.directory, job.weights)),
             **machine_values(get_core(), job.device),
-            programs=program_mode(job.device, job.config),
-            properties=", ".join(f"{name}={value}" for name, value in properties),
-            choices=json.dumps(self.choices(job), sort_keys=True),
+            choices=self.asked(job),
         )
+
+    def asked(self, job: Job[V, S, R]) -> dict[str, str]:
+        """Return what the user chose, by the names that users know. Lengths and sizes are resolved."""
+        return {
+            "PROGRAMS": program_mode(job.device, job.config),
+            "properties": properties_text(self.properties(job)["encode"]),
+            "choices": json.dumps(self.choices(job), sort_keys=True),
+        }
 
     def properties(self, job: Job[V, S, R]) -> Mapping[Part, Mapping[str, Any]]:
         """Return OpenVINO's properties for each part of the work, as the user set them."""
         return {"encode": phase_properties(job.device, job.config)["prefill"]}
+
+    def options(self, job: Job[V, S, R]) -> CompileOptions:
+        """Return where and how the programs of a model without KV slots are compiled."""
+        return CompileOptions(job.device, program_mode(job.device, job.config), None, self.properties(job))
 
     def choices(self, job: Job[V, S, R]) -> dict[str, Any]:
         """Return the choices behind a set, in the form that JSON holds."""
@@ -118,6 +181,11 @@ class ProgramKind(ABC, Generic[V, S, R]):
 
         Raises ``ValueError``, ``KeyError`` (a program cannot run its variant).
         """
+
+
+def properties_text(properties: Mapping[str, Any]) -> str:
+    """Return properties as one line, in the order of their names."""
+    return ", ".join(f"{name}={value}" for name, value in sorted(json_properties(properties).items()))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
 from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
+from staticllm.system.table import table
 
 KEPT_REQUESTS = 4096
 """The number of last requests over which means, maxima and percentiles are taken."""
@@ -270,16 +271,18 @@ def _means(found: list[tuple[StepRecord, float]]) -> dict[str, float]:
     return {name: 1e3 * seconds / len(found) for name, seconds in sums.items()}
 
 
-def table(breakdowns: Sequence[Breakdown]) -> str:
-    """Return a table for the terminal with one column per kind of call and one line per part.
+def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
+    """Return a table for the terminal with two columns per kind of call, ms and their share, and one line per part.
 
     Detokenization is not a part: it runs on the readers' threads, while the device runs.
     """
-    lines = ["ms/call  " + "".join(f"{f'{p.kind} ({p.num_calls})':>22}" for p in breakdowns)]
-    for part in PARTS:
-        lines.append(f"{part:<9}" + "".join(f"{p.ms[part]:>14.3f}{_share(p, part):>8}" for p in breakdowns))
-    lines.append(f"{'together':<9}" + "".join(f"{p.total_ms:>14.3f}{'':>8}" for p in breakdowns))
-    return "\n".join(lines)
+    head = ["ms/call", *(text for each in breakdowns for text in (f"{each.kind} ({each.num_calls})", ""))]
+    rows = [
+        [part, *(text for each in breakdowns for text in (f"{each.ms[part]:.3f}", _share(each, part)))]
+        for part in PARTS
+    ]
+    total = ["together", *(text for each in breakdowns for text in (f"{each.total_ms:.3f}", ""))]
+    return table(head, [*rows, total])
 
 
 def _share(breakdown: Breakdown, part: str) -> str:

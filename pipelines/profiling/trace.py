@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from staticllm.config import is_whole
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.pipelines.profiling.chrome_trace import from_chrome, to_chrome
 from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
@@ -99,7 +100,7 @@ def recording(profiler: Profiler, max_records: int = MAX_RECORDS) -> Iterator[Tr
         StaticLLMError: another recording is in progress.
         ConfigError: ``max_records`` is not a whole number of at least 1.
     """
-    if not isinstance(max_records, int) or max_records < 1:
+    if not is_whole(max_records, 1):
         raise ConfigError(f"max_records={max_records!r}: must be a whole number, 1 or more")
     if profiler.trace is not None:
         raise StaticLLMError("a trace is being recorded already: end that one first")

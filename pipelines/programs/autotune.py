@@ -20,7 +20,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import compressed_weights
 from staticllm.compiler_passes.lower import LoweredModel
-from staticllm.core import Part, Phase, ProgramLayout, Variant
+from staticllm.core import Part, ProgramLayout, Variant
 from staticllm.devices import kind, type_name
 from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
@@ -95,7 +95,7 @@ def calibrated(
     core: ov.Core,
     device: str,
     model: ov.Model,
-    phases: Mapping[Phase, Properties],
+    phases: Mapping[Part, Properties],
     layout: ProgramLayout,
     kept: ProbeTimes | None = None,
 ) -> Calibration:
@@ -106,7 +106,7 @@ def calibrated(
     can share a program. If calls of few rows may have a program of their own, its properties are chosen by ``_for_few_rows``.
     Small models do not quantize activations. Other devices are not probed. What is in ``kept`` is not timed again.
     """
-    found: dict[Part, Properties] = {phase: properties for phase, properties in phases.items()}  # noqa: C416
+    found = dict(phases)
     matrices = repeated_matrices(model) if kind(device) == "CPU" else []
     if not matrices:
         return Calibration(found)
@@ -137,7 +137,7 @@ class FewRows:
     speedup: float = 1.0
 
 
-def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Phase, Properties]) -> FewRows:
+def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Part, Properties]) -> FewRows:
     """Return the fastest properties for calls of few rows. ``asked``: the user's own of each phase, which are not changed.
 
     For single rows the candidates are activations without quantization, the same in f32, and ``usual``. The first is nearest to

@@ -1,13 +1,15 @@
-"""Chooses which variants share a program, by the device, the size of the weights and the memory limit."""
+"""Chooses which variants share a program, by the device, the size of the weights and the memory limit, and their properties."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KV_TYPE_BYTES, KVType, ProgramLayout, ProgramMode
-from staticllm.devices import default_mode, kind
+from staticllm.core import KV_TYPE_BYTES, KVType, Part, ProgramLayout, ProgramMode
+from staticllm.devices import default_mode, kind, with_exact_f32
 from staticllm.errors import ConfigError
 from staticllm.model_dir import kv_shapes, model_widths, weights_size
 
@@ -22,6 +24,9 @@ LARGEST_CALL, DEFAULT_WIDTHS = 1024, (2048, 8192)
 """Default rows of the largest call, and widths assumed for a model that does not state its own."""
 BYTES_PER_SHARE = 6e9
 """Price of a second program: its copy of the weights must save 1 % of a token's time per 60 MB."""
+
+
+MAX_KV_SLOTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,13 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
     return _within(config.memory_limit_mb, layout, needs, config.programs == "auto")
 
 
+def phase_properties(device: str, config: StaticLLMConfig) -> dict[Part, Mapping[str, Any]]:
+    """Return OpenVINO's properties for the programs of each phase, as the user set them."""
+    common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
+    phases: dict[Part, Mapping[str, Any]] = {"prefill": config.prefill_config, "generate": config.generate_config}
+    return {phase: with_exact_f32(device, {**common, **extra}) for phase, extra in phases.items()}
+
+
 def is_worth_a_copy(weights_bytes: int, speedup: float) -> bool:
     """Return whether a second program pays for its copy of the weights: 1 % of a token's time for each 60 MB.
 
@@ -104,6 +116,16 @@ def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: K
         return config
     left = config.memory_limit_mb * 10**6 - memory_needs(path, config, kv_type).of(layout)
     return replace(config, host_kv_slots=min(config.num_host_slots, config.max_seq_len + left // num_bytes))
+
+
+def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> StaticLLMConfig:
+    """Return the config with ``KV_CACHE_GB`` as a number of KV slots of this model, at least those of one longest sequence."""
+    if config.kv_cache_gb is None:
+        return config
+    num_bytes = slot_bytes(directory, kv_type)
+    num_slots = int(config.kv_cache_gb * 1e9) // num_bytes if num_bytes else 0
+    kv_slots = min(max(num_slots, config.max_seq_len), MAX_KV_SLOTS)
+    return replace(config, kv_cache_gb=None, kv_slots=kv_slots)
 
 
 def slot_bytes(directory: Path, kv_type: KVType) -> int:

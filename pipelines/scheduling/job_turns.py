@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil
 from statistics import median
 
+from staticllm.pipelines.scheduling.device_share import TimeCredit, wait_for_share
 from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
 
 MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
@@ -15,14 +16,10 @@ MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
 allow up to a quarter of the token interval: short jobs fill the gaps better, and cost hardly more per token."""
 JOB_FILL = 0.95
 """Share of the token interval filled by jobs of the longest duration; calls do not take equally long."""
-MIN_JOB_SHARE = 0.15
-"""Least share of device time for jobs while requests that go first want all of it."""
 LATE = 3.0
 """A job runs even if it delays a token once it has waited this many times as long as its share demands."""
 BOUND_USED = 0.9
 """Share of the token bound that jobs and the next decode step may fill; costs are estimates."""
-BEHIND_SHARE = 0.1
-"""Least share of device time for jobs while others of higher priority, or with a deadline, always wait."""
 AHEAD_SECONDS = 0.1
 """Lead in device time that jobs of higher priority may take over waiting prompts."""
 TTFT_SHARE = 0.25
@@ -36,30 +33,6 @@ NUM_KEPT = 4
 """Recent prompts, and recent pauses, that count."""
 HOLD_SECONDS = 0.01
 """If prompts usually arrive this soon after the last request ended, the device waits for the next one before it begins a job."""
-
-
-class TimeCredit:
-    """Device time owed to work that waits: a share of the time taken by the work that goes before it."""
-
-    def __init__(self, share: float = BEHIND_SHARE) -> None:
-        self._ratio = share / (1 - share)
-        self._seconds = 0.0
-
-    def covers(self, seconds: float) -> bool:
-        """Return whether work of this duration is due."""
-        return self._seconds >= seconds
-
-    def add(self, seconds: float) -> None:
-        """Work of this duration goes before."""
-        self._seconds += self._ratio * seconds
-
-    def pay(self, seconds: float) -> None:
-        """Work that was due runs, for this duration."""
-        self._seconds = max(0.0, self._seconds - seconds)
-
-    def clear(self) -> None:
-        """Nothing waits behind other work."""
-        self._seconds = 0.0
 
 
 class UrgentFirst:
@@ -78,10 +51,8 @@ class UrgentFirst:
 
     def begin(self, job: JobView, jobs: Sequence[JobView]) -> None:
         """Count a job that begins now, and that was chosen among ``jobs``."""
-        if len(jobs) < 2:
-            self._credit.clear()
-        elif job == min(jobs, key=urgency):
-            self._credit.add(job.seconds)
+        if job == min(jobs, key=urgency):
+            self._credit.lead(job.seconds, is_followed=len(jobs) > 1)
         else:
             self._credit.pay(job.seconds)
 
@@ -144,7 +115,7 @@ class JobTurns:
 
     Without requests, a job runs at once. Beside decoding requests, it runs if each of them still gets its next token within
     ``token_bound``. Requests that are swapped or wait for their first token go before jobs of their priority and below. Jobs of
-    a higher priority go before them until they are ``AHEAD_SECONDS`` of device time ahead. Waiting jobs get ``MIN_JOB_SHARE`` of
+    a higher priority go before them until they are ``AHEAD_SECONDS`` of device time ahead. Waiting jobs get ``MIN_SHARE`` of
     the device time, whatever the policy plans.
     """
 
@@ -217,13 +188,13 @@ class JobTurns:
         return not view.running or job.seconds <= slack_of(view) - waited(view)
 
     def _has_waited_its_share(self, view: View, job: JobView) -> bool:
-        """Return whether the job has waited long enough for ``MIN_JOB_SHARE``, and this is a good moment.
+        """Return whether the job has waited long enough for ``MIN_SHARE``, and this is a good moment.
 
         Right after a token is a good moment, for jobs that keep the bound then and for those that never do. If no such moment
         comes, because the policy lets requests wait for tokens, the job waits ``LATE`` times as long.
         """
         end = self._start + self._seconds
-        waits_for = job.seconds * (1 - MIN_JOB_SHARE) / MIN_JOB_SHARE
+        waits_for = wait_for_share(job.seconds)
         since = view.now - max(end, min(each.arrival for each in view.jobs))
         if since < waits_for:
             return False

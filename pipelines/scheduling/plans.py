@@ -143,14 +143,19 @@ def fits(view: View, request: RequestView) -> bool:
 def prefill_with_preemption(view: View, request: RequestView) -> Plan:
     """Return a plan with a chunk of one prompt alone, which preempts as many other requests as its KV slots require."""
     count = chunk_of(view, request)
+    return Plan(prefill=((request.id, count),), preempt=_ids(_preempted(view, request, count)))
+
+
+def _preempted(view: View, keep: RequestView, needed: int) -> list[RequestView]:
+    """Return the requests without which ``needed`` KV slots are free, as far as there are enough; never ``keep``."""
     free = view.free_slots
-    preempt = list[RequestView]()
-    for victim in _victims(view, keep=request):
-        if count <= free:
+    found = list[RequestView]()
+    for victim in _victims(view, keep):
+        if needed <= free:
             break
         free += victim.own_slots
-        preempt.append(victim)
-    return Plan(prefill=((request.id, count),), preempt=_ids(preempt))
+        found.append(victim)
+    return found
 
 
 def _swap_in_with_preemption(view: View) -> Plan | None:
@@ -163,14 +168,8 @@ def _swap_in_with_preemption(view: View) -> Plan | None:
         return None
     first = in_order(view.swapped)[0]
     needed = 1 + (0 if first.in_arena else first.num_computed)
-    free = view.free_slots
-    preempt = list[RequestView]()
-    for victim in _victims(view, keep=first):
-        if needed <= free:
-            break
-        free += victim.own_slots
-        preempt.append(victim)
-    if view.prefilling and needed > free:
+    preempt = _preempted(view, first, needed)
+    if view.prefilling and needed > view.free_slots + sum(victim.own_slots for victim in preempt):
         return None  # shared slots: each of several holders alone would free none
     return Plan(decode=(first.id,), swap_in=(first.id,), preempt=_ids(preempt))
 

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -100,7 +101,7 @@ class Cluster:
                     "do both"
                 )
             limit = arrival.num_output if self._decode is None else 1
-            self._at(arrival.time, ARRIVE, self._enqueue(SimulatedRequest(arrival, limit)))
+            self._at(arrival.time, ARRIVE, partial(self._enqueue, SimulatedRequest(arrival, limit)))
         while self._events:
             now, _, _, action = heapq.heappop(self._events)
             action(now)
@@ -116,40 +117,34 @@ class Cluster:
     def _at(self, time: float, rank: int, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, rank, next(self._numbers), action))
 
-    def _enqueue(self, request: SimulatedRequest) -> Callable[[float], None]:
-        def enqueue(now: float) -> None:
-            self._queue.append(request)
-            self._admit(now)
-
-        return enqueue
+    def _enqueue(self, request: SimulatedRequest, now: float) -> None:
+        self._queue.append(request)
+        self._admit(now)
 
     def _admit(self, now: float) -> None:
         while self._queue and self._num_admissible > 0:
             self._num_admissible -= 1
-            self._submit(self._first, self._queue.popleft())(now)
+            self._submit(self._first, self._queue.popleft(), now)
 
-    def _submit(self, pool: Pool, request: SimulatedRequest) -> Callable[[float], None]:
-        def submit(now: float) -> None:
-            device = pool.choose()
-            device.submit(request)
-            self._wake(device, now)
-
-        return submit
+    def _submit(self, pool: Pool, request: SimulatedRequest, now: float) -> None:
+        device = pool.choose()
+        device.submit(request)
+        self._wake(device, now)
 
     def _wake(self, device: SimulatedDevice, now: float) -> None:
         if not device.is_running and device not in self._planned:
             self._planned.add(device)
-            self._at(now, BEGIN, lambda now: self._begin(device, now))
+            self._at(now, BEGIN, partial(self._begin, device))
 
     def _begin(self, device: SimulatedDevice, now: float) -> None:
         self._planned.discard(device)
         end = device.step(now)
         if end is not None:
-            self._at(end, FINISH, lambda now: self._finish(device, now))
+            self._at(end, FINISH, partial(self._finish, device))
             return
         self._collect(device, now)
         if (moment := device.wake_at(now)) is not None:
-            self._at(moment, ARRIVE, lambda now: self._wake(device, now))
+            self._at(moment, ARRIVE, partial(self._wake, device))
 
     def _finish(self, device: SimulatedDevice, now: float) -> None:
         self._collect(device, now)
@@ -172,7 +167,7 @@ class Cluster:
     def _hand_over(self, decode: Pool, ended: Ended, now: float) -> None:
         arrival = ended.request.arrival
         request = SimulatedRequest(arrival, arrival.num_output, ended.record)
-        self._at(now + self._link(arrival.num_prompt), ARRIVE, self._submit(decode, request))
+        self._at(now + self._link(arrival.num_prompt), ARRIVE, partial(self._submit, decode, request))
 
 
 def colocated(

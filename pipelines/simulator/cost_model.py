@@ -7,9 +7,12 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from staticllm.core import Variant
+import msgspec
+from msgspec import Meta
+
+from staticllm.core import Count, Size, Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.files import write_whole
@@ -75,26 +78,21 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostM
         OSError: the file cannot be read.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: is not JSON ({error}); `staticllm simulate --save-costs` writes such a file"
-        ) from None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: must be a list of {{rows, kv_len, sequences, seconds}} with at least one entry")
-    seconds = dict(_entry(f"{path}, entry {number}", entry) for number, entry in enumerate(entries, 1))
-    if not any(variant.kv_len for variant in seconds):
+        entries = msgspec.json.decode(Path(path).read_bytes(), type=Annotated[list[_Entry], Meta(min_length=1)])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}; `staticllm simulate --save-costs` writes such a file") from None
+    for number, entry in enumerate(entries, 1):
+        if entry.sequences > entry.rows:
+            raise ConfigError(f"{path}, entry {number}: {entry.sequences} sequences, more than its {entry.rows} rows")
+    if not any(entry.kv_len for entry in entries):
         raise ConfigError(f"{path}: every kv_len is 0, so that no program can read the KV cache; add one that can")
+    seconds = {Variant(entry.rows, entry.kv_len, entry.sequences): entry.seconds for entry in entries}
     return tuple(seconds), CostModel(seconds)
 
 
-def _entry(place: str, entry: Any) -> tuple[Variant, float]:
-    try:
-        variant = Variant(int(entry["rows"]), int(entry["kv_len"]), int(entry.get("sequences", 1)))
-        seconds = float(entry["seconds"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{place}: {reason}; it must have rows, kv_len, sequences and seconds") from None
-    if variant.rows < 1 or variant.kv_len < 0 or not 1 <= variant.sequences <= variant.rows or not 0 < seconds < 1e6:
-        raise ConfigError(f"{place}: {entry}: rows and seconds must be more than 0, sequences from 1 to rows")
-    return variant, seconds
+@dataclass(frozen=True)
+class _Entry:
+    rows: Size
+    kv_len: Count
+    seconds: Annotated[float, Meta(gt=0, lt=1e6)]
+    sequences: Size = 1

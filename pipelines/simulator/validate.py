@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.costs.model import CostModel, nonnegative_least_squares
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
 from staticllm.pipelines.scheduling.request_table import Limits
@@ -136,7 +135,7 @@ def measured_host(records: Records) -> HostCost:
             sizes.append((1.0, num_decode + before.prefill_rows, num_decode + len(before.prefill)))
     if not gaps:
         return HostCost()
-    step, row, sequence = _least_squares(np.array(sizes), np.array(gaps))
+    step, row, sequence = nonnegative_least_squares(np.array(sizes), np.array(gaps)).tolist()
     return HostCost(step, row, sequence, _answer(records), _wake(records, alive))
 
 
@@ -156,22 +155,6 @@ def _wake(records: Records, alive: Sequence[tuple[float, float]]) -> float | Non
         if request.started and not any(arrival < request.arrival <= last for arrival, last in alive)
     ]
     return sum(waits) / len(waits) if waits else None
-
-
-def _least_squares(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """Return the non-negative weights ``[m]`` that fit ``columns [n, m]`` to ``values [n]``.
-
-    The column of the most negative weight is dropped while there is one: a simple NNLS (Lawson, Hanson 1974, chapter 23).
-    """
-    kept = list(range(columns.shape[1]))
-    weights: NDArray[np.float64] = np.zeros(0)
-    while kept:
-        weights = np.asarray(np.linalg.lstsq(columns[:, kept], values, rcond=None)[0], np.float64)
-        if weights.min() >= 0:
-            break
-        del kept[int(weights.argmin())]
-    found = dict(zip(kept, weights.tolist(), strict=True))
-    return [found.get(column, 0.0) for column in range(columns.shape[1])]
 
 
 def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Records:

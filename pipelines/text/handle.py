@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from staticllm.core import FinishReason
-from staticllm.errors import GenerationConfigError, StaticLLMError
+from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
 from staticllm.pipelines.conversation.events import Event
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.request import Finished, Output, OutputQueue
-from staticllm.pipelines.text.input_processor import PreparedRequest
+from staticllm.pipelines.text.input_processor import PreparedRequest, Prompt
 from staticllm.pipelines.text.output_processor import (
     OutputProcessor,
     RequestOutput,
@@ -23,13 +25,55 @@ from staticllm.pipelines.text.output_processor import (
     kept_outputs,
     results_of,
 )
-from staticllm.pipelines.text.readers import OutputSignal, ReaderRole, in_thread, running_waker
-from staticllm.system.threads import check_may_wait, check_process, start_thread
+from staticllm.pipelines.text.readers import OutputSignal, in_thread, running_waker
+from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
 
-POLL_SECONDS = 0.5
-"""The longest single wait of a reader, after which Ctrl-C takes effect where it cannot interrupt the wait."""
 MAX_BATCH = 64
 """Outputs that an asynchronous reader takes before other tasks of its event loop run."""
+Part = TypeVar("Part")
+
+
+class ReaderRole:
+    """The right to read, held by one thread or task at a time. Any thread may return it on the reader's behalf.
+
+    It is no lock: an iterator may be dropped in another thread than it began in, and a thread that ends releases it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
+
+    def enter(self, token: object, timeout: float | None = None) -> bool:
+        """Wait for the role; return False if another reader holds it after ``timeout`` seconds. ``token`` identifies this one."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_free, timeout):
+                return False
+            self._readers[token] = _here()
+            return True
+
+    def move_here(self, token: object) -> None:
+        """Move the role of ``token`` to this thread, as an iterator may continue in another thread than it began in."""
+        self._readers[token] = _here()
+
+    def leave(self, token: object) -> None:
+        """Release the role of ``token``; without it, do nothing."""
+        with self._changed:
+            self._readers.pop(token, None)
+            self._changed.notify_all()
+
+    def _is_free(self) -> bool:
+        me = _here()
+        alive = {thread.ident for thread in threading.enumerate()}
+        return all(reader == me or reader[0] not in alive for reader in self._readers.values())
+
+
+def _here() -> tuple[int, object]:
+    """Return the current thread's id, and its asyncio task if it runs an event loop."""
+    asyncio = sys.modules.get("asyncio")  # without it, no event loop runs
+    try:
+        return threading.get_ident(), asyncio.current_task() if asyncio is not None else None
+    except RuntimeError:
+        return threading.get_ident(), None
 
 
 class GenerationHandle:
@@ -81,19 +125,11 @@ class GenerationHandle:
 
     def __iter__(self) -> Iterator[str]:
         """Yield text as it is generated."""
-        for delta in self.deltas():
-            if delta.text:
-                yield delta.text
+        return (delta.text for delta in self.deltas() if delta.text)
 
     def tokens(self) -> Iterator[int]:
-        """Yield token ids as they are generated.
-
-        Raises:
-            GenerationConfigError: several answers were requested.
-            StaticLLMError: the request failed.
-        """
-        for delta in self.deltas(wants_text=False):
-            yield from delta.tokens
+        """Yield token ids as they are generated. Raises as ``deltas``."""
+        return (token for delta in self.deltas(wants_text=False) for token in delta.tokens)
 
     def events(self) -> Iterator[Event]:
         """Yield the parts of the answer as they are generated: content, reasoning, calls and their arguments.
@@ -108,29 +144,6 @@ class GenerationHandle:
         for delta in self.deltas():
             yield from delta.events
 
-    async def events_async(self) -> AsyncGenerator[Event, None]:
-        """Yield the parts of the answer like ``events``, without blocking the event loop. Leaving early cancels the request.
-
-        Raises:
-            GenerationConfigError, StaticLLMError: as for ``events``.
-        """
-        self._check_parsed()
-        async with contextlib.aclosing(self.deltas_async()) as deltas:
-            async for delta in deltas:
-                for event in delta.events:
-                    yield event
-
-    async def deltas_async(self) -> AsyncGenerator[TextDelta, None]:
-        """Yield increments like ``deltas``, without blocking the event loop. Leaving early cancels the request.
-
-        Raises:
-            GenerationConfigError, StaticLLMError: as for ``deltas``.
-        """
-        async with contextlib.aclosing(self.batches_async()) as batches:
-            async for batch in batches:
-                for delta in batch:
-                    yield delta
-
     def batches_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
         """Yield the increments like ``deltas_async``, in lists of those that are ready at once.
 
@@ -141,11 +154,35 @@ class GenerationHandle:
         """
         self._check_single()
         self._processors[0].want_text()
-        return self._batches_async(least_gap)
+        return self._read_async(least_gap)
 
-    def _check_parsed(self) -> None:
-        if self._prepared.format is None:
-            raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
+    def deltas_async(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield increments like ``deltas``, without blocking the event loop. Leaving early cancels the request.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``deltas``.
+        """
+        return self._parts_async(lambda delta: [delta])
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        """Yield text as it is generated, without blocking the event loop. Leaving the loop early cancels the request."""
+        return self._parts_async(lambda delta: [delta.text] if delta.text else [])
+
+    def events_async(self) -> AsyncGenerator[Event, None]:
+        """Yield the parts of the answer like ``events``, without blocking the event loop. Leaving early cancels the request.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``events``.
+        """
+        self._check_parsed()
+        return self._parts_async(lambda delta: delta.events)
+
+    async def _parts_async(self, parts_of: Callable[[TextDelta], Iterable[Part]]) -> AsyncGenerator[Part, None]:
+        async with contextlib.aclosing(self.batches_async()) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    for part in parts_of(delta):
+                        yield part
 
     def __await__(self) -> Generator[object, None, Results]:
         """Wait for the end without blocking the event loop, and return the value that ``generate`` returns."""
@@ -153,20 +190,13 @@ class GenerationHandle:
         async def read() -> Results:
             if self._thread is not None:  # the callback's thread reads; waiting for it would block the loop
                 return await in_thread(self.result)
-            async for _ in self._batches_async():
+            async for _ in self._read_async():
                 pass
             return self.result()
 
         return read().__await__()
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        """Yield text as it is generated, without blocking the event loop. Leaving the loop early cancels the request."""
-        async with contextlib.aclosing(self.deltas_async()) as deltas:
-            async for delta in deltas:
-                if delta.text:
-                    yield delta.text
-
-    async def _batches_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
+    async def _read_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
         check_process(self._pid)
         waker = running_waker()
         token = object()
@@ -270,7 +300,7 @@ class GenerationHandle:
             Exception: the callback raised it.
         """
         parsers = self._prepared.options.parsers
-        return results_of(self._prepared.form, self.outputs(timeout), self._decode, parsers)
+        return results_of(self._prepared.call.form, self.outputs(timeout), self._decode, parsers)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
         """Wait for the end and return each answer with its timings: with ``best_of`` the most likely, best first.
@@ -334,6 +364,10 @@ class GenerationHandle:
             raise GenerationConfigError(
                 f"num_return_sequences={len(self._processors)}: several answers cannot be read as one text; call result()"
             )
+
+    def _check_parsed(self) -> None:
+        if self._prepared.format is None:
+            raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
 
     def _take_first(self) -> list[TextDelta]:
         """Return the prompt as the first delta, once, if it is part of the answer (``echo``)."""
@@ -410,3 +444,37 @@ class GenerationHandle:
 def _poll_seconds(until: float | None) -> float:
     """Return how long a reader waits at a time."""
     return POLL_SECONDS if until is None else max(min(POLL_SECONDS, until - time.monotonic()), 0)
+
+
+Begin = Callable[[Prompt], GenerationHandle]
+"""Submits one prompt."""
+
+
+def answers_of(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
+    """Submit prompts, at most ``MAX_WAITING`` at a time, and wait for their answers, in the order of the prompts.
+
+    Raises:
+        BusyError: the queue is full of other requests.
+        StaticLLMError: a request failed; all are cancelled then.
+    """
+    handles: list[GenerationHandle] = []
+    try:
+        for prompt in prompts:
+            handles.append(_begin_when_possible(begin, prompt, handles))
+        return [output for handle in handles for output in handle.outputs()]
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+
+
+def _begin_when_possible(begin: Begin, prompt: Prompt, before: Sequence[GenerationHandle]) -> GenerationHandle:
+    """Submit a prompt. If the queue is full and holds prompts of this call, wait for the first of them."""
+    while True:
+        try:
+            return begin(prompt)
+        except BusyError:
+            unfinished = [handle for handle in before if not handle.is_done]
+            if not unfinished:
+                raise
+            unfinished[0].outputs()

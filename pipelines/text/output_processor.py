@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import pairwise
 from operator import add
 
@@ -19,8 +19,8 @@ from staticllm.pipelines.conversation.required_calls import is_content
 from staticllm.pipelines.engine.request import CompileTimes, TokenOutput
 from staticllm.pipelines.generation.beam_search import beam_score
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.text.input_processor import PreparedRequest
-from staticllm.pipelines.text.tokenization import Form
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
+from staticllm.pipelines.text.input_processor import Form, PreparedRequest
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
 
 
@@ -129,16 +129,19 @@ class OutputProcessor:
         self._decode = _TimedDecode(decode)
         self._parser = _parser_of(prepared)
         self._events: list[Event] = []
-        self._wants_text = prepared.form != "tokens" or bool(options.stop_strings) or self._parser is not None
+        self._wants_text = prepared.call.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, self._decode(prompt)) if options.echo else None
         self._prepared = prepared
         self._load_ms = load_ms
         self._index = index
-        self._detokenizer = prepared.detokenizer(self._decode)
         self._received: list[TokenOutput] = []
         self._tokens: list[int] = []  # of the answer: a stop string cuts off those after it
         self._unsent: list[int] = []
         self._undecoded: list[int] = []
+
+    @cached_property
+    def _detokenizer(self) -> IncrementalDetokenizer:
+        return self._prepared.detokenizer(self._decode)
 
     def want_text(self) -> None:
         """Decode from now on: the next increment has the text of all tokens so far."""
@@ -147,7 +150,7 @@ class OutputProcessor:
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string has ended the answer."""
-        return self._detokenizer.is_stopped
+        return self._wants_text and self._detokenizer.is_stopped
 
     @property
     def num_cached(self) -> int | None:
@@ -166,7 +169,9 @@ class OutputProcessor:
         self._tokens.append(token.id)
         self._unsent.append(token.id)
         self._undecoded.append(token.id)
-        text = self._text() if self._wants_text else ""
+        if not self._wants_text:
+            return self._taken("", [])
+        text = self._text()
         if self._detokenizer.is_stopped:
             self._keep_tokens_of(self._detokenizer.text)
         if self._detokenizer.is_holding:
@@ -210,7 +215,7 @@ class OutputProcessor:
             reason = FinishReason.TOOL_CALL
         output = RequestOutput(
             tokens=self._tokens,
-            text=self._detokenizer.text,
+            text=self._detokenizer.text if self._wants_text else "",
             score=self._score(),
             finish_reason=reason,
             is_dropped=is_dropped,
@@ -240,10 +245,7 @@ class OutputProcessor:
         return "".join([self._detokenizer.push(token) for token in tokens])
 
     def _keep_tokens_of(self, text: str) -> None:
-        """Drop the tokens of a stop string: those at the end that add anything beyond the kept text.
-
-        As in GenAI, a token that the stop string shares with the text before it is dropped as a whole; the text keeps its part.
-        """
+        """Drop the tokens at the end that add anything beyond ``text``; as in GenAI, also one that it has a part of."""
         tokens = self._tokens
         sent = len(self._tokens) - len(self._unsent)
         while len(tokens) > sent and len(self._decode(tokens)) > len(text):
@@ -266,7 +268,7 @@ class OutputProcessor:
         if compile_times is not None and not self._index:
             metrics.count_grammar(compile_times.seconds, {compile_times.compiler: compile_times.init_seconds})
         raw = metrics.raw_metrics
-        started = prepared.started
+        started = prepared.call.started
         times = [token.time for token in received]
         calls = [token.device_seconds for token in received]
         template = prepared.template_seconds

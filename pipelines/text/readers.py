@@ -1,4 +1,4 @@
-"""Who reads a handle: one thread or asyncio task at a time, and how the engine's thread wakes the readers of an event loop.
+"""How the engine's thread wakes the readers of an event loop.
 
 Only programs with an event loop load asyncio, which takes 1 MB: functions import it here.
 """
@@ -6,7 +6,6 @@ Only programs with an event loop load asyncio, which takes 1 MB: functions impor
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections import deque
@@ -15,50 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
-
-
-class ReaderRole:
-    """The right to read, held by one thread or task at a time. Any thread may return it on the reader's behalf.
-
-    A lock is not enough: an iterator may begin in one thread and be dropped in another, and a thread that ends must release
-    the role.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
-
-    def enter(self, token: object, timeout: float | None = None) -> bool:
-        """Wait for the role; return False if another reader holds it after ``timeout`` seconds. ``token`` identifies this one."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_free, timeout):
-                return False
-            self._readers[token] = _here()
-            return True
-
-    def move_here(self, token: object) -> None:
-        """Move the role of ``token`` to this thread, as an iterator may continue in another thread than it began in."""
-        self._readers[token] = _here()
-
-    def leave(self, token: object) -> None:
-        """Release the role of ``token``; without it, do nothing."""
-        with self._changed:
-            self._readers.pop(token, None)
-            self._changed.notify_all()
-
-    def _is_free(self) -> bool:
-        me = _here()
-        alive = {thread.ident for thread in threading.enumerate()}
-        return all(reader == me or reader[0] not in alive for reader in self._readers.values())
-
-
-def _here() -> tuple[int, object]:
-    """Return the current thread's id, and its asyncio task if it runs an event loop."""
-    asyncio = sys.modules.get("asyncio")  # without it, no event loop runs
-    try:
-        return threading.get_ident(), asyncio.current_task() if asyncio is not None else None
-    except RuntimeError:
-        return threading.get_ident(), None
 
 
 Result = TypeVar("Result")

@@ -1,21 +1,21 @@
-"""Streams answers: into the forms of streamer that GenAI accepts, and those of several prompts together."""
+"""Streams answers into the forms of streamer that GenAI accepts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import openvino_genai as genai
 from openvino_genai import StreamingStatus as Status
 
 from staticllm.core import FinishReason
-from staticllm.errors import BusyError, GenerationConfigError, shown
+from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.pipelines.text.tokenization import Prompt
 
 
-class TokenSink:
-    """Receives confirmed tokens and the text that they add; this one discards them. ``takes_text``: whether it uses the text."""
+class TokenSink(ABC):
+    """Receives confirmed tokens and the text that they add. ``takes_text``: whether it uses the text."""
 
     takes_text = False
 
@@ -24,11 +24,11 @@ class TokenSink:
         """The message that a parsing streamer made of the answer; None without one."""
         return None
 
+    @abstractmethod
     def write(self, tokens: list[int], text: str) -> Status:
         """Receive one increment of the answer, and return whether to continue."""
-        return Status.RUNNING
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027  (most have nothing to do)
         """End the stream; called after the last increment."""
 
 
@@ -49,43 +49,38 @@ class StreamerSink(TokenSink):
 
     def __init__(self, streamer: genai.StreamerBase) -> None:
         self._streamer = streamer
+        self._take: Callable[[list[int]], object] = streamer.write
 
     def write(self, tokens: list[int], text: str) -> Status:
-        return as_status(self._streamer.write(list(tokens))) if tokens else Status.RUNNING
+        return as_status(self._take(list(tokens))) if tokens else Status.RUNNING
 
     def end(self) -> None:
         self._streamer.end()
 
 
-class ParserSink(TokenSink):
+class ParserSink(StreamerSink):
     """Passes tokens to an ``openvino_genai.TextParserStreamer``, whose ``write`` receives messages in place of tokens.
 
     As in GenAI, it is reset before each answer.
     """
 
     def __init__(self, streamer: genai.TextParserStreamer) -> None:
-        self._streamer = streamer
+        super().__init__(streamer)
+        self._parser = streamer
+        self._take = streamer._write
         streamer.reset()
 
     @property
     def parsed(self) -> dict[str, object] | None:
-        return dict(self._streamer.get_parsed_message())
-
-    def write(self, tokens: list[int], text: str) -> Status:
-        return as_status(self._streamer._write(list(tokens))) if tokens else Status.RUNNING
-
-    def end(self) -> None:
-        self._streamer.end()
+        return dict(self._parser.get_parsed_message())
 
 
 def make_sink(streamer: object) -> TokenSink:
     """Return the sink for the argument ``streamer`` of a call.
 
     Raises:
-        GenerationConfigError: it is neither None, callable nor a streamer.
+        GenerationConfigError: it is neither callable nor a streamer.
     """
-    if streamer is None:
-        return TokenSink()
     if isinstance(streamer, genai.TextParserStreamer):
         return ParserSink(streamer)
     if isinstance(streamer, genai.StreamerBase):
@@ -146,37 +141,3 @@ def as_status(answer: object) -> Status:
         f"the streamer returned {shown(answer)}: must return None, a bool or a StreamingStatus; "
         "wrap what returns something else, as in lambda text: print(text, end='')"
     )
-
-
-Begin = Callable[[Prompt], GenerationHandle]
-"""Submits one prompt."""
-
-
-def run_together(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
-    """Submit all prompts, at most ``MAX_WAITING`` at a time, and wait for their answers, in the order of the prompts.
-
-    Raises:
-        BusyError: the queue is full of other requests.
-        StaticLLMError: a request failed; all are cancelled then.
-    """
-    handles: list[GenerationHandle] = []
-    try:
-        for prompt in prompts:
-            handles.append(_begin_when_possible(begin, prompt, handles))
-        return [output for handle in handles for output in handle.outputs()]
-    except BaseException:
-        for handle in handles:
-            handle.cancel()
-        raise
-
-
-def _begin_when_possible(begin: Begin, prompt: Prompt, before: Sequence[GenerationHandle]) -> GenerationHandle:
-    """Submit a prompt. If the queue is full and holds prompts of this call, wait for the first of them."""
-    while True:
-        try:
-            return begin(prompt)
-        except BusyError:
-            unfinished = [handle for handle in before if not handle.is_done]
-            if not unfinished:
-                raise
-            unfinished[0].outputs()

@@ -15,8 +15,8 @@ from typing import Any
 from ..wire import endpoint
 from ..wire.channel import Channel, Joined, join_daemon
 from ..wire.endpoint import EndpointError, SilenceWatch, SilentError
-from ..wire.messages import Kind, Message, ProtocolError
-from .settings import MAX_PRIORITY, Settings
+from ..wire.messages import MAX_PRIORITY, Kind, Message, ProtocolError
+from .settings import Settings
 
 EXCEPTIONS: dict[str, type[Exception]] = {
     each.__name__: each

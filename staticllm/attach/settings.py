@@ -7,8 +7,9 @@ import os
 import sys
 from dataclasses import dataclass
 
+from ..wire.messages import MAX_PRIORITY
+
 MODES = ("auto", "require", "off")
-MAX_PRIORITY = 100
 WAIT_SECONDS = 5.0
 
 

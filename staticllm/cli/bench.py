@@ -31,8 +31,8 @@ from staticllm.cli.options import (
     value,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.terminal import markdown
 from staticllm.config import StaticLLMConfig
+from staticllm.system.table import markdown
 
 if TYPE_CHECKING:
     from staticllm.pipelines.diagnostics.reports import CallProfile, ChosenSettings
@@ -225,7 +225,7 @@ def report_calibration(model: str, options: dict[str, Any]) -> Report:
     lines = [*_settings_lines(chosen), ""]
     if times:
         lines += markdown(
-            ["rows", *times[0].ms], ([str(each.rows), *(f"{ms:.2f}" for ms in each.ms.values())] for each in times)
+            ["rows", *times[0].ms], [[str(each.rows), *(f"{ms:.2f}" for ms in each.ms.values())] for each in times]
         )
         lines += ["", "ms of one product with each shape of matrix, weights not in a cache"]
     else:
@@ -379,19 +379,17 @@ def _row(path: Path, device: str, programs: str, test: Test, times: list[tuple[f
 
 def _markdown(rows: list[Row]) -> str:
     """Return a table, and a bar chart if there are several tests of one kind."""
-    cells = [["model", "device", "programs", "test", "t/s", "ms"]]
-    for row in rows:
-        rate = f"{row.tokens_per_second:.2f} ± {row.std:.2f}"
-        cells.append([row.model, row.device, row.programs, row.test, rate, f"{row.ms:.2f}"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in cells]
-    rules = ["-" * (width + 1) + (":" if column > 3 else "-") for column, width in enumerate(widths)]
-    lines.insert(1, f"|{'|'.join(rules)}|")
+    cells = [
+        [row.model, row.device, row.programs, row.test, f"{row.tokens_per_second:.2f} ± {row.std:.2f}", f"{row.ms:.2f}"]
+        for row in rows
+    ]
+    lines = markdown(["model", "device", "programs", "test", "t/s", "ms"], cells)
+    width = max(len(row.test) for row in rows)
     rates: dict[str, list[float]] = {}
     for row in rows:
         rates.setdefault(row.kind, []).append(row.tokens_per_second)
     bars = [
-        f"{row.test:<{widths[3]}}  {_bar(row.tokens_per_second / max(rates[row.kind]))} {row.tokens_per_second:.1f} t/s"
+        f"{row.test:<{width}}  {_bar(row.tokens_per_second / max(rates[row.kind]))} {row.tokens_per_second:.1f} t/s"
         for row in rows
         if len(rates[row.kind]) > 1
     ]

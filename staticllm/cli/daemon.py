@@ -15,8 +15,13 @@ from staticllm.cli.options import flag, look_options, value
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.terminal import look_again
 from staticllm.errors import StaticLLMError
+from staticllm.system.table import table
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
+
+CLIENT_COLUMNS = (
+    "pid", "program", "priority", "calls", "device s", "prefill s", "decode s", "queued s", "read GB", "share",
+)  # fmt: skip
 
 
 @click.group("daemon")
@@ -136,18 +141,21 @@ def _lines(seconds: float, found: dict[str, Any], before: dict[str, Any] | None)
             f"  model {model['id']}: {model['path']} on {model['device']}, {model['mode']}, {size}, used by {model['users']}"
         )
     old = {client["pid"]: client for client in (before or {"clients": []})["clients"]}
-    lines.append(
-        f"{'pid':>8}  {'program':<24} {'priority':>8} {'calls':>8} {'device s':>9} {'prefill s':>9} {'decode s':>9} "
-        f"{'queued s':>9} {'read GB':>8} {'share':>6}"
-    )
+    rows = []
     for client in found["clients"]:
         share = ""
         if before is not None and client["pid"] in old:
             share = f"{(client['device_seconds'] - old[client['pid']]['device_seconds']) / seconds:.0%}"
-        lines.append(
-            f"{client['pid']:>8}  {client['program'][:24]:<24} {client['priority']:>8} {client['calls']:>8} "
-            f"{client['device_seconds']:>9.2f} {client['by_phase'].get('prefill', 0.0):>9.2f} "
-            f"{client['by_phase'].get('decode', 0.0):>9.2f} {client['queued_seconds']:>9.2f} "
-            f"{client['read_bytes'] / 1e9:>8.2f} {share:>6}"
+        phases = client["by_phase"]
+        times = (
+            client["device_seconds"],
+            phases.get("prefill", 0.0),
+            phases.get("decode", 0.0),
+            client["queued_seconds"],
         )
-    return lines
+        counts = [str(client[name]) for name in ("priority", "calls")]
+        gigabytes = f"{client['read_bytes'] / 1e9:.2f}"
+        rows.append(
+            [str(client["pid"]), client["program"][:24], *counts, *map("{:.2f}".format, times), gigabytes, share]
+        )
+    return [*lines, table(CLIENT_COLUMNS, rows)]

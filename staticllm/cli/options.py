@@ -275,10 +275,12 @@ def profiling(pipe: StaticLLMPipeline, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from staticllm.pipelines.profiling.stats import breakdowns_of, table
+    from staticllm.pipelines.profiling.stats import breakdown_table, breakdowns_of
 
     with pipe.record() as trace:
         yield
     if trace.steps:
         trace.save(path)
-        click.echo(f"{table(breakdowns_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True)
+        click.echo(
+            f"{breakdown_table(breakdowns_of(trace.steps))}\n{len(trace.steps)} device calls in {path}", err=True
+        )

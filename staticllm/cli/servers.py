@@ -14,8 +14,9 @@ import click
 
 from staticllm.cli.options import flag, look_options
 from staticllm.cli.server_client import ServerClient, server_options
-from staticllm.cli.terminal import cell, look_again, table
+from staticllm.cli.terminal import cell, look_again
 from staticllm.errors import StaticLLMError
+from staticllm.system.table import table
 
 MOST_SECONDS = 100 * 365 * 86400.0
 """A model that is kept longer is never unloaded."""

@@ -17,17 +17,21 @@ from staticllm.config import StaticLLMConfig, schedulers
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Scenario
     from staticllm.pipelines.simulator.simulated_device import DeviceModel
-    from staticllm.pipelines.simulator.simulated_programs import Drafting
     from staticllm.pipelines.simulator.summary import Run, RunSummary, Summary
     from staticllm.pipelines.simulator.validate import Check
     from staticllm.pipelines.simulator.workload import Arrival
 
 LOAD = 0.6
 """The default rate as a share of the maximum rate. Near the maximum, the queue depends more on arrivals than on the policy."""
-HEADER = (
-    f"{'policy':<14}{'requests/s':>11}{'tokens/s':>10}{'TTFT ms':>11}{'p95':>11}{'TPOT ms':>10}{'decoding':>10}"
-    f"{'longest gap':>13}{'p95':>9}{'latency ms':>12}{'fairness':>10}{'busy':>7}{'jobs':>7}"
-)
+COLUMNS = (
+    ("requests/s", 11, ".3f", "requests_per_second"), ("tokens/s", 10, ".1f", "tokens_per_second"),
+    ("TTFT ms", 11, ".1f", "ttft_ms"), ("p95", 11, ".1f", "ttft_p95_ms"), ("TPOT ms", 10, ".2f", "tpot_ms"),
+    ("decoding", 10, ".2f", "decode_tpot_ms"), ("longest gap", 13, ".1f", "longest_gap_ms"), ("p95", 9, ".1f", "gap_p95_ms"),
+    ("latency ms", 12, ".1f", "latency_ms"), ("fairness", 10, ".3f", "fairness"), ("busy", 7, ".1%", "busy"),
+    ("jobs", 7, ".1%", "job_share"),
+)  # fmt: skip
+"""Head, width, format and field of ``RunSummary``; lines appear as policies end, so widths are fixed."""
+HEADER = f"{'policy':<14}" + "".join(f"{name:>{width}}" for name, width, *_ in COLUMNS)
 CHECK_HEADER = (
     f"{'policy':<14}{'lengths':>9}{'rate':>8}  {'tokens/s':>24}  {'TTFT ms':>24}  {'TPOT ms':>24}\n"
     f"{'costs':<31}" + f"  {'simulated measured':>24}" * 3
@@ -150,24 +154,16 @@ def _simulate(options: dict[str, Any]) -> None:
             results[policy] = summarize_run(runs[policy])
             if not options["as_json"]:
                 shown.write(_line(policy, results[policy]))
-                if results[policy].num_drafted:
-                    shown.write(_drafts_line(results[policy]))
     if options["as_json"]:
         click.echo(json.dumps({policy: summary.as_dict() for policy, summary in results.items()}, indent=2))
     if options["plot"]:
         plot_runs(runs, options["plot"])
 
 
-def _drafts_line(s: RunSummary) -> str:
-    return f"{'':<14}{s.num_accepted} of {s.num_drafted} drafted tokens accepted"
-
-
-def _line(policy: str, s: RunSummary) -> str:
-    return (
-        f"{policy:<14}{s.requests_per_second:>11.3f}{s.tokens_per_second:>10.1f}{s.ttft_ms:>11.1f}"
-        f"{s.ttft_p95_ms:>11.1f}{s.tpot_ms:>10.2f}{s.decode_tpot_ms:>10.2f}{s.longest_gap_ms:>13.1f}{s.gap_p95_ms:>9.1f}"
-        f"{s.latency_ms:>12.1f}{s.fairness:>10.3f}{s.busy:>7.1%}{s.job_share:>7.1%}"
-    )
+def _line(policy: str, summary: RunSummary) -> str:
+    line = f"{policy:<14}" + "".join(f"{getattr(summary, name):>{width}{form}}" for _, width, form, name in COLUMNS)
+    drafts = f"\n{'':<14}{summary.num_accepted} of {summary.num_drafted} drafted tokens accepted"
+    return line + drafts if summary.num_drafted else line
 
 
 def _scenario(options: dict[str, Any]) -> Scenario:
@@ -223,6 +219,7 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.simulator.cluster import configured_model, longest, tabled_model
     from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
+    from staticllm.pipelines.simulator.simulated_programs import Drafting
 
     for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes", "draft_ms"):
         if not 0 <= options[name] < float("inf"):
@@ -239,15 +236,9 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
         cost = AnalyticCosts(options["weights_ms"] / 1e3, options["row_ms"] / 1e3, options["attention_us"] / 1e6)
         model = configured_model(config, mode, cost, host)
     has_beams = any(arrival.are_beams for arrival in arrivals)
-    return replace(model, drafting=_drafting(options), prefix_caching=has_beams)
-
-
-def _drafting(options: dict[str, Any]) -> Drafting | None:
-    from staticllm.pipelines.simulator.simulated_programs import Drafting
-
-    if options["draft_tokens"] is None:
-        return None
-    return Drafting(options["draft_tokens"], options["accept"], options["draft_ms"] / 1e3)
+    num_drafts = options["draft_tokens"]
+    drafting = None if num_drafts is None else Drafting(num_drafts, options["accept"], options["draft_ms"] / 1e3)
+    return replace(model, drafting=drafting, prefix_caching=has_beams)
 
 
 def _devices(options: dict[str, Any]) -> tuple[int, int]:

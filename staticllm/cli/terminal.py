@@ -1,4 +1,4 @@
-"""Text for terminals: lines that a person types, pieces of an answer, the line of statistics, and tables."""
+"""Text for terminals: lines that a person types, pieces of an answer, and the line of statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import click
@@ -26,25 +26,6 @@ def printable(text: object) -> str:
 def cell(value: object) -> str:
     """Return what a table shows of a value of JSON: "-" if there is none."""
     return "-" if value is None else " ".join(printable(value).split())
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return lines of aligned columns; columns of numbers are aligned to the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
-    is_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(line, widths, is_right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def show(piece: str) -> None:
@@ -90,7 +71,3 @@ def look_again(
 def print_error(error: Exception) -> None:
     """Print an error as one line on stderr."""
     click.echo(f"Error: {error}", err=True)
-
-
-def _is_number(text: str) -> bool:
-    return not text or text[0].isdigit() or text == "-"

@@ -9,9 +9,8 @@ from msgspec import Meta, Struct
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
 from staticllm.core import FinishReason
-from staticllm.wire.messages import Message, ProtocolError
+from staticllm.wire.messages import MAX_PRIORITY, Message, ProtocolError
 
-MAX_PRIORITY = 100
 B = TypeVar("B", bound=Struct)
 _NO_ZERO = r"^[^\0]*$"
 Text = Annotated[str, Meta(max_length=4096, pattern=_NO_ZERO)]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-POLL_SECONDS = 0.5
-"""Length of a single wait, which Ctrl-C cannot interrupt."""
+from staticllm.system.threads import POLL_SECONDS
 
 
 class _Holder:

@@ -12,6 +12,8 @@ from functools import partial
 
 from staticllm.errors import ClosedError, StaticLLMError
 
+POLL_SECONDS = 0.5
+"""The longest single wait of a caller: Ctrl-C takes effect after this time where it cannot interrupt a wait."""
 CLOSE_SECONDS = 2.0
 """How long deleting a pipeline waits for it to close, in seconds."""
 

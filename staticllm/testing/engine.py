@@ -10,7 +10,7 @@ from staticllm.core import MaskKind, Variant
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import EngineRequest, EngineText
-from staticllm.pipelines.engine.state import RequestState, SequenceState
+from staticllm.pipelines.engine.state import AnswerState, RequestState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
@@ -86,14 +86,9 @@ class FakeRequest(RequestState):
     """A request with one answer whose progress a test can read."""
 
     @property
-    def state(self) -> SequenceState:
+    def state(self) -> AnswerState:
         """The state of the first answer."""
         return self.sequences[0]
-
-    @property
-    def id(self) -> int:
-        """The request's number."""
-        return self.request.id
 
     @property
     def tokens(self) -> list[int]:
@@ -108,7 +103,7 @@ class FakeRequest(RequestState):
     @property
     def num_cached(self) -> int:
         """The number of prompt tokens that came from the prefix cache."""
-        return self.state.num_cached
+        return self.state.kv.num_cached
 
     @property
     def token_times(self) -> list[float]:

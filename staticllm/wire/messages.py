@@ -17,6 +17,8 @@ from typing import IO, Any
 
 PROTOCOL = 7
 """The version of the messages; client and daemon must have the same."""
+MAX_PRIORITY = 100
+"""Priorities are from ``-MAX_PRIORITY`` to ``MAX_PRIORITY``; messages hold their sum with ``MAX_PRIORITY``."""
 MAX_FRAME = 1 << 20
 """The most bytes of one message; larger tensors lie in shared memory."""
 MAX_PIPED = 1 << 28

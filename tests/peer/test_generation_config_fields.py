@@ -9,7 +9,7 @@ import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.generation.options.genai import NAMES
+from staticllm.pipelines.generation.options.resolve import NAMES
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -8,14 +8,18 @@ from staticllm import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import StaticLLMError
 from staticllm.pipelines.artifacts.blob_set import MANIFEST, write_set
-from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, bytes_digest
-from staticllm.pipelines.artifacts.manifest import LAYOUT_FIELDS, Manifest, VariantFile, _canonical, _framed
+from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest
+from staticllm.pipelines.artifacts.manifest import Manifest, VariantFile, _canonical, _framed
+from staticllm.pipelines.loading.decoder_kind import LAYOUT_FIELDS
 
-FINGERPRINT = StepFingerprint(
-    ir_digest="1", weights_digest="2", openvino="2026.4", plugin="1", passes="0", device="CPU", device_name="a CPU",
-    capabilities="FP32", max_prompt_len="1024", min_response_len="128", programs="shared", kv_cache_precision="f32",
-    max_num_seqs="16", kv_slots="4608", prefill_rows="default", prefill_kv_lens="default", generate_kv_lens="default",
-    prefill_properties="", generate_properties="",
+FINGERPRINT = Fingerprint(
+    kind="decoder", ir_digest="1", weights_digest="2", openvino="2026.4", plugin="1", passes="0", device="CPU",
+    device_name="a CPU", capabilities="FP32",
+    choices={
+        "MAX_PROMPT_LEN": "1024", "MIN_RESPONSE_LEN": "128", "PROGRAMS": "shared", "KV_CACHE_PRECISION": "f32",
+        "MAX_NUM_SEQS": "16", "KV_SLOTS": "4608", "PREFILL_ROWS": "default", "PREFILL_KV_LENS": "default",
+        "GENERATE_KV_LENS": "default", "prefill properties": "", "generate properties": "", "adapters": "none",
+    },
 )  # fmt: skip
 SHAPE = {
     "kv_states": [

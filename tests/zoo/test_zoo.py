@@ -43,7 +43,7 @@ def test_a_model_computes_what_the_original_computes(name, zoo, in_full, origina
     row, layouts = table_row(name), EVERY_LAYOUT if in_full else QUICK_LAYOUTS
     try:
         job = DecoderDiagnosis().job(zoo / name, "CPU", {})
-        verdicts = [v for mode, chunk in layouts for v in DecoderDiagnosis((chunk,)).verdicts(job, (mode,))]
+        verdicts = [v for mode, chunk in layouts for v in DecoderDiagnosis(chunks=(chunk,)).verdicts(job, (mode,))]
     except UnsupportedModelError as error:
         assert "\n" not in str(error)
         assert row is not None, "the table does not say that this model is refused"

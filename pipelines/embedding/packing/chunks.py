@@ -13,13 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import EncoderMask, EncoderShape, EncoderVariant, KVState, ModelShape, Pooling
+from staticllm.core import EncoderShape, EncoderVariant, KVState, ModelShape, Pooling
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.groups import place_of
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.embedding.packing.encoder_buffers import HIDDEN, EncoderBuffers, pooling_weights, positions_of
+from staticllm.pipelines.embedding.packing.encoder_buffers import (
+    HIDDEN,
+    EncoderBuffers,
+    pooling_weights,
+    positions_of,
+    visibility,
+)
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, num_common
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE_IDS, past_names, present_names
@@ -187,8 +193,9 @@ class ChunkBuffers(EncoderBuffers):
             mask = self.arrays[kind.port_name][0, 0]
             mask.fill(HIDDEN)
             past = self.variant.past
-            mask[:count, sequence.slots] = _seen(kind, start, count, np.arange(start))
-            mask[:count, past : past + count] = _seen(kind, start, count, np.arange(start, end))
+            own = np.arange(start, end)
+            mask[:count, sequence.slots] = visibility(kind, own, np.arange(start))
+            mask[:count, past : past + count] = visibility(kind, own, own)
         weights = pooling_weights(pooling, len(text), text.num_prompt)
         self.arrays[POOL][0, :count] = weights[start:end]
 
@@ -198,24 +205,11 @@ def new_presents(cache: KVCache, rows: int) -> list[NDArray[Any]]:
     return [np.zeros(group.shape(rows), group.dtype) for group in cache.arena.groups]
 
 
-def _seen(kind: EncoderMask, start: int, count: int, columns: NDArray[Any]) -> Rows:
-    """Return what ``count`` tokens from ``start`` on see of those in ``columns``: 0, or ``HIDDEN``."""
-    distance = columns[None] - np.arange(start, start + count)[:, None]
-    is_seen = np.ones(distance.shape, np.bool_)
-    if kind.before is not None:
-        is_seen &= -distance <= kind.before
-    if kind.after is not None:
-        is_seen &= distance <= kind.after
-    return np.where(is_seen, np.float32(0), np.float32(HIDDEN))
-
-
 def chunk_variant(variants: Sequence[EncoderVariant], num_done: int, num_left: int) -> EncoderVariant:
     """Return the variant of the next chunk: the smallest that holds the rest of the text, else the largest.
 
-    Of the same rows, the one that sees the fewest rows that are empty.
-
-    Raises:
-        ValueError: no variant sees so many earlier rows.
+    Of the same rows, the one that sees the fewest rows that are empty. Raises ``ValueError`` (no variant sees so many earlier
+    rows).
     """
     fitting = [variant for variant in variants if variant.past >= num_done]
     if not fitting:

@@ -57,7 +57,8 @@ class EncoderBuffers:
     @cached_property
     def _patterns(self) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
         """The array of each mask, and the block of it that a text of all rows would have."""
-        return [(self.arrays[kind.port_name], _pattern(kind, self.variant.rows)) for kind in self.shape.masks]
+        rows = np.arange(self.variant.rows)
+        return [(self.arrays[kind.port_name], visibility(kind, rows, rows)) for kind in self.shape.masks]
 
     def fill(self, sequences: Sequence[Sequence[TokenizedText]], pooling: Pooling) -> None:
         """Write the ids, positions, masks and pooling weights of the texts in each sequence.
@@ -133,8 +134,6 @@ def pooling_weights(pooling: Pooling, length: int, num_prompt: int = 0) -> NDArr
     return weights
 
 
-def _pattern(kind: EncoderMask, rows: int) -> NDArray[np.float32]:
-    """Return what the tokens of one text see of each other, ``[rows, rows]``: 0, or ``HIDDEN``."""
-    sees = np.array([kind.sees(distance) for distance in range(-rows + 1, rows)])
-    places = np.arange(rows)
-    return np.where(sees[places[None] - places[:, None] + rows - 1], np.float32(0), np.float32(HIDDEN))
+def visibility(kind: EncoderMask, queries: NDArray[Any], keys: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what tokens at the positions ``queries [n]`` see of those at ``keys [m]``, ``[n, m]``: 0, or ``HIDDEN``."""
+    return np.where(kind.sees(keys - queries[:, None]), np.float32(0), np.float32(HIDDEN))

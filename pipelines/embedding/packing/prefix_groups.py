@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from staticllm.kvcache.sequence import common_prefix
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 LEAST_SHARED = 8
@@ -52,13 +53,11 @@ class _Run:
 
 def num_common(one: TokenizedText, other: TokenizedText) -> int:
     """Return how many tokens at their beginning two texts have in common, with the same types."""
-    size = min(len(one), len(other))
-    differ = one.ids[:size] != other.ids[:size]
-    if one.types is not None or other.types is not None:
-        zeros = np.zeros(size, np.int64)
-        types = [zeros if text.types is None else text.types[:size] for text in (one, other)]
-        differ |= types[0] != types[1]
-    return int(differ.argmax()) if differ.any() else size
+    size = common_prefix(one.ids, other.ids)
+    if one.types is None and other.types is None:
+        return size
+    zeros = np.zeros(size, np.int64)
+    return common_prefix(*(zeros if text.types is None else text.types[:size] for text in (one, other)))
 
 
 def shared_with_previous(texts: Sequence[TokenizedText]) -> list[int]:

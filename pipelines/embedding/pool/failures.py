@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from staticllm.errors import DeviceError
+from staticllm.pipelines.costs.model import NEW_SHARE, averaged
 from staticllm.pipelines.embedding.pool.instances import Instance, WorkerLostError
 from staticllm.pipelines.embedding.queue.device_queue import Busy, DeviceQueue, Health, Text
 from staticllm.pipelines.embedding.queue.loads import Costs, load_of
@@ -24,8 +25,10 @@ MAX_LOST = 8
 """A worker process that ended this often without an embedded batch in between rests: its texts get an error."""
 RETRY_SECONDS, LONGEST_RETRY = 0.2, 3.0
 """The time between two attempts to recover: it doubles, up to the longest."""
-NEW_SHARE, CHANGED_COST, MAX_RATIO = 0.1, 0.05, 4.0
-"""Weight of a batch in the ratio of measured to predicted seconds, the change of a cost that counts, and the largest ratio."""
+CHANGED_COST = 0.05
+"""Relative change of a cost above which the queue predicts with the new one."""
+MAX_RATIO = 4.0
+"""Largest ratio of measured to predicted seconds."""
 
 
 @dataclass
@@ -128,8 +131,8 @@ class DevicePool:
     def _follow(self, device: PoolDevice, num_texts: int, seconds: float, predicted: float) -> None:
         """Adapt the costs and the queue depth of a device to the measured seconds of a batch."""
         if predicted > 0:
-            wanted = min(MAX_RATIO, seconds / predicted * device.ratio)
-            device.ratio += NEW_SHARE * (wanted - device.ratio)
+            newest = min(MAX_RATIO, seconds / predicted * device.ratio)
+            device.ratio = averaged(device.ratio, newest, NEW_SHARE)
         costs = {variant: cost * device.ratio for variant, cost in device.instance.costs.items()}
         if any(abs(cost - device.costs.get(variant, 0.0)) > CHANGED_COST * cost for variant, cost in costs.items()):
             device.costs = costs

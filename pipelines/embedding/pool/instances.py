@@ -62,9 +62,7 @@ class Instance(Protocol):
     def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
         """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
 
-        Raises:
-            WorkerLostError: the worker process ended.
-            Exception: the device failed.
+        Raises ``WorkerLostError`` (the worker process ended) and ``Exception`` (the device failed).
         """
         ...
 
@@ -75,8 +73,7 @@ class Instance(Protocol):
     def recover(self) -> None:
         """Make the instance usable after ``embed`` failed, or find out that it is.
 
-        Raises:
-            StaticLLMError: it is not usable.
+        Raises ``StaticLLMError`` (it is not usable).
         """
         ...
 
@@ -107,11 +104,7 @@ class LocalInstance:
         return False
 
     def recover(self) -> None:
-        """Embed a text of one token.
-
-        Raises:
-            DeviceError: the device fails for it, too.
-        """
+        """Embed a text of one token. Raises ``DeviceError`` (the device fails for it, too)."""
         try:
             self.embed([TokenizedText(np.zeros(1, np.int64))])
         except Exception as error:
@@ -173,11 +166,7 @@ def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]
 
 
 def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedText]:
-    """Yield the texts of a message.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """Yield the texts of a message. Raises ``ValueError`` (the sizes do not fit together)."""
     num_texts = int(header["num_texts"])
     num_types = int(bool(header["has_types"]))
     sizes = np.frombuffer(body, "<i4", min(2 * num_texts, len(body) // 4))

@@ -65,10 +65,8 @@ class LoadedPool:
 def load_instances(directory: Path, plan: PoolPlan, on_progress: OnProgress = lambda event: None) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
 
-    ``on_progress`` gets the parts of loading in this process.
-
-    Raises:
-        ModelError, ConfigError, DeviceError: as for ``load_encoder``.
+    ``on_progress`` gets the parts of loading in this process. Raises ``ModelError``, ``ConfigError``, ``DeviceError`` (as for
+    ``load_encoder``).
     """
     found: dict[str, Instance] = {}
     workers: list[WorkerInstance] = []
@@ -123,10 +121,8 @@ def load_pool(
 ) -> LoadedPool:
     """Load an instance on each device, and put a queue manager before them.
 
-    ``on_progress`` gets the parts of loading in this process, and ``ready`` once.
-
-    Raises:
-        ModelError, ConfigError, DeviceError: as for ``load_encoder`` and ``devices_of``.
+    ``on_progress`` gets the parts of loading in this process, and ``ready`` once. Raises ``ModelError``, ``ConfigError``,
+    ``DeviceError`` (as for ``load_encoder`` and ``devices_of``).
     """
     begin = time.perf_counter()
     plan = plan_pool(device, choices, options)
@@ -210,11 +206,7 @@ def _estimates(
 
 
 def _keep(path: Path, key: str, estimates: Sequence[Estimate]) -> None:
-    """Write queue depths to their file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write queue depths to their file. Raises ``ConfigError`` (it cannot be written)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_estimates(path, key, estimates)
@@ -234,8 +226,7 @@ def measure_model(
 ) -> list[MeasuredDepth]:
     """Return the queue depths of a model on one or more devices, and write them to ``path``, which ``QUEUE_DEPTHS`` reads.
 
-    Raises:
-        ModelError, ConfigError, DeviceError: as for ``load_pool``.
+    Raises ``ModelError``, ``ConfigError``, ``DeviceError`` (as for ``load_pool``).
     """
     check_model_dir(directory)
     choices = EncoderChoices(properties=dict(properties) or None)

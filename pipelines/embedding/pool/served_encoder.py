@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import openvino_genai as genai
 
+from staticllm.config import is_whole
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError
@@ -28,10 +29,8 @@ from staticllm.pipelines.engine.jobs import JobHost, checked_host
 class Serving:
     """How an encoder is served, whatever the model.
 
-    ``engine``: the engine of another pipeline on the same device; None for a device of its own.
-
-    Raises:
-        ConfigError: an option is impossible.
+    ``engine``: the engine of another pipeline on the same device; None for a device of its own. Raises ``ConfigError`` (an option
+    is impossible).
     """
 
     engine: JobHost | None
@@ -42,7 +41,7 @@ class Serving:
     def __post_init__(self) -> None:
         if self.overflow not in ("truncate", "refuse"):
             raise ConfigError(f"overflow={self.overflow!r}: must be 'truncate' or 'refuse'")
-        if not isinstance(self.max_waiting, int) or isinstance(self.max_waiting, bool) or self.max_waiting < 1:
+        if not is_whole(self.max_waiting, 1):
             raise ConfigError(f"max_waiting={self.max_waiting!r}: must be a whole number from 1")
         if self.on_progress is not None and not callable(self.on_progress):
             raise ConfigError(f"on_progress={self.on_progress!r}: must be a function of one ProgressEvent, or None")
@@ -72,9 +71,8 @@ def serve_encoder(
 ) -> tuple[ServedEncoder, genai.Tokenizer]:
     """Load an encoder with its tokenizer, on several devices if ``device`` and ``options`` say so, and serve it.
 
-    Raises:
-        ModelError, DeviceError, BlobError: as for ``load_encoder``.
-        ConfigError: as for ``load_encoder`` and ``load_pool``, or an engine is given for several devices.
+    Raises ``ModelError``, ``DeviceError``, ``BlobError`` (as for ``load_encoder``) and ``ConfigError`` (as for ``load_encoder``
+    and ``load_pool``, or an engine is given for several devices).
     """
     host = None if serving.engine is None else checked_host(serving.engine)
     if not isinstance(device, str):
@@ -94,11 +92,7 @@ def serve_encoder(
 
 
 def _serve_one(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:
-    """Serve an encoder on one device, in ``host`` or in an engine of its own.
-
-    Raises:
-        ClosedError: the host was closed.
-    """
+    """Serve an encoder on one device, in ``host`` or in an engine of its own. Raises ``ClosedError`` (the host was closed)."""
     driver = JobDriver(loaded.runner, max_waiting)
     engine: JobHost = host or JobEngine()
     engine.add_jobs(driver)

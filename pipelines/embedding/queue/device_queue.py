@@ -14,11 +14,10 @@ from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.queue.loads import NewLoad
+from staticllm.pipelines.scheduling.device_share import TimeCredit
 
 QUERY, DOCUMENT = 1, 0
 """Priorities. Texts from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""
-BEHIND_SHARE = 0.2
-"""Share of a batch's bulk time for texts that found no place in the batch before."""
 _TYPICAL_TOKENS, _TYPICAL_TEXTS = 64, 32
 """The batch from which the seconds per token of bulk texts are taken."""
 
@@ -108,6 +107,7 @@ class DeviceQueue:
         self._bulk_tokens = 0
         self._num_bulk = 0
         self._oldest_limit = math.inf
+        self._credit = TimeCredit()
         self._running: tuple[Query, ...] = ()
         self._end = 0.0
         self._alone: dict[int, float] = {}
@@ -244,7 +244,7 @@ class DeviceQueue:
             filled.append(query)
         for query in filled:
             self._remove_bulk(query)
-        self._promote(min((query.priority for query in (*batch, *filled)), default=0), BEHIND_SHARE * most_seconds)
+        self._promote(min((query.priority for query in (*batch, *filled)), default=0), load.seconds)
         self._running = (*batch, *filled)
         self._end = now + load.seconds
         return self._running
@@ -265,18 +265,24 @@ class DeviceQueue:
         self._clear_timed()
         return everything
 
-    def _promote(self, priority: int, most_seconds: float) -> None:
-        """Give the oldest texts below ``priority`` at most ``most_seconds`` of the next batch, at least one of them a place.
+    def _promote(self, priority: int, seconds: float) -> None:
+        """Give the oldest texts below ``priority`` places in the next batch, as far as they are due after ``seconds`` of others.
 
         They become timed texts without a limit, so later queries are admitted only beside them. Without this, queries that
         always wait would leave bulk work no room.
         """
-        while behind := [next(iter(self._bulk[level].values())) for level in self._bulk if level < priority]:
-            query = min(behind, key=lambda query: query.arrival)
-            if self._timed and self._load.seconds_with(query.num_tokens) > most_seconds:
+        self._credit.lead(seconds, is_followed=self._oldest_below(priority) is not None)
+        while (query := self._oldest_below(priority)) is not None:
+            own = query.num_tokens * self._seconds_per_token
+            if not self._credit.covers(own):
                 return
+            self._credit.pay(own)
             self._remove_bulk(query)
             self.push(query, math.inf)
+
+    def _oldest_below(self, priority: int) -> Query | None:
+        firsts = (next(iter(texts.values())) for level, texts in self._bulk.items() if level < priority)
+        return min(firsts, key=lambda query: query.arrival, default=None)
 
     def _clear_timed(self) -> None:
         self._timed = {}

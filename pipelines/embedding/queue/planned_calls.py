@@ -15,7 +15,7 @@ from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, Text
-from staticllm.pipelines.scheduling.job_turns import TimeCredit
+from staticllm.pipelines.scheduling.device_share import TimeCredit
 
 WINDOW = 512
 """The number of texts that are packed together. More would fill the calls hardly better."""
@@ -104,8 +104,8 @@ class CallPlanner:
         priorities = self._device.bulk_priorities
         if priority < priorities[0]:
             self._credit.pay(seconds)
-        elif len(priorities) > 1:
-            self._credit.add(seconds)
+        else:
+            self._credit.lead(seconds, is_followed=len(priorities) > 1)
         planned = plan.pop()
         if not plan:
             del self._plans[priority]
@@ -137,10 +137,7 @@ class CallPlanner:
         while priorities := self._device.bulk_priorities:
             first, *behind = priorities
             self._plan(first)
-            if not behind:
-                self._credit.clear()
-                return first
-            if not self._credit.covers(self._runner.cost(self._runner.variants[0])):
+            if not behind or not self._credit.covers(self._runner.cost(self._runner.variants[0])):
                 return first
             oldest = min(behind, key=lambda priority: self._device.first_bulk(priority, 1)[0].arrival)
             self._plan(oldest)

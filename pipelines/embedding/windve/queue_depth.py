@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs.model import nonnegative_least_squares
+from staticllm.pipelines.costs.model import NEW_SHARE, averaged, nonnegative_least_squares
 from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.system.files import read_regular, write_whole
 
@@ -23,8 +26,6 @@ STEP = 8
 MAX_DEPTH = 1 << 16
 """The largest queue depth, for devices whose latency does not grow."""
 MAX_TUNING_RUNS = 64
-NEW_SHARE = 0.1
-"""Weight of a new batch in a recalibration: the line follows a throttled device within 20 batches."""
 _EPSILON = 1e-9
 """Rounding errors must not cost a query: (1 - 0.4) / 0.1 is less than 6."""
 
@@ -126,10 +127,8 @@ def profile(run: Run, levels: Sequence[int], repeats: int = NUM_REPEATS) -> dict
 def fit(profiled: Mapping[int, Sequence[float]]) -> tuple[Line, float]:
     """Return the line through the least seconds of each concurrency, by least squares, and its r².
 
-    Neither alpha nor beta is negative. The least of several runs is taken because other work only ever adds time.
-
-    Raises:
-        ConfigError: fewer than two concurrencies were profiled, or a time is not positive.
+    Neither alpha nor beta is negative. The least of several runs is taken because other work only ever adds time. Raises
+    ``ConfigError`` (fewer than two concurrencies were profiled, or a time is not positive).
     """
     levels = sorted(level for level, seconds in profiled.items() if len(seconds))
     if len(levels) < 2:
@@ -147,8 +146,7 @@ def fit(profiled: Mapping[int, Sequence[float]]) -> tuple[Line, float]:
 def estimate(name: str, run: Run, limit_s: float) -> Estimate:
     """Profile a device alone and return its estimate. ``run`` is called about 35 times.
 
-    Raises:
-        ConfigError: the limit or a measured time is not positive.
+    Raises ``ConfigError`` (the limit or a measured time is not positive).
     """
     if not 0 < limit_s < math.inf:
         raise ConfigError(f"a latency limit of {limit_s:g} s: must be more than 0")
@@ -242,14 +240,13 @@ class Recalibration:
         """Take the seconds of one batch into account."""
         predicted = self._found.line.seconds(concurrency)
         if predicted > 0 and seconds > 0:
-            self._ratio += NEW_SHARE * (seconds / predicted - self._ratio)
+            self._ratio = averaged(self._ratio, seconds / predicted, NEW_SHARE)
 
 
 def write_estimates(path: str | os.PathLike[str], key: str, estimates: Sequence[Estimate]) -> None:
     """Write the estimates. ``key`` names everything that they depend on: model, machine, length of the texts.
 
-    Raises:
-        OSError: the file cannot be written; the previous file is unchanged.
+    Raises ``OSError`` (the file cannot be written; the previous file is unchanged).
     """
     devices = [
         {"name": e.name, "alpha": e.line.alpha, "beta": e.line.beta, "exponent": e.line.exponent, "r2": e.r2,
@@ -263,49 +260,46 @@ def write_estimates(path: str | os.PathLike[str], key: str, estimates: Sequence[
 def read_estimates(path: str | os.PathLike[str], key: str | None = None) -> tuple[Estimate, ...]:
     """Return the estimates in a file; empty if there is no file, or if it was written with another ``key``.
 
-    Raises:
-        ConfigError: the file cannot be read, is damaged or holds impossible values; the error names the first.
+    Raises ``ConfigError`` (the file cannot be read, is damaged or holds impossible values; the error names the first).
     """
     place = Path(path)
     try:
-        found = json.loads(read_regular(place, MAX_BYTES))
+        found = msgspec.json.decode(read_regular(place, MAX_BYTES), type=_Stored)
     except FileNotFoundError:
         return ()
     except OSError as error:
         raise ConfigError(f"{place.name}: cannot be read ({error.strerror or error}); {_REMEDY}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place.name}: is not JSON ({error}); {_REMEDY}") from None
-    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("devices"), list):
-        raise ConfigError(f"{place.name}: is not a list of queue depths of version {VERSION}; {_REMEDY}")
-    if key is not None and found.get("key") != key:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{place.name}: {error}; {_REMEDY}") from None
+    if key is not None and found.key != key:
         return ()
-    estimates = tuple(
-        _estimate(f"{place.name}, device {number}", entry) for number, entry in enumerate(found["devices"], 1)
-    )
-    if len({found.name for found in estimates}) < len(estimates):
+    for device in found.devices:
+        if device.alpha + device.beta == 0:
+            raise ConfigError(f"{place.name}: alpha or beta of {device.name!r} must be more than 0; {_REMEDY}")
+    if len({device.name for device in found.devices}) < len(found.devices):
         raise ConfigError(f"{place.name}: names a device twice; {_REMEDY}")
-    return estimates
+    return tuple(device.estimate() for device in found.devices)
 
 
-def _estimate(place: str, entry: object) -> Estimate:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
-        raise ConfigError(f"{place}: has no name; {_REMEDY}")
-    alpha, beta, exponent = (_number(place, entry, name, 0.0) for name in ("alpha", "beta", "exponent"))
-    r2 = _number(place, entry, "r2", -MAX_SECONDS)
-    limit_s = _number(place, entry, "limit_s", 0.0)
-    tuned = entry.get("tuned")
-    is_depth = isinstance(tuned, int) and not isinstance(tuned, bool) and 0 <= tuned <= MAX_DEPTH
-    if tuned is not None and not is_depth:
-        raise ConfigError(f"{place}: tuned is {tuned!r}, must be a whole number from 0 to {MAX_DEPTH}; {_REMEDY}")
-    if limit_s == 0 or alpha + beta == 0:
-        raise ConfigError(f"{place}: limit_s and one of alpha and beta must be more than 0; {_REMEDY}")
-    return Estimate(entry["name"], Line(alpha, beta, exponent), r2, limit_s, tuned)
+_Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 
 
-def _number(place: str, entry: dict[str, object], name: str, least: float) -> float:
-    value = entry.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= MAX_SECONDS:
-        raise ConfigError(
-            f"{place}: {name} is {value!r}, must be a number from {least:g} to {MAX_SECONDS:g}; {_REMEDY}"
-        )
-    return float(value)
+@dataclass(frozen=True)
+class _StoredDevice:
+    name: Annotated[str, Meta(min_length=1)]
+    alpha: _Seconds
+    beta: _Seconds
+    exponent: _Seconds
+    r2: Annotated[float, Meta(ge=-MAX_SECONDS, le=MAX_SECONDS)]
+    limit_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
+    tuned: Annotated[int, Meta(ge=0, le=MAX_DEPTH)] | None = None
+
+    def estimate(self) -> Estimate:
+        return Estimate(self.name, Line(self.alpha, self.beta, self.exponent), self.r2, self.limit_s, self.tuned)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    version: Literal[1]  # VERSION
+    devices: list[_StoredDevice]
+    key: str = ""

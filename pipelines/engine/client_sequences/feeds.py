@@ -16,21 +16,21 @@ from staticllm.pipelines.engine.client_sequences.state import (
     FeedResult,
     closed_error,
 )
-from staticllm.pipelines.engine.state import request_record
 
 if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine_core import EngineCore
 
 
 class Feeds:
-    """The client sequences of a core. ``is_switching``: whether new feeds wait until another runner was installed.
+    """The client sequences of a core. Runs on the engine's thread.
 
-    Runs on the engine's thread.
+    Attributes:
+        is_holding: Whether new feeds wait until another runner was installed; only ``hold`` and ``release`` change it.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
-        self.is_switching = False
+        self.is_holding = False
         self._held: list[tuple[ClientState, FeedOrder]] = []
         self._running: dict[int, ClientState] = {}  # the sequences with a feed in progress
 
@@ -60,11 +60,11 @@ class Feeds:
         if state.is_closed:  # while the feed waited
             order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
             return
-        if self.is_switching and not state.is_internal:
+        if self.is_holding and not state.is_internal:
             self._held.append((state, order))
             return
         state.begin(order)
-        self._core.requests[state.id] = FeedRequest(state)
+        self._core.requests[state.id] = FeedRequest(state, self._end)
         self._running[state.id] = state
         self._core.device.kv_manager.come_back(state)
         if state.is_suspect:
@@ -80,16 +80,18 @@ class Feeds:
         if state.is_closed and state in self._core.device.kv_manager.idle:  # the search ended while the call ran
             self._core.device.kv_manager.idle.close(state, is_reusable=False)
 
-    def end(self, id: int) -> bool:
-        """Let a sequence be idle whose feed ends without a result. Return False if it is closed, or no such sequence."""
-        state = self._running.pop(id, None)
-        if state is None or state.is_closed:
-            return False
-        self._core.device.kv_manager.idle.add(state)
-        return True
+    def _end(self, state: ClientState) -> None:
+        """Let a sequence be idle whose feed ends without a result, unless it is closed."""
+        if self._running.pop(state.id, None) is not None and not state.is_closed:
+            self._core.device.kv_manager.idle.add(state)
 
-    def begin_held(self) -> None:
+    def hold(self) -> None:
+        """Let new feeds wait, those of beams excepted."""
+        self.is_holding = True
+
+    def release(self) -> None:
         """Begin the feeds that waited for another runner."""
+        self.is_holding = False
         held = self._held
         self._held = []
         for state, order in held:
@@ -110,9 +112,7 @@ class Feeds:
 
     def set_priority(self, state: ClientState, priority: int) -> None:
         """Change the priority of a sequence, and of its feed in progress."""
-        state.set_priority(priority)
-        if (request := self._core.requests.get(state.id)) is not None:
-            request.set_priority(priority)
+        state.info.set_priority(priority)
 
     def close(self, state: ClientState, is_reusable: bool) -> None:
         """Close a sequence; a feed in progress ends before the next device call.
@@ -123,7 +123,7 @@ class Feeds:
         if state in self._core.device.kv_manager.idle:
             self._core.device.kv_manager.idle.close(state, is_reusable)
             if not state.is_internal:
-                self._core.profiler.record(request_record(state, FinishReason.STOP))
+                self._core.profiler.record(state.record(FinishReason.STOP))
         elif state.id in self._core.requests:
             self._core.requests[state.id].cancel()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -12,10 +12,11 @@ import numpy as np
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
 from staticllm.kvcache.sequence import AdapterScales
-from staticllm.pipelines.engine.request import EngineRequest, OutputQueue, new_id
-from staticllm.pipelines.engine.state import Outcome, RequestState, SequenceState
+from staticllm.pipelines.engine.request import new_id
+from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.mask import GrammarMask
+from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import SegmentResult
 from staticllm.pipelines.scheduling.interface import IdleView
 from staticllm.pipelines.scheduling.request_table import RequestInfo
@@ -88,8 +89,6 @@ class ClientState(SequenceState):
     Used on the engine's thread.
     """
 
-    is_client_driven = True
-
     def __init__(
         self,
         vocab_size: int,
@@ -100,22 +99,25 @@ class ClientState(SequenceState):
         owner: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
-        request = EngineRequest((), priority=priority, id=new_id(), adapters=adapters, owner=owner, arrival=clock())
-        super().__init__(request, OutputQueue(), vocab_size, clock=clock)
+        now = clock()
+        info = RequestInfo(new_id(), now, 0, priority, is_client_driven=True)
+        super().__init__(info, info.id, (), clock, owner, adapters)
         self.think = think or ThinkTime()
         self.is_internal = is_internal
-        self.idle_since = self.clock()
+        self.idle_since = now
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
         self.is_closed = False
         self.mask: GrammarMask | None = None  # what may follow, where a grammar governs a beam
         self._vocab_size = vocab_size
+        self._first_sent_at = now
+        self._num_prompt = 0  # tokens of the first feed
         self._order: FeedOrder | None = None
         self._result: FeedResult | None = None
         self._logits: Logits | None = None
         self._num_before = 0
         self._first_wanted = 0
         self._num_rows = 0
-        self._sent_at = self.idle_since
+        self._device_seconds = 0.0
         self._is_answering = False  # the client has had logits
 
     def prepare(self) -> None:
@@ -125,13 +127,13 @@ class ClientState(SequenceState):
 
     def forked(self) -> ClientState:
         """Return another sequence of the same client with the same tokens, and without slots."""
-        asked = self.request
         other = ClientState(
-            self._vocab_size, asked.priority, self.think, self.is_internal, asked.adapters, asked.owner, self.clock
+            self._vocab_size, self.info.priority, self.think, self.is_internal, self.adapters, self.owner, self.clock
         )
+        other._first_sent_at = self._first_sent_at
+        other._num_prompt = self._num_prompt
         other.tokens = list(self.tokens)
         other.is_suspect = self.is_suspect
-        other.request = replace(self.request, id=other.id)
         other.token_times = list(self.token_times)
         return other
 
@@ -150,7 +152,7 @@ class ClientState(SequenceState):
     @property
     def view(self) -> IdleView:
         """The sequence as a policy receives it while it is idle."""
-        return IdleView(self.id, self.idle_since, self.ready_at, len(self.sequence or ()), self.request.priority)
+        return IdleView(self.id, self.idle_since, self.ready_at, self.kv.num_slots, self.info.priority)
 
     def begin(self, order: FeedOrder) -> None:
         """Begin a feed: its tokens follow those of earlier feeds."""
@@ -158,7 +160,8 @@ class ClientState(SequenceState):
         if self._is_answering:
             self.think.add(now - self.idle_since)
         if not self.tokens:
-            self.request = replace(self.request, prompt=order.tokens, arrival=now)
+            self._first_sent_at = now
+            self._num_prompt = len(order.tokens)
         self._order = order
         self._num_before = len(self.tokens)
         self.tokens += order.tokens
@@ -167,10 +170,9 @@ class ClientState(SequenceState):
         self._logits = np.empty((len(self.tokens) - self._first_wanted, self._vocab_size), np.float32)
         self.started = None
         self._device_seconds = 0.0
-        num_new = len(self.tokens) - len(self.sequence or ())
+        num_new = len(self.tokens) - self.kv.num_slots
         arrival = now if num_new > 1 or not self.token_times else self.info.arrival
-        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.request.priority, is_client_driven=True)
-        self._sent_at = now
+        self.info = RequestInfo(self.id, arrival, len(self.tokens), self.info.priority, is_client_driven=True)
 
     @property
     def reusable_tokens(self) -> list[int]:
@@ -188,8 +190,12 @@ class ClientState(SequenceState):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the profiler records its end; that of a beam is part of its search."""
-        return not self.is_internal
+        """Whether the profiler records its end: it is closed, and no beam, whose search is recorded."""
+        return self.is_closed and not self.is_internal
+
+    def add_call(self, seconds: float) -> None:
+        """Add the ``seconds`` of a device call that the feed was part of."""
+        self._device_seconds += seconds
 
     def take_result(self, result: SegmentResult, count: int) -> Outcome:
         """Keep the logits of ``count`` tokens that were fed. With the last ones, or NaN, the feed is complete."""
@@ -237,36 +243,59 @@ class ClientState(SequenceState):
             self._result = self._finished(None, error or closed_error(reason))
             self.post()
 
+    def record(self, reason: FinishReason) -> RequestRecord:
+        """Return the record of the sequence, which ends now. Its prompt is the first feed."""
+        return RequestRecord(
+            self.id, self._first_sent_at, self.started, tuple(self.token_times), self._num_prompt, self.kv.num_cached, reason,
+            self.clock(),
+        )  # fmt: skip
+
     def _finished(self, logits: Logits | None, error: Exception | None = None, is_finite: bool = True) -> FeedResult:
-        queued = (self.started or self.clock()) - self._sent_at
+        assert self._order is not None, "no feed"
+        queued = (self.started or self.clock()) - self._order.sent_at
         return FeedResult(logits, error, is_finite, self._device_seconds, queued)
 
 
-class FeedRequest(RequestState):
-    """The request of one feed; it ends with the feed."""
+class FeedRequest(ActiveRequest):
+    """One feed in a core; it ends with the feed. ``on_end`` is called before a feed ends that has no result."""
 
-    def __init__(self, state: ClientState) -> None:
-        self.request = state.request
-        self.queue = OutputQueue()
-        self.sequences = [state]
+    def __init__(self, state: ClientState, on_end: Callable[[ClientState], None]) -> None:
+        self.id = state.id
+        self.owner = state.owner
+        self._state = state
+        self._on_end = on_end
+
+    @property
+    def priority(self) -> int:
+        """The priority of the sequence."""
+        return self._state.info.priority
 
     @property
     def is_waiting(self) -> bool:
         """Never: its client waits for it, and no other request is refused for that."""
         return False
 
+    def progress(self) -> tuple[RequestProgress, ...]:
+        """Return nothing: its client knows how far it is."""
+        return ()
+
+    def set_priority(self, priority: int) -> None:
+        """Change the priority of the sequence."""
+        self._state.info.set_priority(priority)
+
     def cancel(self, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the feed before the next device call."""
-        self.sequences[0].cancel_reason = reason
+        self._state.cancel_reason = reason
 
     def finish(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
         """End the feed."""
-        state.finish(reason, error)
-        return True
+        self._on_end(self._state)
+        return self.finish_from(0, reason, error)
 
     def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:
         """End the feed, in any state that an exception left."""
-        return self.finish(self.sequences[0], reason, error)
+        self._state.finish(reason, error)
+        return True
 
 
 def closed_error(reason: FinishReason) -> StaticLLMError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from staticllm.pipelines.engine.state import SequenceState
+from staticllm.pipelines.engine.state import AnswerState
 from staticllm.pipelines.generation.drafts import Draft
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.sampler import Choice
@@ -18,7 +18,7 @@ class DraftCheck:
     failed, there are no choices.
     """
 
-    def __init__(self, state: SequenceState, draft: Draft) -> None:
+    def __init__(self, state: AnswerState, draft: Draft) -> None:
         self.state = state
         self.draft = draft
         self.choices: list[Choice] = []

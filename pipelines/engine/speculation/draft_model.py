@@ -11,7 +11,7 @@ import numpy as np
 from staticllm.kvcache.sequence import KVSequence, common_prefix
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.costs.probe import timed_run
-from staticllm.pipelines.engine.state import SequenceState
+from staticllm.pipelines.engine.state import AnswerState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, Draft
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -28,7 +28,7 @@ MAX_FAILURES = 3
 class _Guess:
     """A draft that is being made: the answer, its sequence in the draft model, and the tokens so far."""
 
-    state: SequenceState
+    state: AnswerState
     sequence: KVSequence
     limit: int
     tokens: list[int]
@@ -67,7 +67,7 @@ class DraftModel:
         """Whether it still drafts."""
         return self._num_failures < MAX_FAILURES
 
-    def room(self, state: SequenceState) -> int:
+    def room(self, state: AnswerState) -> int:
         """Return how many tokens can be drafted after those of an answer."""
         if not self.is_usable:
             return 0
@@ -81,7 +81,7 @@ class DraftModel:
         variant = index.smallest(count, count, past)
         return float("inf") if variant is None else self._runner.costs(variant) * -(-num_sequences // count)
 
-    def catch_up_seconds(self, state: SequenceState) -> float:
+    def catch_up_seconds(self, state: AnswerState) -> float:
         """Return about how long the tokens of an answer take that the draft model has not seen, beyond the last two."""
         known = self._sequences.get(state.id)
         missing = len(state.tokens) - (0 if known is None else len(known)) - PACKED_TOKENS
@@ -92,7 +92,7 @@ class DraftModel:
         variant = index.smallest(min(missing, max(index.widest)), 1, past)
         return 0.0 if variant is None else self._runner.costs(variant) * missing / variant.rows
 
-    def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[Draft]:
+    def propose(self, wanted: Sequence[tuple[AnswerState, int]]) -> list[Draft]:
         """Return a draft for each answer, with at most as many tokens as given; empty where there is no room for it."""
         start = self._runner.clock()
         try:
@@ -128,7 +128,7 @@ class DraftModel:
         if sequence is not None:
             self._runner.cache.close(sequence)
 
-    def _drafts(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[Draft]:
+    def _drafts(self, wanted: Sequence[tuple[AnswerState, int]]) -> list[Draft]:
         in_use = {state.id for state, _ in wanted}
         guesses = dict[int, _Guess]()
         for state, limit in wanted:
@@ -142,7 +142,7 @@ class DraftModel:
             lines = self._step([Segment(g.sequence, np.array(g.tokens[-1:], np.int64)) for g in active])
         return [_draft_of(guesses.get(state.id)) for state, _ in wanted]
 
-    def _aligned(self, state: SequenceState) -> KVSequence:
+    def _aligned(self, state: AnswerState) -> KVSequence:
         """Return the sequence of an answer without tokens that were rejected, and without the last one, which must run."""
         sequence = self._sequences.pop(state.id, None) or self._runner.cache.open()
         self._sequences[state.id] = sequence
@@ -150,7 +150,7 @@ class DraftModel:
         self._runner.cache.cut(sequence, min(common, len(state.tokens) - 1))
         return sequence
 
-    def _make_room(self, state: SequenceState, limit: int, in_use: set[int]) -> bool:
+    def _make_room(self, state: AnswerState, limit: int, in_use: set[int]) -> bool:
         """Drop sequences that are not in use until the tokens of an answer and ``limit`` drafted ones have slots."""
         slots = self._runner.cache.slots
         needed = len(state.tokens) - len(self._sequences[state.id]) + limit * len(in_use)

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.speculation.draft_model import KIND, DraftModel
-from staticllm.pipelines.engine.state import SequenceState
+from staticllm.pipelines.engine.state import AnswerState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, AnswerDrafts, Draft
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variant_index import VariantIndex
@@ -66,7 +66,7 @@ class PlainCall:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The drafts of a call, one per decoding sequence and empty where none pays, and the ``variant`` that holds them all.
+    """The drafts of a call, one per answer that drafts and empty where none pays, and the ``variant`` that holds them all.
 
     ``model_seconds`` is the expected time of the draft model's steps, and ``spent_seconds`` the time that it took. ``answers``:
     the sequences that draft.
@@ -124,38 +124,37 @@ class DraftPlanner:
         self._num_drafted = 0  # steps with drafts since the last one without
         self._overheads: dict[bool, float] = {}  # the seconds beyond the cost of a call, with drafts and without
 
-    def plan(self, states: Sequence[SequenceState], call: PlainCall) -> DraftPlan:
-        """Return the drafts for the decoding ``states`` of a call. No slot is freed for a draft."""
+    def plan(self, answers: Sequence[AnswerState], call: PlainCall) -> DraftPlan:
+        """Return the drafts for those decoding answers of a call that draft. No slot is freed for a draft."""
         if self._num_due:
             return DraftPlan(call, call.variant)
         room = self._runner.cache.slots.num_free - call.num_rows
-        proposed = [self._proposal(state, call, room) for state in states]
-        chances = self._chances(states, proposed)[: max(room, 0)]
-        answers = [state.drafts for state in states if state.drafts is not None]
-        option = self._best(call, chances, proposed, self._credit + _surplus(answers)) if chances else None
-        lengths = [0] * len(states)
+        asked = [answer.drafts for answer in answers if answer.drafts is not None]
+        proposed = [self._proposal(*pair, call, room) for pair in zip(answers, asked, strict=True)]
+        chances = self._chances(asked, proposed)[: max(room, 0)]
+        option = self._best(call, chances, proposed, self._credit + _surplus(asked)) if chances else None
+        lengths = [0] * len(answers)
         for chance in chances[: option.most] if option is not None else ():
             lengths[chance.index] += 1
         longest = 1.0 / (OVERHEAD * self._step_seconds(call))
-        for state, draft, length in zip(states, proposed, lengths, strict=True):
-            if state.drafts is not None:
-                spent = 0.0 if length else DRAFT_SECONDS if draft.tokens else NO_DRAFT_SECONDS
-                state.drafts.pause(int(spent * longest))
+        for each, draft, length in zip(asked, proposed, lengths, strict=True):
+            spent = 0.0 if length else DRAFT_SECONDS if draft.tokens else NO_DRAFT_SECONDS
+            each.pause(int(spent * longest))
         if option is None:
-            return DraftPlan(call, call.variant, answers=answers)
+            return DraftPlan(call, call.variant, answers=asked)
         drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
         modelled = [i for i, draft in enumerate(drafts) if draft.kind == KIND and draft.tokens]
         if self.model is None or not modelled:
-            return DraftPlan(call, option.variant, tuple(drafts), answers=answers)
+            return DraftPlan(call, option.variant, tuple(drafts), answers=asked)
         model = self.model
         before = self.model.seconds
         expected = max(lengths[i] for i in modelled) * model.step_seconds(len(modelled))
-        for i, draft in zip(modelled, model.propose([(states[i], lengths[i]) for i in modelled]), strict=True):
+        for i, draft in zip(modelled, model.propose([(answers[i], lengths[i]) for i in modelled]), strict=True):
             drafts[i] = draft
         for i in modelled:
-            states[i].add_draft_seconds(model.seconds - before)
+            answers[i].add_draft_seconds(model.seconds - before)
         variant = self._variant_for(call, sum(len(draft.tokens) for draft in drafts))
-        return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before, answers)
+        return DraftPlan(call, variant, tuple(drafts), expected, model.seconds - before, asked)
 
     def skip(self) -> None:
         """Count a decode step in which no request was due for a draft."""
@@ -226,15 +225,12 @@ class DraftPlanner:
         weight = OVERHEAD_WEIGHT if overhead < known else SLOWER_WEIGHT
         self._overheads[has_drafts] = known + weight * (overhead - known)
 
-    def _proposal(self, state: SequenceState, call: PlainCall, room: int) -> Draft:
+    def _proposal(self, state: AnswerState, drafts: AnswerDrafts, call: PlainCall, room: int) -> Draft:
         """Return the draft of a decoding answer, with tokens of the vocabulary only, and one token less than may follow.
 
         A draft of the draft model has zeros for tokens that are not known yet.
         """
-        drafts = state.drafts
         num_tokens = len(state.tokens)
-        if drafts is None:
-            return NO_DRAFT
         limit = min(drafts.limit, room, self._max_seq_len - num_tokens, state.num_left - 1)
         if limit <= 0:
             return NO_DRAFT
@@ -250,15 +246,15 @@ class DraftPlanner:
         end = min(next(unknown, limit), limit)
         return draft if end >= len(draft.tokens) else replace(draft, tokens=draft.tokens[:end])
 
-    def _chances(self, states: Sequence[SequenceState], proposed: Sequence[Draft]) -> list[_Chance]:
+    def _chances(self, asked: Sequence[AnswerDrafts], proposed: Sequence[Draft]) -> list[_Chance]:
         """Return all tokens of the drafts that may be accepted, the likely ones first.
 
         The tokens of one draft keep their order, because a token is accepted only after those before it.
         """
         chances = list[_Chance]()
-        for index, (state, draft) in enumerate(zip(states, proposed, strict=True)):
-            if draft.tokens and state.drafts is not None:
-                rate = state.drafts.rates_among(self._rates).rate(draft)
+        for index, (each, draft) in enumerate(zip(asked, proposed, strict=True)):
+            if draft.tokens:
+                rate = each.rates_among(self._rates).rate(draft)
                 chances += [_Chance(rate ** (place + 1), place, index) for place in range(len(draft.tokens))]
         likely = [chance for chance in chances if chance.probability >= LEAST_CHANCE]
         if not likely and self._num_plain >= PROBE_RARELY_AFTER:

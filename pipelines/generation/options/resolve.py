@@ -1,9 +1,14 @@
-"""Turns an ``openvino_genai.GenerationConfig`` and keyword overrides into checked options."""
+"""Turns an ``openvino_genai.GenerationConfig`` and keyword overrides into checked options.
+
+A config comes from the model's own file, or was derived from one. A keyword is what this request asks for, so its value is
+always checked; a value of the config is checked only if it has an effect, as in GenAI.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,20 +22,20 @@ from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
-from staticllm.pipelines.generation.options.genai import (
-    DEFAULTS,
-    DRAFTING,
-    DRAWING,
-    NAMES,
-    FileOptions,
-    defaults_of,
-    in_effect,
-    values_of,
-)
-from staticllm.pipelines.generation.options.table import OPTIONS, UNLIMITED, SamplingParams
+from staticllm.pipelines.generation.options.table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_grammar
 
+NAMES = tuple(
+    name
+    for name in dir(genai.GenerationConfig)
+    if not name.startswith(("_", "is_")) and not callable(getattr(genai.GenerationConfig, name))
+)
+DEFAULTS = genai.GenerationConfig()
+WIDE = ("temperature", "repetition_penalty", "diversity_penalty", "length_penalty")
+"""Numbers that GenAI does not bound on one side or on both. Beyond the bounds of the table no token changes."""
+DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_threshold")
+DRAWING = ("temperature", "top_k", "top_p", "min_p")
 MAX_STOP_TOKEN = 2**63 - 1
 """GenAI's type of a token id. An id that the model does not have ends nothing."""
 _SUPPORTED = {
@@ -85,34 +90,122 @@ class GenerationOptions:
         """The number of answers that are generated; of ``best_of`` the ``num_return_sequences`` most likely are returned."""
         return max(self.num_return_sequences, self.extra.best_of)
 
-    def max_tokens_after(self, prompt_len: int) -> int | None:
-        """Return how many tokens these options allow after a prompt of ``prompt_len`` tokens; None if they set no limit."""
-        if self.max_new_tokens is not None:
-            return self.max_new_tokens
-        return None if self.max_length is None else self.max_length - prompt_len
+    def max_tokens_after(self, prompt_len: int, max_seq_len: int | None) -> int | None:
+        """Return how many tokens may be generated after a prompt of ``prompt_len`` tokens; None without a limit.
 
-    def check_room(self, prompt_len: int) -> None:
-        """Check that ``max_length`` leaves room after a prompt of ``prompt_len`` tokens.
+        ``max_seq_len`` limits prompt and answer together, as in NPUW; None if a longer sequence does not end an answer.
 
         Raises:
-            GenerationConfigError: it leaves none.
+            GenerationConfigError: ``max_length`` leaves no room.
         """
         if self.max_length is not None and self.max_length <= prompt_len:
             raise GenerationConfigError(
                 f"max_length={self.max_length} leaves no room after a prompt of {prompt_len} tokens: "
                 "raise it, or leave it out and set max_new_tokens"
             )
+        asked = self.max_new_tokens
+        if asked is None and self.max_length is not None:
+            asked = self.max_length - prompt_len
+        room = None if max_seq_len is None else max_seq_len - prompt_len
+        return min((limit for limit in (asked, room) if limit is not None), default=None)
 
 
-def limit_of(options: GenerationOptions, prompt_len: int, max_seq_len: int | None) -> int | None:
-    """Return how many tokens may be generated after a prompt of ``prompt_len`` tokens; None without a limit.
+@dataclass(frozen=True)
+class FileOptions:
+    """The options that a model's own ``generation_config.json`` sets, as the file at ``path`` was read. Others have defaults."""
 
-    ``max_seq_len`` limits the tokens of prompt and answer together, as in NPUW; None if a longer sequence does not end an answer.
+    path: str
+    values: Mapping[str, Any]
+
+    def names_in(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the options that still have the file's values, which no default is."""
+        return [name for name in NAMES if values[name] == self.values[name] != getattr(DEFAULTS, name)]
+
+
+def values_of(config: genai.GenerationConfig) -> dict[str, Any]:
+    """Return the value of each option of a config."""
+    return {name: getattr(config, name) for name in NAMES}
+
+
+def unreadable_field(text: str) -> str:
+    """Return what is wrong with the field of a ``generation_config.json`` that GenAI cannot read; "" if none is found."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        needed = _needed_type(name, value) if name in NAMES and value is not None else ""
+        if needed:
+            return f"{name}={shown(value)}: must be {needed}"
+    return ""
+
+
+def _needed_type(name: str, value: Any) -> str:
+    """Return of which type a field must be, if ``value`` is of none that GenAI reads; it ignores most lists."""
+    values = value if isinstance(value, list) else [value]
+    are_whole = all(type(item) is int for item in values)
+    is_list = isinstance(value, list)
+    default = getattr(DEFAULTS, name)
+    if name == "eos_token_id":
+        return "" if are_whole else "a token id, or a list of them"
+    if name == "num_assistant_tokens":
+        return "" if are_whole and not is_list else "a whole number"
+    if name == "stop_strings":
+        return "a list of str" if is_list and not all(isinstance(item, str) for item in values) else ""
+    if isinstance(default, bool):
+        return "" if is_list or isinstance(value, bool) else "true or false"
+    is_read = isinstance(value, (int, float)) and (isinstance(default, float) or not isinstance(value, bool))
+    return "" if is_list or is_read or not isinstance(default, (int, float)) else "a number"
+
+
+def in_effect(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each option of a request, before it is checked.
+
+    A value ``given`` by a config without effect in this request is replaced by the default, and one that a value of
+    ``keywords`` leaves no room for is adapted to it.
     """
-    asked = options.max_tokens_after(prompt_len)
-    if max_seq_len is None:
-        return asked
-    return max_seq_len - prompt_len if asked is None else min(asked, max_seq_len - prompt_len)
+    merged = {name: keywords.get(name, value) for name, value in given.items()}
+
+    def adapt(values: Mapping[str, Any]) -> None:
+        merged.update({name: value for name, value in values.items() if name not in keywords})
+
+    if _is_plainly(merged["num_beams"], 0):
+        adapt({"num_beams": 1})
+    if not merged["do_sample"]:
+        adapt(defaults_of(DRAWING))
+    if not merged["tree_depth"]:  # GenAI reads the width of a tree of drafts only with its depth
+        adapt(defaults_of(["branching_factor"]))
+    confidence = merged["assistant_confidence_threshold"]
+    if not (_is_plainly(merged["num_beams"], 1) and _is_plainly(merged["num_return_sequences"], 1)):
+        adapt(defaults_of(DRAFTING))
+    elif merged["num_assistant_tokens"] or not (isinstance(confidence, (int, float)) and 0 <= confidence <= 1):
+        adapt({"assistant_confidence_threshold": 0.0})
+    if not _is_plainly(merged["max_new_tokens"], DEFAULTS.max_new_tokens):  # it has priority
+        adapt(defaults_of(["max_length"]))
+    adapt({name: _nearest(merged[name], OPTIONS[name]) for name in WIDE})
+    if isinstance(merged["logprobs"], int):
+        adapt({"logprobs": min(merged["logprobs"], 1)})
+    if "min_new_tokens" not in keywords and isinstance(most := keywords.get("max_new_tokens"), int):
+        merged["min_new_tokens"] = max(0, min(merged["min_new_tokens"], most))
+    return merged
+
+
+def _nearest(value: Any, bounds: Option) -> Any:
+    """Return a number within bounds. 0 and negative ones stay where only positive ones are possible, to be refused."""
+    if not isinstance(value, (int, float)):
+        return value
+    if value > bounds.most:
+        return bounds.most
+    return bounds.least if value < bounds.least and (value > 0 or bounds.least < 0) else value
+
+
+def defaults_of(names: Iterable[str]) -> dict[str, Any]:
+    """Return the default of each of some options."""
+    return {name: getattr(DEFAULTS, name) for name in names}
+
+
+def _is_plainly(value: Any, number: int) -> bool:
+    return isinstance(value, int) and value == number
 
 
 def copy_config(config: genai.GenerationConfig) -> genai.GenerationConfig:
@@ -161,38 +254,36 @@ def resolve(
     return _resolved({**values, **adapted}, overrides)
 
 
-def _resolved(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> GenerationOptions:
+def _resolved(values: Mapping[str, Any], overrides: Mapping[str, Any], has_grammar: bool = True) -> GenerationOptions:
+    """Return the checked options; without ``has_grammar`` without the grammar, which contradicts no other one."""
     merged = in_effect(values, overrides)
+    given = {name: overrides[name] for name in EXTRA_NAMES if name in overrides}
     try:
-        options = _merged(merged, overrides)
-        asks_for_drafts = any(overrides.get(name) for name in DRAFTING)
-        return replace(options, grammar=requested_grammar(overrides, merged), asks_for_drafts=asks_for_drafts)
+        extra = extra_options(given, merged["do_sample"]) if given else ExtraOptions()
+        options = _checked(merged, extra, _ngram_size(overrides, merged))
+        is_asked = has_grammar and (merged[CONFIG] is not None or not KEYWORDS.keys().isdisjoint(overrides))
+        return replace(
+            options,
+            grammar=requested_grammar(overrides, merged) if is_asked else None,
+            asks_for_drafts=any(overrides.get(name) for name in DRAFTING),
+        )
     except GenerationConfigError:
         raise
     except ConfigError as error:
         raise GenerationConfigError(str(error)) from None
 
 
-def _merged(merged: Mapping[str, Any], overrides: Mapping[str, Any]) -> GenerationOptions:
-    extra = extra_options({name: overrides[name] for name in EXTRA_NAMES if name in overrides}, merged["do_sample"])
-    return _checked(merged, extra, _ngram_size(overrides, merged))
-
-
 def _is_possible(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    """Return whether options can be had together; a grammar contradicts none of them."""
+    """Return whether options can be had together."""
     try:
-        _merged(in_effect(values, overrides), overrides)
+        _resolved(values, overrides, has_grammar=False)
     except ConfigError:
         return False
     return True
 
 
 def _clashing(values: Mapping[str, Any], overrides: Mapping[str, Any], file: FileOptions) -> list[str]:
-    """Return the options of a model's file that must be left out for the others to be possible.
-
-    Raises:
-        GenerationConfigError: the others are impossible without the file too.
-    """
+    """Return the options of a model's file that must be left out for the others. Raises if these are impossible anyway."""
     names = [name for name in file.names_in(values) if name not in overrides]
     kept = {**values, **defaults_of(names)}
     _resolved(kept, overrides)
@@ -279,7 +370,7 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
         drafts=drafts,
         parsers=_parsers(options["parsers"]),
         extra=extra,
-        adapters=adapter_uses(options["adapters"]),
+        adapters=None if options["adapters"] is None else adapter_uses(options["adapters"]),
     )
 
 
@@ -309,28 +400,27 @@ def _parsers(value: object) -> tuple[genai.Parser, ...]:
     return tuple(parsers)
 
 
+_APART = ("rng_seed", "no_repeat_ngram_size")
+"""Rows of ``SamplingParams`` whose values mean something else in GenAI's config."""
+
+
 def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
     do_sample = _flag(options, "do_sample")
+    rows = {name: row for name, row in SAMPLING.items() if name in options and name not in _APART}
+    numbers = {name: row.check(name, options[name], do_sample) for name, row in rows.items()}
     return SamplingParams(
         do_sample=do_sample,
-        temperature=_number(options, "temperature", do_sample),
-        top_k=_count(options, "top_k") % UNLIMITED,
-        top_p=_number(options, "top_p", do_sample),
-        min_p=_number(options, "min_p", do_sample),
-        repetition_penalty=_number(options, "repetition_penalty"),
-        presence_penalty=_number(options, "presence_penalty"),
-        frequency_penalty=_number(options, "frequency_penalty"),
         rng_seed=_seed(options["rng_seed"]),
         wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
-        **cast(dict[str, Any], extra.numbers),
+        **cast(dict[str, Any], {**numbers, "top_k": int(numbers["top_k"]) % UNLIMITED, **extra.numbers}),
     )
 
 
-def _number(options: Mapping[str, Any], name: str, is_drawn: bool = True) -> float:
-    return OPTIONS[name].check(name, options[name], is_drawn)
+def _number(options: Mapping[str, Any], name: str) -> float:
+    return OPTIONS[name].check(name, options[name])
 
 
 def _count(options: Mapping[str, Any], name: str) -> int:
@@ -363,7 +453,8 @@ def _stop_strings(value: object) -> frozenset[str]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, (list, tuple, set, frozenset)) or not all(isinstance(s, str) and s for s in strings):
         raise GenerationConfigError(f"stop_strings={shown(value)}: must be a set of non-empty strings")
-    check_characters("stop_strings", strings)
+    if strings:
+        check_characters("stop_strings", strings)
     return frozenset(strings)
 
 

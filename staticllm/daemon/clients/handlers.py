@@ -21,7 +21,7 @@ from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
 from staticllm.wire.blocks import block_size
 from staticllm.wire.channel import Channel, NoRoomError
-from staticllm.wire.messages import Kind, Message, ProtocolError, encode_value
+from staticllm.wire.messages import MAX_PRIORITY, Kind, Message, ProtocolError, encode_value
 
 Handlers = Mapping[Kind, Callable[[Message], Message | None]]
 """The answers to messages by kind; None is not sent."""
@@ -262,7 +262,7 @@ class DaemonHandlers:
             self._daemon.timeline.cancel()
 
     def _hint(self, message: Message) -> Message:
-        self._daemon.set_priority(self._session, read_body(message, bodies.Hint).priority - bodies.MAX_PRIORITY)
+        self._daemon.set_priority(self._session, read_body(message, bodies.Hint).priority - MAX_PRIORITY)
         return Message(Kind.OK)
 
     def _trace(self, message: Message) -> Message:

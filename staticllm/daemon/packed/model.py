@@ -25,9 +25,10 @@ from staticllm.model_dir import forget_in_memory, keep_in_memory, max_positions,
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import options_of
-from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import prepare
-from staticllm.pipelines.programs.warm_up import make_runner
+from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
+from staticllm.pipelines.loading.kind import Source
+from staticllm.pipelines.loading.load import load_job
+from staticllm.pipelines.programs.compile import StartWith
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
@@ -43,6 +44,23 @@ MAX_LOGIT_ROWS = 64
 TAKEN_INPUTS = frozenset((INPUT_IDS, ATTENTION_MASK, POSITION_IDS, BEAM_IDX))
 
 
+class PackedKind(DecoderKind):
+    """The kind of a decoder whose prompts can have logits after every row, as the original's calls have."""
+
+    compiles_in_background = False
+
+    def lower(self, job: DecoderJob, source: Source, start: StartWith) -> DecoderPlan:
+        """Lower the model and add variants with all logits. Raises ``UnsupportedModelError`` also for recurrent states."""
+        plan = super().lower(job, source, "all programs")
+        if plan.lowered.shape.needs_real_rows:
+            raise UnsupportedModelError("packed", "it has recurrent states, which cannot be shared or cut")
+        return replace(plan, variants=(*plan.variants, *with_all_logits(plan.variants)))
+
+    def asked(self, job: DecoderJob) -> dict[str, str]:
+        """Return the resolved layout, and that there are more variants than other decoders have."""
+        return {**super().asked(job), "logits": "of every row"}
+
+
 class PackedModel:
     """A stateful language model that serves infer requests of the original's form. Any thread may call.
 
@@ -53,7 +71,8 @@ class PackedModel:
     Args:
         xml: The IR. Its directory needs no tokenizer.
         device: A device of OpenVINO.
-        config: OpenVINO's properties, as a program would pass them to ``compile_model``, and properties of ours.
+        config: OpenVINO's properties, as a program would pass them to ``compile_model``, and properties of ours. The programs
+            are kept in ``CACHE_DIR``, if it is given.
         weights: The weights file, if it is not beside the IR.
         policy: A scheduling policy; None for ``dynamic``.
         id: The model's number.
@@ -93,7 +112,7 @@ class PackedModel:
             model = read_model(core, directory, str(weights))
             self.reason = _reason_against(model)
             if self.reason is None:
-                self._try_start(directory, device, _config_of(directory, device, config, weights), policy)
+                self._start(directory, device, _config_of(directory, device, config, weights), policy)
         finally:
             forget_in_memory(directory)
         try:
@@ -160,27 +179,20 @@ class PackedModel:
             num_bytes=num_bytes,
         )
 
-    def _try_start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
-        """Start the engine, or note why no pass can lower the model."""
+    def _start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
+        """Load the programs and start the engine, or note why the model cannot run in it."""
         try:
-            self._start(directory, device, config, policy)
+            loaded = load_job(replace(job_of(directory, device, config), kind=PackedKind()))
         except UnsupportedModelError as error:
             self.reason = str(error)
-
-    def _start(self, directory: Path, device: str, config: StaticLLMConfig, policy: Policy | None) -> None:
-        plan = prepare(directory, device, config)
-        shape = plan.lowered.shape
-        if shape.needs_real_rows:
-            self.reason = "it has recurrent states, which cannot be shared or cut"
             return
-        variants = (*plan.variants, *with_all_logits(plan.variants))
-        with plan.weights.released():
-            programs = compile_all(plan.restricted(variants))
-            runner = make_runner(programs)
+        loaded.keep_costs()
+        programs = loaded.programs
+        shape = programs.shape
         self._program = next(iter(programs.compiled.values()))
         self.limits = EngineLimits(config.max_seq_len, shape.vocab_size, _reach_of(shape.masks))
-        options = options_of(config, shape, plan.options.mode, SHARED_BOUND)
-        self.engine = Engine(runner, policy or make_policy(config.scheduler), options)
+        options = options_of(config, shape, programs.options.mode, SHARED_BOUND)
+        self.engine = Engine(loaded.runner, policy or make_policy(config.scheduler), options)
 
 
 def with_all_logits(variants: Sequence[Variant]) -> tuple[Variant, ...]:
@@ -227,4 +239,5 @@ def _config_of(directory: Path, device: str, config: Mapping[str, Any], weights:
     properties.setdefault("MIN_RESPONSE_LEN", response)
     properties.setdefault("MAX_PROMPT_LEN", max(1, longest - response))
     resolved = resolve(properties, supported_properties(get_core(), device)).config
-    return replace(resolved, weights_path=str(weights)) if directory.is_dir() else resolved
+    path = str(weights) if directory.is_dir() else resolved.weights_path
+    return replace(resolved, weights_path=path, blob_path=None, export_blob=False)

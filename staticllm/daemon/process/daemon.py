@@ -17,7 +17,7 @@ import openvino as ov
 import psutil
 
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.daemon.bodies import MAX_PRIORITY, Hello, Version, read_body
+from staticllm.daemon.bodies import Hello, Version, read_body
 from staticllm.daemon.clients.connection import Connection, Greeting
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.limits import Limits, default_limits
@@ -35,7 +35,7 @@ from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.endpoint import EndpointError
-from staticllm.wire.messages import PROTOCOL, Message
+from staticllm.wire.messages import MAX_PRIORITY, PROTOCOL, Message
 
 log = logging.getLogger(__name__)
 HELLO_SECONDS = 5.0

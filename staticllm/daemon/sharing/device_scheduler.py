@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from staticllm.core import Clock
+from staticllm.pipelines.scheduling.device_share import wait_for_share
 
-MIN_CALL_SHARE = 0.15
-"""The least share of device time for calls that would delay an engine's next token."""
 RECHECK_SECONDS = 0.25
 """Re-evaluate waiting calls at least this often."""
 MARGIN_SECONDS = 1e-4
@@ -164,7 +163,7 @@ class DeviceScheduler:
     asks for the clients of its requests: the one with the least time counts, and each pays for its share of the rows.
 
     An engine with running requests sets ``due``, the moment at which it must have the device for the next token. A call of the
-    same priority that would end after it waits, until it has waited long enough for its ``MIN_CALL_SHARE`` of the time. One of a
+    same priority that would end after it waits, until it has waited long enough for its ``MIN_SHARE`` of the time. One of a
     lower priority has no such share, and for one of a higher priority ``due`` does not count. A moment that has passed while its
     engine does not ask counts no more: the client of the sequence has not come back.
     """
@@ -365,5 +364,4 @@ class DeviceScheduler:
         if self._is_in_time(request, now, request.priority):
             return True
         waited = now - max(request.arrival, self._last_late)
-        has_waited = waited * MIN_CALL_SHARE >= request.seconds * (1 - MIN_CALL_SHARE)
-        return has_waited and self._is_in_time(request, now, request.priority + 1)
+        return waited >= wait_for_share(request.seconds) and self._is_in_time(request, now, request.priority + 1)

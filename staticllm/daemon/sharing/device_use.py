@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, EngineId, Share
+from staticllm.pipelines.costs.model import SMOOTHING, averaged
 from staticllm.pipelines.engine.device_use import Rows, SoleUse, Worker
 from staticllm.pipelines.scheduling.request_table import Limits
-
-SMOOTHING = 0.2
-"""The weight of the newest step in the expected duration of the next one."""
 
 
 class DeviceUse(SoleUse):
@@ -50,7 +48,7 @@ class DeviceUse(SoleUse):
             yield
         finally:
             seconds = self._scheduler.clock() - start
-            self._step_seconds = known + SMOOTHING * (seconds - known) if known else seconds
+            self._step_seconds = averaged(known or None, seconds, SMOOTHING)
             shares = self._shares(worker.rows, seconds)
             self._scheduler.release(request, seconds, self._due(worker.last_token_times(), limits), shares)
 

@@ -95,11 +95,9 @@ class Admission:
     async def enter(self, client: str, is_request: bool = True, priority: int = 0, weight: int = 1) -> int:
         """Wait for ``weight`` places, or as many as the client may have, and return their number; ``leave`` returns them.
 
-        Without ``is_request`` they are for a further answer of a request that runs. ``priority`` orders those of this client:
-        no client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
-        one, if this client would have fewer.
-
-        Raises ``ApiError`` (``max_waiting`` requests wait (status 429)).
+        Without ``is_request`` they are for a further answer of a request that runs. ``priority`` orders those of this client: no
+        client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
+        one, if this client would have fewer. Raises ``ApiError`` (429: ``max_waiting`` requests wait).
         """
         entry = self._clients.setdefault(client, _Client())
         self._see(client)

@@ -19,17 +19,8 @@ from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
 from staticllm.server.models.admission import Admission, AdmissionLimits
 from staticllm.server.models.homes import ModelHome, WorkerHome
-from staticllm.server.models.served import (
-    UNLOADED,
-    Kind,
-    Loaded,
-    Loading,
-    LoadPipeline,
-    ModelSpec,
-    Pipeline,
-    ServedModel,
-    num_seqs_of,
-)
+from staticllm.server.models.kinds import SERVED, Pipeline
+from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeline, ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.server.telemetry.record import current_record
 
@@ -41,7 +32,8 @@ REVIVE_SECONDS = 5.0
 UNLIMITED = 1 << 20
 """``MAX_WAITING`` of an engine that only the server uses: ``Admission`` limits what is in it."""
 _log = logging.getLogger("staticllm.server")
-KINDS = {"chat": "a chat model", "embedding": "an embedding model", "rerank": "a reranker"}
+HOMES: dict[str, type[ModelHome]] = {"daemon": ModelHome, "worker": WorkerHome}
+"""The other process in which engines run, by ``runs_in`` of the settings."""
 
 
 class ModelHub:
@@ -88,35 +80,30 @@ class ModelHub:
         own = self._settings.idle_unload if model.keep_alive is None else model.keep_alive
         return math.inf if own is None else own
 
-    def find(self, name: str | None, kind: Kind) -> ServedModel:
+    def find(self, name: str | None, kind: str) -> ServedModel:
         """Return the model of a request. Without a name it is the first of its kind.
 
-        Raises:
-            ApiError: there is none (404), or it is of another kind (400).
+        Raises ``ApiError`` (there is none (404), or it is of another kind (400)).
         """
         if name is None:
             model = next((each for each in self.models.values() if each.spec.kind == kind), None)
             if model is None:
                 raise ApiError(
-                    404, f"{KINDS[kind]} is not served: the models are {self._listed()}", code="model_not_found"
+                    404, f"{SERVED[kind].what} is not served: the models are {self._listed()}", code="model_not_found"
                 )
             return model
         model = self.named(name)
         if model.spec.kind != kind:
             raise ApiError(
                 400,
-                f"The model {name!r} is {KINDS[model.spec.kind]}, this endpoint needs {KINDS[kind]}",
+                f"The model {name!r} is {model.kind.what}, this endpoint needs {SERVED[kind].what}",
                 param="model",
                 code="wrong_model_kind",
             )
         return model
 
     def named(self, name: str) -> ServedModel:
-        """Return the model of this name.
-
-        Raises:
-            ApiError: there is none (404).
-        """
+        """Return the model of this name. Raises ``ApiError`` (there is none (404))."""
         model = self.models.get(name)
         if model is None:
             message = f"The model {name[:200]!r} does not exist: the models are {self._listed()}"
@@ -129,9 +116,8 @@ class ModelHub:
     async def acquire(self, model: ServedModel) -> None:
         """Load a model if necessary, and keep it loaded until ``release``.
 
-        Raises:
-            ApiError: too many requests wait for a model to be loaded, or memory for it is in use.
-            StaticLLMError: it cannot be loaded.
+        Raises ``ApiError`` (too many requests wait for a model to be loaded, or memory for it is in use) and ``StaticLLMError``
+        (it cannot be loaded).
         """
         model.enter()
         current_record().model = model.spec.name
@@ -223,12 +209,11 @@ class ModelHub:
     async def _loaded(self, model: ServedModel) -> Loaded:
         """Load a model, and once more if its process ended meanwhile: a server ends if its first model cannot be loaded.
 
-        Raises:
-            StaticLLMError: it cannot be loaded.
+        Raises ``StaticLLMError`` (it cannot be loaded).
         """
         settings = self._settings
         home = self._home_of(model)
-        is_apart = settings.runs_in == "worker" and model.spec.kind != "chat"
+        is_apart = settings.runs_in == "worker" and not model.kind.has_engine
 
         def on_progress(event: ProgressEvent) -> None:  # on the thread that loads
             if self._is_closed:
@@ -245,18 +230,17 @@ class ModelHub:
             except (ProcessLostError, WorkerLostError) as error:
                 _log.warning("loading %r again: %s", model.spec.name, error)
                 pipeline = await self._in_thread(load)
-            num_seqs = num_seqs_of(pipeline, settings.device)
+            num_seqs = model.kind.num_seqs(pipeline, settings.device)
             limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
         except BaseException:
             await self._release(pipeline, home)
             raise
-        return Loaded(pipeline, Admission(limits), num_seqs, home, is_apart)
+        return Loaded(model.kind, pipeline, Admission(limits), num_seqs, home, is_apart)
 
     async def _make_room(self, model: ServedModel, limit: int) -> None:
         """Unload the models that were not used for the longest time, until this one fits.
 
-        Raises:
-            ApiError: it needs more than the limit by itself, or the others are in use.
+        Raises ``ApiError`` (it needs more than the limit by itself, or the others are in use).
         """
         settings = self._settings
         needed = await self._in_thread(lambda: model.estimate(settings.device, settings.properties))
@@ -291,13 +275,11 @@ class ModelHub:
 
     def _home_of(self, model: ServedModel) -> ModelHome | None:
         """Return the other process in which a model is loaded; None for this one."""
-        kinds: dict[str, type[ModelHome]] = {"daemon": ModelHome, "worker": WorkerHome}
-        kind = kinds.get(self._settings.runs_in)
-        if kind is None:
-            return None
-        if model.spec.kind != "chat":
-            if kind is ModelHome:
-                self._tell_of_encoder(model.spec.name)
+        home = HOMES.get(self._settings.runs_in)
+        if home is None or not model.kind.has_engine:
+            if home is ModelHome and model.spec.name not in self._told_of:
+                _log.warning("%r runs in the server's process: --daemon is for chat models", model.spec.name)
+                self._told_of.add(model.spec.name)
             return None
         loop = asyncio.get_running_loop()
 
@@ -305,13 +287,7 @@ class ModelHub:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(self._revive, model)
 
-        return kind(model.spec.name, on_lost)
-
-    def _tell_of_encoder(self, name: str) -> None:
-        """Log once that an encoder runs in this process: the daemon serves chat models only."""
-        if name not in self._told_of:
-            _log.warning("%r runs in the server's process: --daemon is for chat models", name)
-        self._told_of.add(name)
+        return home(model.spec.name, on_lost)
 
     async def _release(self, pipeline: Pipeline | None, home: ModelHome | None) -> None:
         """Close a pipeline, and then the process that it ran in, also if the pipeline's end fails."""
@@ -334,8 +310,7 @@ class ModelHub:
     async def _reload(self, model: ServedModel) -> None:
         """Load a model again, in another process. The caller holds the lock.
 
-        Raises:
-            StaticLLMError: that failed; the next request tries again.
+        Raises ``StaticLLMError`` (that failed; the next request tries again).
         """
         assert model.home is not None, "it runs in this process"
         start = time.monotonic()
@@ -371,14 +346,20 @@ class ModelHub:
         self._is_closed = True
 
     async def close(self) -> None:
-        """Unload all models."""
+        """Unload all models, also if the end of one fails. Raises the first error."""
         self.give_up_loading()
         if self._idle is not None:
             self._idle.cancel()
+        errors: list[Exception] = []
         async with self._lock:
             for model in self.loaded:
-                await self._unload(model)
+                try:
+                    await self._unload(model)
+                except Exception as error:
+                    errors.append(error)
         self._thread.shutdown(wait=False)
+        if errors:
+            raise errors[0]
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
         future: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(self._thread, function)

@@ -7,53 +7,41 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-from staticllm.compiler_passes.model_kind import SCORES, check_kind, is_lowered_as, kind_of
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.devices import check_device, default_mode, get_core, named_devices
-from staticllm.errors import ClosedError, ConfigError, ModelError, StaticLLMError
-from staticllm.model_dir import check_model_dir, demo_model_path, read_model
+from staticllm.errors import ClosedError, ConfigError
+from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.model_paths.arguments import expanded
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
-from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
-from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.loading.decoder_kind import job_of
-from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.models.admission import Admission
 from staticllm.server.models.homes import ModelHome
+from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, served_kind
 
-Kind = Literal["chat", "embedding", "rerank"]
-Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
 LoadPipeline: TypeAlias = Callable[..., Pipeline]
 """Loads a model, with the arguments of ``load_pipeline``."""
 DEMO_NAME = "demo"
-ENCODER_REQUESTS = 16
-"""Requests of an encoder that run at once; each may have many texts."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that is served: the name that clients use, its directory, and its kind."""
+    """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``."""
 
     name: str
     path: Path
-    kind: Kind
+    kind: str
 
 
 def model_spec(argument: str) -> ModelSpec:
     """Return the model of ``NAME=PATH`` or ``PATH``; of a path alone, the name is that of the folder.
 
-    Raises:
-        ModelError: the directory is missing, half-written, or holds no model that can be served.
-        ConfigError: the name is empty.
+    Raises ``ModelError`` (the directory is missing, half-written, or holds no model that can be served) and ``ConfigError`` (the
+    name is empty).
     """
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).is_dir():
@@ -61,23 +49,14 @@ def model_spec(argument: str) -> ModelSpec:
         name = path_kind(expanded(path)).directory.resolve().name
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
-    directory = check_model_dir(expanded(path))  # shells leave the ~ of NAME=~/folder as it is
-    return ModelSpec(name, directory, _kind_in(directory))
+    directory = check_model_dir(expanded(path), False)  # shells leave the ~ of NAME=~/folder as it is
+    kind = served_kind(directory)
+    return ModelSpec(name, check_model_dir(directory, SERVED[kind].needs_tokenizer), kind)
 
 
 def demo_spec() -> ModelSpec:
     """Return the embedded model."""
     return ModelSpec(DEMO_NAME, demo_model_path(), "chat")
-
-
-def _kind_in(directory: Path) -> Kind:
-    model = read_model(get_core(), directory)
-    can_embed = read_encoder_files(directory).pooling is not None
-    found = kind_of(model)
-    if found is not None and is_lowered_as(found, "encoder", can_embed):
-        return "rerank" if found is SCORES else "embedding"
-    check_kind(model, directory, "decoder")
-    return "chat"
 
 
 @dataclass(frozen=True)
@@ -96,14 +75,11 @@ class Loading:
 class Loaded:
     """The state of a model that can be used, unless its process ``is_lost``.
 
-    Attributes:
-        pipeline: The pipeline.
-        admission: Which requests enter it.
-        num_seqs: The answers that run at once.
-        home: The other process in which a chat model runs; None for this one.
-        is_apart: Whether an encoder runs in a worker process of its own.
+    ``num_seqs``: the answers that run at once. ``home``: the other process in which its engine runs; None for this one.
+    ``is_apart``: whether it has a worker process without an engine.
     """
 
+    kind: ServedKind
     pipeline: Pipeline
     admission: Admission
     num_seqs: int
@@ -115,7 +91,7 @@ class Loaded:
         """Whether the other process has ended, and is not started again by itself."""
         if self.home is not None:
             return self.home.is_lost
-        return self.is_apart and isinstance(self.pipeline, EncoderPipeline) and not self.pipeline.is_usable
+        return self.is_apart and not self.kind.is_usable(self.pipeline)
 
 
 UNLOADED = Unloaded()
@@ -138,6 +114,11 @@ class ServedModel:
         self.keep_alive: float | None = None
         self.created = int(time.time())
         self.size: int | None = None
+
+    @property
+    def kind(self) -> ServedKind:
+        """What kind of model it is."""
+        return SERVED[self.spec.kind]
 
     def become(self, state: Unloaded | Loading | Loaded) -> None:
         """Change the state. A model that begins to load forgets what its last client said."""
@@ -171,11 +152,10 @@ class ServedModel:
     def estimate(self, device: str, properties: Mapping[str, object]) -> int:
         """Return the bytes that it needs, by estimate. The first call takes seconds.
 
-        Raises:
-            StaticLLMError: it cannot be lowered for the device.
+        Raises ``StaticLLMError`` (it cannot be lowered for the device).
         """
         if self.size is None:
-            self.size = estimated_size(self.spec, device, properties)
+            self.size = estimated_size(self.kind, self.spec.path, device, properties)
         return self.size
 
     @property
@@ -240,25 +220,11 @@ class ServedModel:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
-        Raises:
-            ClosedError: it is not loaded, or its process has ended.
+        Raises ``ClosedError`` (it is not loaded, or its process has ended).
         """
-        home = self.home
-        pipeline = self.pipeline
-        if home is not None:
-            return home.calls_after(number)
-        if not isinstance(pipeline, StaticLLMPipeline):
+        if self.loaded is None:
             raise ClosedError("the model is not loaded")
-        return pipeline.engine.calls_after(number)
-
-
-def num_seqs_of(pipeline: Pipeline, device: str) -> int:
-    """Return the answers that run at once. ``device``: what the model was loaded on, if its config does not say more."""
-    if not isinstance(pipeline, StaticLLMPipeline):
-        return ENCODER_REQUESTS
-    config = pipeline.config
-    mode = default_mode(_first_device(device)) if config.programs == "auto" else config.programs
-    return config.num_seqs("separate" if mode == "separate" else "shared")
+        return (self.home or self.chat.engine).calls_after(number)
 
 
 def load_pipeline(
@@ -269,42 +235,5 @@ def load_pipeline(
     daemon: bool | DaemonHome = False,
     is_apart: bool = False,
 ) -> Pipeline:
-    """Load a model. The properties are those of chat models; encoders use the device's own.
-
-    ``daemon``: the process in which a chat model runs; False for this one. ``is_apart``: whether an encoder
-    has a worker process.
-
-    Raises:
-        StaticLLMError: the model cannot be loaded.
-    """
-    if spec.kind == "chat":
-        return StaticLLMPipeline(spec.path, device, config=dict(properties), on_progress=on_progress, daemon=daemon)
-    first = _first_device(device)
-    if spec.kind == "embedding":
-        return StaticEmbeddingPipeline(spec.path, first, on_progress=on_progress, SEPARATE_PROCESS=is_apart)
-    return StaticRerankPipeline(spec.path, first, on_progress=on_progress, SEPARATE_PROCESS=is_apart)
-
-
-def estimated_size(spec: ModelSpec, device: str, properties: Mapping[str, object]) -> int:
-    """Return the bytes that a model needs on the first of the devices that is present, as ``staticllm plan`` estimates them.
-
-    Raises:
-        StaticLLMError: it cannot be lowered.
-    """
-    first = _first_device(device)
-    if spec.kind != "chat":
-        job: LoadJob[Any] = job_in(spec.path, first, {})
-    else:
-        resolved = resolve_candidates(first, dict(properties), {})[0]
-        job = job_of(spec.path, first, resolved.config, explicit=resolved.explicit)
-    return diagnosis_of(job.kind.name).estimate(job).needed
-
-
-def _first_device(device: str) -> str:
-    error: StaticLLMError = ModelError("no device")
-    for name in named_devices(device, get_core().available_devices):
-        try:
-            return check_device(get_core(), name)
-        except StaticLLMError as found:
-            error = found
-    raise error
+    """Load a model; the arguments are those of ``Wanted``. Raises ``StaticLLMError`` (it cannot be loaded)."""
+    return SERVED[spec.kind].load(Wanted(spec.path, device, properties, on_progress, daemon, is_apart))

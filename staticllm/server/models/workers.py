@@ -37,9 +37,8 @@ class Workers:
     ) -> Result:
         """Call ``function`` in a thread and return what it returns.
 
-        ``on_abandoned`` gets the result if the caller was cancelled meanwhile.
-
-        Raises ``ApiError`` (too many calls wait (status 429)) and ``Exception`` (``function`` raised it).
+        ``on_abandoned`` gets the result if the caller was cancelled meanwhile. Raises ``ApiError`` (429: too many calls
+        wait) and ``Exception`` (``function`` raised it).
         """
         if self._num_calls >= self._limit:
             raise busy(f"{self._num_calls} requests are being read or tokenized: try again later", knob="")

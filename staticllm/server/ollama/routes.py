@@ -85,7 +85,7 @@ async def show(call: Call, body: OllamaShowRequest) -> Response:
 
 def capabilities(model: ServedModel, facts: ModelFacts) -> list[str]:
     """Return what a model can do, in Ollama's words."""
-    found = [CAPABILITIES[model.spec.kind]]
+    found = [CAPABILITIES.get(model.spec.kind, model.spec.kind)]
     return found + ["tools"] * facts.has_tools + ["thinking"] * facts.has_reasoning
 
 

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
-from staticllm.pipelines.text.tokenization import check_ids, encode_messages
+from staticllm.pipelines.text.input_processor import check_ids, encode_messages
 from staticllm.server.answers.fields import Fields, Text, TokenId
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.endpoint import Call

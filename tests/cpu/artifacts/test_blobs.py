@@ -140,7 +140,7 @@ import json, random, shutil, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.loading import decoder_kind
+from staticllm.pipelines.loading import kind
 from staticllm.pipelines.loading import load as loader
 from staticllm.properties import resolve
 
@@ -186,11 +186,11 @@ for folder, name in places:
 for name, properties in (("MAX_PROMPT_LEN", 128), ("MIN_RESPONSE_LEN", 64), ("PROGRAMS", "separate"), ("MAX_NUM_SEQS", 3),
                          ("KV_CACHE_PRECISION", "f16"), ("PREFILL_ROWS", [16]), ("INFERENCE_PRECISION_HINT", "bf16")):
     attempt(f"asked {name}", **{name: properties})
-machine = decoder_kind.machine_values
+machine = kind.machine_values
 for name, value in (("openvino", "2026.3.0"), ("device_name", "Another CPU"), ("passes", "0"), ("capabilities", "FP32")):
-    decoder_kind.machine_values = lambda core, device, name=name, value=value: {**machine(core, device), name: value}
+    kind.machine_values = lambda core, device, name=name, value=value: {**machine(core, device), name: value}
     attempt(f"machine {name}")
-decoder_kind.machine_values = machine
+kind.machine_values = machine
 loader.load(scratch / "model", "CPU", config)  # the restored set loads
 print(json.dumps({"refused": refused, "ran": ran, "reasons": sorted(reasons)}))
 """

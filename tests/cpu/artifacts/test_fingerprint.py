@@ -7,7 +7,7 @@ from support.helpers import FINGERPRINT
 
 from staticllm.compiler_passes.decoder import DECODER
 from staticllm.pipelines.artifacts.cache import key_of
-from staticllm.pipelines.artifacts.fingerprint import StepFingerprint, pass_digests
+from staticllm.pipelines.artifacts.fingerprint import Fingerprint, pass_digests
 
 
 def test_the_fingerprint_covers_every_module_of_a_program(root):
@@ -26,24 +26,34 @@ def test_the_fingerprint_covers_every_module_of_a_program(root):
         ({"weights_digest": "7"}, "weights digest: different weights (7 here, 2 in the blob)"),
         ({"openvino": "2026.5"}, "OpenVINO 2026.5, blob 2026.4"),
         ({"driver": "3"}, "driver 3, blob nothing"),
-        ({"max_prompt_len": "64"}, "MAX_PROMPT_LEN 64 asked, the blob has 1024"),
-        ({"prefill_rows": "(16,)", "generate_properties": "A=1"}, "PREFILL_ROWS (16,) asked, the blob has default"),
-        ({"generate_properties": "A=1"}, "generate properties A=1 asked, the blob has nothing"),
+        ({"choices": {"MAX_PROMPT_LEN": "64"}}, "MAX_PROMPT_LEN 64 asked, the blob has 1024"),
+        (
+            {"choices": {"PREFILL_ROWS": "(16,)", "generate properties": "A=1"}},
+            "PREFILL_ROWS (16,) asked, the blob has default",
+        ),
+        ({"choices": {"generate properties": "A=1"}}, "generate properties A=1 asked, the blob has nothing"),
+        (
+            {"choices": {"Dense modules": "7" * 20}},
+            "Dense modules: different weights (777777777777 here, nothing in the blob)",
+        ),
     ],
 )
 def test_the_first_difference_is_named(change, message):
-    assert replace(FINGERPRINT, **change).difference(FINGERPRINT) == message
+    chosen = {**FINGERPRINT.choices, **change.get("choices", {})}
+    assert replace(FINGERPRINT, **{**change, "choices": chosen}).difference(FINGERPRINT) == message
+
+
+def test_a_choice_that_only_the_set_has_is_a_difference():
+    other = replace(FINGERPRINT, choices={**FINGERPRINT.choices, "surprise": "1"})
+    assert FINGERPRINT.difference(other) == "surprise nothing asked, the blob has 1"
 
 
 def test_equal_fingerprints_have_equal_keys_and_survive_json():
     content = FINGERPRINT.to_json()
-    assert StepFingerprint.from_json(dict(reversed(content.items()))) == FINGERPRINT
+    assert Fingerprint.from_json(dict(reversed(content.items()))) == FINGERPRINT
     assert FINGERPRINT.difference(FINGERPRINT) is None
     assert "driver" not in content
     assert content["IR digest"] == "1"
-    assert (
-        key_of(StepFingerprint.from_json(content)) == key_of(FINGERPRINT) != key_of(replace(FINGERPRINT, device="NPU"))
-    )
-    for wrong in ({**content, "surprise": "1"}, {name: value for name, value in content.items() if name != "plugin"}):
-        with pytest.raises(ValueError, match=r"surprise|plugin"):
-            StepFingerprint.from_json(wrong)
+    assert key_of(Fingerprint.from_json(content)) == key_of(FINGERPRINT) != key_of(replace(FINGERPRINT, device="NPU"))
+    with pytest.raises(ValueError, match="plugin"):
+        Fingerprint.from_json({name: value for name, value in content.items() if name != "plugin"})

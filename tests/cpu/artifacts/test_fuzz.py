@@ -113,7 +113,7 @@ def _used(what, folder):
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, read_model
     from staticllm.pipelines.launch.arguments import read_generation_config, read_tokenizer
-    from staticllm.pipelines.text.tokenization import encode_text
+    from staticllm.pipelines.text.input_processor import encode_text
     from staticllm.pipelines.text.tokenizer_tools import decoder_of
 
     try:
@@ -122,7 +122,7 @@ def _used(what, folder):
             read_model(get_core(), folder)
         else:
             tokenizer = read_tokenizer(folder)
-            prompt = encode_text(tokenizer, "Tell me a story, hé!", False)
+            prompt = encode_text(tokenizer, "Tell me a story, hé!")
             read_generation_config(folder, tokenizer)
             decoder_of(tokenizer, joins_tokens=False)(prompt.ids[:8])
     except StaticLLMError as error:

@@ -65,7 +65,7 @@ def test_the_error_names_a_missing_plugin(monkeypatch):
     class Core:
         available_devices: tuple[str, ...] = ()
 
-    monkeypatch.setattr("staticllm.pipelines.programs.compile_plan.get_core", Core)
+    monkeypatch.setattr("staticllm.pipelines.launch.arguments.get_core", Core)
     monkeypatch.setattr(devices, "get_core", Core)
     with pytest.raises(staticllm.DeviceError, match="its plugins are missing"):
         staticllm.StaticLLMPipeline(staticllm.demo_model_path())

@@ -12,6 +12,7 @@ from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ClosedError, PromptError
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.programs import compile as compile_programs
 from tests.support.attach.packed_programs import EXACT, SHORT, TOLERANCE, Original, Program
 
 PACKED = ["demo", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom", "opt", "phi3"))]
@@ -291,3 +292,18 @@ def test_all_slots_are_free_after_the_last_request(loaded):
         return len(manager.idle), manager.cache.num_slots - manager.free_slots
 
     assert model.engine.run_between_steps(held) == (0, 0)
+
+
+def test_a_second_start_imports_its_programs_from_a_cache(zoo, tmp_path, monkeypatch):
+    xml = zoo / "llama" / "openvino_model.xml"
+    options = {**EXACT, **SHORT, "CACHE_DIR": str(tmp_path)}
+    PackedModel(xml, "CPU", options).close()
+    monkeypatch.setattr(
+        compile_programs, "compile_programs", lambda *_: pytest.fail("compiled, although there is a set")
+    )
+    model = PackedModel(xml, "CPU", options)
+    program = Program(model.open(), Original(ov.Core().compile_model(str(xml), "CPU", EXACT)))
+    for columns in (9, 1, 100, 3):
+        program.step(1, columns)
+    assert program.requests[0].fallback is None
+    model.close()

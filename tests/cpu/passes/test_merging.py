@@ -16,8 +16,8 @@ from staticllm.compiler_passes.rewrites.merge_projections import merge_projectio
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.programs import compile_plan
-from staticllm.pipelines.programs.compile_plan import prepare
+from staticllm.pipelines.loading import decoder_kind
+from staticllm.pipelines.loading.decoder_kind import prepare
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -157,5 +157,5 @@ def test_small_projections_of_the_embedded_model_are_merged(monkeypatch):
     note = note_of()
     merged, _, after = (int(word) for word in note.split() if word.isdigit())
     assert 0 < after < merged
-    monkeypatch.setattr(compile_plan, "merges_projections", lambda device: False)
+    monkeypatch.setattr(decoder_kind, "merges_projections", lambda device: False)
     assert note_of() == ""

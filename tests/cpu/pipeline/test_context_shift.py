@@ -21,8 +21,8 @@ def shifted_sequence(pipe, prompt):
 
     def look():
         for state in manager.states.values():
-            if state.is_shifted and not found:
-                found.append(manager.cache.copy_out(state.sequence))
+            if state.kv.is_shifted and not found:
+                found.append(manager.cache.copy_out(state.kv.sequence))
 
     pipe.generate(
         np.array([prompt]),
@@ -97,3 +97,20 @@ def test_requests_beside_a_shift_keep_their_tokens(zoo, prompt_of):
         handles = [pipe.submit(np.array(prompt), max_new_tokens=30, ignore_eos=True) for prompt in prompts]
         assert [list(handle.result().tokens[0]) for handle in handles] == alone
         assert len(shifting.result().tokens[0]) == 150
+
+
+@pytest.mark.parametrize("slots", [128, 160, 200])
+def test_answers_that_share_a_prompt_shift_with_few_slots(slots, zoo, prompt_of):
+    """Slots that are shared are not freed by a shift, so the moved keys need others."""
+    with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL, MAX_NUM_SEQS=4, KV_SLOTS=slots) as pipe:
+        other = pipe.submit(np.array(prompt_of(30)), max_new_tokens=60, ignore_eos=True)
+        results = pipe.generate(
+            np.array(prompt_of(90)),
+            max_new_tokens=60,
+            ignore_eos=True,
+            overflow="context_shift",
+            num_return_sequences=3,
+            do_sample=True,
+        )
+        assert [len(tokens) for tokens in results.tokens] == [60] * 3
+        assert len(other.result().tokens[0]) == 60

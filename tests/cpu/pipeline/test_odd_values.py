@@ -8,8 +8,7 @@ import pytest
 
 from staticllm.errors import MAX_SHOWN, GenerationConfigError, StaticLLMError, shown
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
-from staticllm.pipelines.generation.options.genai import NAMES
-from staticllm.pipelines.generation.options.resolve import resolve
+from staticllm.pipelines.generation.options.resolve import NAMES, resolve
 from staticllm.pipelines.grammars.requested import KEYWORDS
 
 

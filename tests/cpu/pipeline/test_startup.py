@@ -14,8 +14,8 @@ from staticllm.errors import ConfigError, DeviceError, ModelError, SnapshotError
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader
-from staticllm.pipelines.loading import background
-from staticllm.pipelines.programs import autotune, compile_plan
+from staticllm.pipelines.loading import background, decoder_kind
+from staticllm.pipelines.programs import autotune
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -251,7 +251,7 @@ def probe_finds(few_rows, monkeypatch):
             return autotune.Calibration(dict(phases))
         return autotune.Calibration({**phases, "few_rows": phases["generate"]}, few_rows)
 
-    monkeypatch.setattr(compile_plan, "calibrated", found)
+    monkeypatch.setattr(decoder_kind, "calibrated", found)
 
 
 @pytest.mark.parametrize("few_rows", [1, pytest.param(16, marks=pytest.mark.slow)])

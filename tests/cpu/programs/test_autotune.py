@@ -13,7 +13,9 @@ from staticllm import demo_model_path
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core
-from staticllm.pipelines.programs import autotune, compile_plan
+from staticllm.pipelines.loading import decoder_kind
+from staticllm.pipelines.loading.decoder_kind import prepare
+from staticllm.pipelines.programs import autotune
 from staticllm.pipelines.programs.autotune import (
     GROUP_SIZE,
     LARGE_GROUP,
@@ -25,7 +27,6 @@ from staticllm.pipelines.programs.autotune import (
     layers_speedup,
 )
 from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 QUANTIZED = "f32 with quantized activations"
@@ -199,10 +200,10 @@ def test_prompts_with_properties_of_their_own_do_not_share_the_program_for_few_r
 )
 def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, layers, size, layout, timed, monkeypatch):
     timed[0].update({0: seconds, "f32": 1.3})
-    monkeypatch.setattr(compile_plan, "layers_speedup", lambda *arguments: layers)
-    monkeypatch.setattr(compile_plan, "weights_size", lambda *arguments: size)
+    monkeypatch.setattr(decoder_kind, "layers_speedup", lambda *arguments: layers)
+    monkeypatch.setattr(decoder_kind, "weights_size", lambda *arguments: size)
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
+    monkeypatch.setattr(decoder_kind, "program_layout", lambda *arguments: "few_rows")
     model = demo_model_path()
     options = prepare(model, "CPU", StaticLLMConfig()).options
     assert options.layout == layout
@@ -217,9 +218,9 @@ def test_one_program_serves_if_the_layers_cannot_be_timed(timed, monkeypatch):
         raise RuntimeError("the device refused it")
 
     timed[0].update({0: 1.3, "f32": 1.3})
-    monkeypatch.setattr(compile_plan, "layers_speedup", refuse)
+    monkeypatch.setattr(decoder_kind, "layers_speedup", refuse)
     monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(compile_plan, "program_layout", lambda *arguments: "few_rows")
+    monkeypatch.setattr(decoder_kind, "program_layout", lambda *arguments: "few_rows")
     assert prepare(demo_model_path(), "CPU", StaticLLMConfig()).options.layout == "shared"
 
 

@@ -10,8 +10,8 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
+from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.compile_plan import prepare
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.warm_up import make_runner
 

@@ -6,24 +6,20 @@ from typing import ClassVar
 import numpy as np
 import openvino as ov
 import pytest
+from click.testing import CliRunner
 from openvino import opset13 as ops
 
+from staticllm.cli import cli
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Size
-from staticllm.devices import get_core
 from staticllm.errors import BlobError
-from staticllm.model_dir import read_model
-from staticllm.pipelines.artifacts import manifest
-from staticllm.pipelines.artifacts.fingerprint import OtherFingerprint
 from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.pipelines.programs.compile import CompileOptions, CompilePlan
-from staticllm.pipelines.programs.layout import program_mode
-from staticllm.system.mapped_weights import MappedWeights
+from staticllm.pipelines.programs.compile import CompilePlan
+from staticllm.pipelines.programs.kinds import KINDS, register
 
 BANDS, WIDTH = 8, 4
 
@@ -47,14 +43,11 @@ class LoweredSound:
     reports: tuple = ()
 
     def specialise(self, variant, is_static=True):
-        return self._sized(variant.rows, variant.rows)
+        return self.share((variant,))
 
     def share(self, variants):
-        return self._sized(min(variants).rows, max(variants).rows)
-
-    def _sized(self, least, most):
         model = self.model.clone()
-        model.reshape([1, self.shape.bands, ov.Dimension(least, most)])
+        model.reshape([1, self.shape.bands, ov.Dimension(min(variants).rows, max(variants).rows)])
         return model
 
 
@@ -74,22 +67,22 @@ class SoundRunner:
     def _bound(self, variant, frames):
         found = np.zeros((1, self.sizes.width), np.float32)
         ports = {"frames": ov.Tensor(frames, shared_memory=True), "features": ov.Tensor(found, shared_memory=True)}
-        seconds = BoundRequest(self.programs[variant], ports).run()
-        return found[0], seconds
+        return found[0], BoundRequest(self.programs[variant], ports).run()
 
 
 @dataclass(frozen=True)
 class SoundKind(ProgramKind):
     sizes: tuple = (16, 64)
-
     name = "sound model"
     variant, shape = SoundVariant, SoundShape
 
-    def plan(self, job, for_blobs=False, start="all programs"):
-        model = read_model(get_core(), job.directory)
-        lowered = LoweredSound(model, SoundShape(BANDS, WIDTH))
-        options = CompileOptions(job.device, program_mode(job.device, job.config), None, self.properties(job))
-        return CompilePlan(lowered, options, tuple(map(SoundVariant, self.sizes)), MappedWeights(model))
+    @classmethod
+    def fits(cls, model, directory):
+        return "frames" in {port.get_any_name() for port in model.inputs}
+
+    def lower(self, job, source, start):
+        lowered = LoweredSound(source.model, SoundShape(BANDS, WIDTH))
+        return CompilePlan(lowered, self.options(job), tuple(map(SoundVariant, self.sizes)), source.weights)
 
     def random_call(self, programs, variant):
         return {"frames": np.random.default_rng(0).standard_normal((1, BANDS, variant.rows), np.float32)}
@@ -102,9 +95,8 @@ class SoundKind(ProgramKind):
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch):
-    stored = manifest.StoredKind(OtherFingerprint, SoundVariant, SoundShape, lambda shape, content: None)
-    monkeypatch.setitem(manifest.KINDS, SoundKind.name, stored)
+def directory(tmp_path):
+    register(SoundKind.name, SoundKind, "SoundPipeline")
     frames = ops.parameter([1, BANDS, -1], np.float32)
     weights = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
     summed = ops.reduce_sum(ops.tanh(ops.matmul(ops.constant(weights), frames, False, False)), np.array([2]))
@@ -112,7 +104,8 @@ def directory(tmp_path, monkeypatch):
     frames.output(0).set_names({"frames"})
     (folder := tmp_path / "model").mkdir()
     ov.save_model(ov.Model([summed], [frames]), str(folder / "openvino_model.xml"), compress_to_fp16=False)
-    return folder, lambda sound: np.tanh(weights @ sound).sum(axis=1)
+    yield folder, lambda sound: np.tanh(weights @ sound).sum(axis=1)
+    del KINDS[SoundKind.name]
 
 
 @pytest.mark.parametrize("programs", ["separate", "shared"])
@@ -135,8 +128,7 @@ def test_a_third_kind_is_loaded_stored_and_imported_by_the_code_of_the_others(di
 
 
 def test_a_set_of_a_third_kind_is_for_its_choices_and_its_kind_only(directory, tmp_path):
-    folder, _ = directory
-    job = LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None)
+    job = LoadJob(SoundKind(), directory[0], "CPU", StaticLLMConfig(), lambda event: None)
     export_set(job, tmp_path / "set")
     config = StaticLLMConfig(blob_path=str(tmp_path / "set"))
     with pytest.raises(BlobError, match=r'choices \{"sizes": \[32\]\} asked'):
@@ -145,12 +137,14 @@ def test_a_set_of_a_third_kind_is_for_its_choices_and_its_kind_only(directory, t
         load_job(replace(job, kind=type("Other", (SoundKind,), {"name": "other"})(), config=config))
 
 
-def test_a_third_kind_is_inspected_planned_and_verified_by_the_defaults(directory):
-    folder, _ = directory
-    job, diagnosis = LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None), diagnosis_of("sound")
-    assert "kind      sound model" in diagnosis.report(job).lines()
-    assert diagnosis.estimate(job).bytes["buffers"] == 4 * sum(BANDS * rows + WIDTH for rows in (16, 64))
-    assert all(each.seconds for each in diagnosis.measure(job).variants)
-    verdicts = list(diagnosis.verdicts(job, ("separate", "shared")))
-    assert [verdict.is_ok for verdict in verdicts] == [True] * 4
-    assert diagnosis.agreement(job).is_ok
+def test_a_third_kind_goes_through_the_commands(directory, tmp_path):
+    for arguments, text in {
+        ("inspect",): "kind      sound model",
+        ("plan", "--json"): f'"buffers": {4 * sum(BANDS * rows + WIDTH for rows in (16, 64))}',
+        ("plan", "--measured"): "SoundVariant(rows=64)",
+        ("verify",): "the same as the original",
+        ("compile", "--verify", "--export-blob", str(tmp_path / "set")): "verified: 2 calls, cosine 1.000000",
+    }.items():
+        result = CliRunner().invoke(cli, [arguments[0], str(directory[0]), *arguments[1:]])
+        assert text in result.output, result.output
+        assert result.exit_code == 0, result.output

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.daemon.sharing.device_scheduler import (
-    MIN_CALL_SHARE,
     ClientId,
     DeviceRequest,
     DeviceScheduler,
@@ -20,6 +19,7 @@ from staticllm.daemon.sharing.device_scheduler import (
 )
 from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
+from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.request_table import Limits
 
 
@@ -145,7 +145,7 @@ def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
         if call in world.running:
             break
         engine = world.ask(-1, 0.02)
-    wanted = 0.2 * (1 - MIN_CALL_SHARE) / MIN_CALL_SHARE
+    wanted = 0.2 * (1 - MIN_SHARE) / MIN_SHARE
     assert steps[-1] == pytest.approx(wanted, abs=0.1)
     assert short not in world.scheduler._waiting  # it fits between two tokens
     engine_next = world.ask(-1, 0.02)

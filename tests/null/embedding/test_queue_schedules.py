@@ -20,7 +20,7 @@ from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.queue import drivers, planned_calls
 from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.scheduling.job_turns import BEHIND_SHARE
+from staticllm.pipelines.scheduling.device_share import BEHIND_SHARE
 
 OPERATIONS = st.one_of(
     st.tuples(

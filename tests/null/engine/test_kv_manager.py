@@ -59,7 +59,7 @@ def test_a_long_conversation_is_offloaded_in_chunks(monkeypatch, is_hurried):
     if is_hurried:
         kv_manager.make_room(cache.num_slots - cache.slots.num_used + 1)
         assert kv_manager.prefix.idle_slots == 0
-        assert cache.slots.num_used == len(reader.state.sequence)
+        assert cache.slots.num_used == len(reader.state.kv.sequence)
     run_to_end(engine, [])
     assert reader.tokens == expected
     assert pieces.count(8) == (1 if is_hurried else 7)

@@ -11,8 +11,8 @@ from support.quick import examples
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.logits_processors import copies_for
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_engine, run_to_end
 

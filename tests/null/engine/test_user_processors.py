@@ -11,9 +11,9 @@ from support.engine.output_queues import outputs_of
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
-from staticllm.pipelines.generation import user_processors
+from staticllm.pipelines.generation import logits_processors
+from staticllm.pipelines.generation.logits_processors import copies_for
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.user_processors import copies_for
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
@@ -171,8 +171,8 @@ def test_a_fault_ends_its_own_request_with_one_line(given, said):
 
 
 def test_a_slow_processor_is_reported_once(caplog, monkeypatch):
-    monkeypatch.setattr(user_processors, "SLOW_MS", 1.0)
-    monkeypatch.setattr(user_processors, "_reported", set())
+    monkeypatch.setattr(logits_processors, "SLOW_MS", 1.0)
+    monkeypatch.setattr(logits_processors, "_reported", set())
 
     def slow(input_ids, scores):
         time.sleep(0.003)

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.logits_processors import processors_for
+from staticllm.pipelines.generation.logits_processors import BadWords, DryPenalty, NoRepeatNgrams, processors_for
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.repetition import BadWords, DryPenalty, NoRepeatNgrams
 from staticllm.pipelines.generation.sampler import Sampler
 
 VOCAB = 6

@@ -8,13 +8,13 @@ import pytest
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, IdleView, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.job_turns import (
     ACTIVE_SECONDS,
     HOLD_SECONDS,
     LEAST_JOB_SECONDS,
     MAX_JOB_SECONDS,
-    MIN_JOB_SHARE,
     NUM_KEPT,
     TTFT_SHARE,
     ChatActivity,
@@ -164,7 +164,7 @@ def test_jobs_get_their_share_beside_short_requests_that_always_come_at_once():
             else:
                 now += turns.choose(view).seconds
                 job_seconds += BULK.seconds
-    assert 0.5 * MIN_JOB_SHARE < job_seconds / (now - start) < 2 * MIN_JOB_SHARE
+    assert 0.5 * MIN_SHARE < job_seconds / (now - start) < 2 * MIN_SHARE
 
 
 def test_the_planner_waits_and_then_runs_the_job():

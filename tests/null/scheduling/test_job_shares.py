@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.scheduling.device_share import BEHIND_SHARE, MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.job_turns import (
     AHEAD_SECONDS,
-    BEHIND_SHARE,
     JOB_FILL,
     JOBS_PER_TOKEN,
     LATE,
     MAX_JOB_SECONDS,
-    MIN_JOB_SHARE,
     JobTurns,
     UrgentFirst,
     longest_job,
@@ -136,10 +135,10 @@ def test_jobs_get_a_share_beside_a_policy_that_never_decodes_a_request(has_promp
         job = turns.choose(view_of(now, waiting=waiting, streams=(running(now), running(0.0, 3))))
         now += STEP if job is None else job.seconds
         job_seconds += 0.0 if job is None else job.seconds
-    assert MIN_JOB_SHARE / LATE / 2 < job_seconds / (now - 100) < MIN_JOB_SHARE
+    assert MIN_SHARE / LATE / 2 < job_seconds / (now - 100) < MIN_SHARE
 
 
-MOST_SECONDS = 3 * 0.3 / (MIN_JOB_SHARE / LATE * BEHIND_SHARE)
+MOST_SECONDS = 3 * 0.3 / (MIN_SHARE / LATE * BEHIND_SHARE)
 """The time within which three jobs of 0.3 s run behind others, beside a policy that never decodes."""
 
 
@@ -176,7 +175,7 @@ def test_every_source_and_every_request_goes_on(sources, policy, tpot_ms, num_ru
             for id in range(1 if kind == "one" else num_running):
                 tokens[id] = now
     assert min(ran.values()) > 0
-    assert num_calls > 0.4 * now / (0.05 + MIN_JOB_SHARE)
+    assert num_calls > 0.4 * now / (0.05 + MIN_SHARE)
 
 
 def test_jobs_of_equal_length_fill_the_time_between_two_tokens():

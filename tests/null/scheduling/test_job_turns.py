@@ -8,8 +8,9 @@ import pytest
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, TokenBound, View
-from staticllm.pipelines.scheduling.job_turns import MIN_JOB_SHARE, JobTurns
+from staticllm.pipelines.scheduling.job_turns import JobTurns
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
 from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
 
@@ -90,7 +91,7 @@ def test_jobs_get_their_share_while_prompts_always_wait():
         job = turns.choose(view_of(now, waiting=(WAITING,)))
         now += 0.03 if job is None else job.seconds
         job_seconds += 0.0 if job is None else job.seconds
-    assert 0.5 * MIN_JOB_SHARE < job_seconds / now <= MIN_JOB_SHARE
+    assert 0.5 * MIN_SHARE < job_seconds / now <= MIN_SHARE
 
 
 def test_a_job_that_never_fits_between_two_tokens_runs_right_after_one_and_within_its_share():
@@ -104,7 +105,7 @@ def test_a_job_that_never_fits_between_two_tokens_runs_right_after_one_and_withi
             last = now
         else:
             now, job_seconds = now + job.seconds, job_seconds + job.seconds
-    assert 0.5 * MIN_JOB_SHARE < job_seconds / now <= MIN_JOB_SHARE
+    assert 0.5 * MIN_SHARE < job_seconds / now <= MIN_SHARE
     assert max(gaps) == pytest.approx(0.2 + STEP)
 
 

@@ -9,9 +9,12 @@ import pytest
 for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
     pytest.importorskip(package)
 
+from staticllm.config import StaticLLMConfig  # noqa: E402
 from staticllm.errors import ConfigError, StaticLLMError  # noqa: E402
 from staticllm.server.models import hub  # noqa: E402
+from staticllm.server.models.admission import AdmissionLimits  # noqa: E402
 from staticllm.server.models.hub import ModelHub  # noqa: E402
+from staticllm.server.models.kinds import ChatKind  # noqa: E402
 from staticllm.server.models.served import ModelSpec  # noqa: E402
 from staticllm.server.settings import ServerSettings  # noqa: E402
 
@@ -29,6 +32,8 @@ class Home:
 
 class Pipeline:
     """Stands for a pipeline, whose end may fail."""
+
+    config = StaticLLMConfig(programs="shared")
 
     def __init__(self, log, error=None):
         self._log = log
@@ -57,15 +62,12 @@ def run(monkeypatch, tmp_path, use, error=None):
     return log
 
 
-@pytest.mark.parametrize("name", ["num_seqs_of", "AdmissionLimits"])
-def test_a_model_whose_limits_cannot_be_made_is_released(monkeypatch, tmp_path, name):
-    class Refusing:
-        def __call__(self, *_):
-            raise ConfigError("no such limit")
+@pytest.mark.parametrize(("owner", "name"), [(ChatKind, "num_seqs"), (AdmissionLimits, "of")])
+def test_a_model_whose_limits_cannot_be_made_is_released(monkeypatch, tmp_path, owner, name):
+    def refuse(*_):
+        raise ConfigError("no such limit")
 
-        of = __call__
-
-    monkeypatch.setattr(hub, name, Refusing())
+    monkeypatch.setattr(owner, name, refuse)
 
     async def use(models, model):
         with pytest.raises(ConfigError, match="no such limit"):
@@ -84,3 +86,22 @@ def test_the_process_of_a_model_ends_also_if_the_end_of_its_pipeline_fails(monke
         assert models.status(model) == "unloaded"
 
     assert run(monkeypatch, tmp_path, use, StaticLLMError("it hangs")) == ["pipeline", "home"]
+
+
+def test_all_models_are_closed_if_the_end_of_one_fails(monkeypatch, tmp_path):
+    logs = {name: [] for name in ("one", "two", "three")}
+    errors = {"one": StaticLLMError("it hangs"), "two": StaticLLMError("it hangs, too")}
+    monkeypatch.setattr(hub, "has_files", lambda path: True)
+    monkeypatch.setattr(ModelHub, "_home_of", lambda self, model: Home(logs[model.spec.name]))
+
+    async def main():
+        specs = [ModelSpec(name, tmp_path, "chat") for name in logs]
+        models = ModelHub(specs, ServerSettings(), lambda spec, *_: Pipeline(logs[spec.name], errors.get(spec.name)))
+        for model in models.models.values():
+            await models.acquire(model)
+        with pytest.raises(StaticLLMError, match=r"it hangs$"):
+            await models.close()
+        assert models.loaded == []
+
+    asyncio.run(main())
+    assert logs == {name: ["pipeline", "home"] for name in logs}

@@ -101,6 +101,7 @@ CASES = [
     ("deepseek", f"<think>hm</think>{CALL}{FENCED}", "", "hm", [BERLIN]),
     ("deepseek", f"{BEGIN}{CALL}{FENCED[:-40]}", f"{BEGIN}{CALL}{FENCED[:-40]}", "", []),
     ("deepseek", f"{BEGIN}{END}", f"{BEGIN}{END}", "", []),
+    ("deepseek", f'{BEGIN}{CALL}weather{SEP}{{"city": "Berlin"}}{STOP}{CALL}now{SEP}{{}}{STOP}{END}', "", "", [BERLIN, NOW]),
     ("deepseek31", f'{BEGIN}{CALL}weather{SEP}{{"city": "Berlin"}}{STOP}{CALL}now{SEP}{{}}{STOP}{END}', "", "", [BERLIN, NOW]),
     ("deepseek31", f"{BEGIN}{CALL}{FENCED}{END}", "", "", [BERLIN]),
     ("deepseek31", f"{BEGIN}{CALL}{FENCED}\n{CALL}now{SEP}{{}}{STOP}{END}", "", "", [BERLIN, NOW]),

@@ -43,4 +43,4 @@ def no_compilation(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("compiled, although there is a set")
 
-    monkeypatch.setattr(encoder_kind, "plan_encoder", refuse)
+    monkeypatch.setattr(encoder_kind.EncoderKind, "plan", refuse)

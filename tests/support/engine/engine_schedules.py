@@ -38,7 +38,7 @@ def assert_slots_counted(engine):
     """Assert that what a policy is told about slots is what counting the slots of all sequences gives."""
     manager, slots = engine.kv_manager, engine.runner.cache.slots
     idle = [*manager.prefix.idle_sequences(), *manager.idle.sequences]
-    active = {state.id: state.sequence for state in manager.states.values() if state.sequence is not None}
+    active = {state.id: state.kv.sequence for state in manager.states.values() if state.kv.sequence is not None}
     assert all(sequence.is_idle for sequence in idle)
     assert not any(sequence.is_idle for sequence in active.values())
     holders = Counter(slot for sequence in active.values() for slot in sequence.slots.tolist())

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from staticllm.pipelines.diagnostics.reference import StatefulReference
+from staticllm.pipelines.loading import decoder_kind, kind
 from staticllm.pipelines.programs import compile as compile_programs
-from staticllm.pipelines.programs import compile_plan, warm_up
+from staticllm.pipelines.programs import warm_up
 
 MAX_GROUPS = 64  # of programs that stay compiled: each has some hundred memory maps, and a process has at most 65530
 
@@ -30,16 +31,17 @@ class SharedPrograms:
         self._names: dict = {}
         self._compiled: dict = {}
         self._costs: dict = {}
-        self._read_model, self._lower = compile_plan.read_model, compile_plan.lower
-        self._keep_small_constants = compile_plan.keep_small_constants
+        self._read_model, self._lower = kind.read_model, decoder_kind.lower
+        self._keep_small_constants = kind.keep_small_constants
         self._compile_programs = compile_programs.compile_programs
         self._warm_up = warm_up.warm_up
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("read_model", "keep_small_constants", "lower"):
-                patch.setattr(compile_plan, name, getattr(self, name))
+            patch.setattr(kind, "read_model", self.read_model)
+            patch.setattr(kind, "keep_small_constants", self.keep_small_constants)
+            patch.setattr(decoder_kind, "lower", self.lower)
             patch.setattr(compile_programs, "compile_programs", self.compile_programs)
             patch.setattr(warm_up, "warm_up", self.warm_up)
             yield
