@@ -22,7 +22,7 @@ from staticllm.server.http.errors import ApiError, json_response, prompt_too_lon
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
-from staticllm.server.telemetry.record import current_record
+from staticllm.server.telemetry import current_record
 
 
 @dataclass(frozen=True)
