@@ -38,6 +38,11 @@ OPERATIONS = {
 MAX_PATH = 200
 PARAMETERS = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "max_tokens",
               "max_completion_tokens", "max_output_tokens", "num_predict", "stream", "n", "dimensions")  # fmt: skip
+_CURRENT: ContextVar[RequestRecord | None] = ContextVar("staticllm_request", default=None)
+STANDARD_ERROR = "-"
+SESSION = "x-session-affinity"
+MAX_SESSION = 200
+"""Characters of the name of a session that count."""
 
 
 @dataclass
@@ -85,9 +90,6 @@ class RequestRecord:
         self.finish_reasons += [str(output.finish_reason.value) for output in outputs]
 
 
-_CURRENT: ContextVar[RequestRecord | None] = ContextVar("staticllm_request", default=None)
-
-
 def current_record() -> RequestRecord:
     """Return the record of the request that this task belongs to; outside of one, a new record that is not read."""
     found = _CURRENT.get()
@@ -97,9 +99,6 @@ def current_record() -> RequestRecord:
 def set_current(record: RequestRecord) -> None:
     """Make a record that of the calling task, and of the tasks that it starts."""
     _CURRENT.set(record)
-
-
-STANDARD_ERROR = "-"
 
 
 class AccessLog:
@@ -162,11 +161,6 @@ def line_of(record: RequestRecord) -> str:
     if record.finish_reasons:
         found["finish_reasons"] = record.finish_reasons
     return to_json(found)
-
-
-SESSION = "x-session-affinity"
-MAX_SESSION = 200
-"""Characters of the name of a session that count."""
 
 
 class Sink(Protocol):
