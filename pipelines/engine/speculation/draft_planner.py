@@ -14,38 +14,51 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.variant_index import VariantIndex
 
 ALLOWANCE = 0.01
-"""The share of the decode time that drafts may lose: what each decode step adds to the credit, in decode steps."""
-FIRST_CREDIT, MAX_CREDIT, MAX_DEBT = 1.0, 1.5, 4.0
-"""The credit of a new engine, the largest credit, and the largest debt, in decode steps."""
+"""Credit per decode step, in decode steps: the share of the decode time that drafts may lose."""
+FIRST_CREDIT = 1.0
+"""Credit of a new engine, in decode steps."""
+MAX_CREDIT = 1.5
+"""Largest credit, in decode steps."""
+MAX_DEBT = 4.0
+"""Largest debt, in decode steps."""
 MAX_SURPLUS = 8.0
-"""The most decode steps that an answer may lose again of what drafts have gained for it, where its text changes."""
+"""Most decode steps that one answer may lose again of what drafts have gained for it."""
 MOST_LOST = 1.0
-"""The credit that is enough for any draft; one that takes longer leaves a debt. The first runs at a size, which prepare it, are
-charged at most as much."""
+"""Credit that is enough for any draft, and the most that the first runs at a size are charged, in decode steps."""
 HOPED_ROW_COST = 0.1
-"""The most decode steps that a drafted row costs as long as the cost of its variant is not stable; the credit covers the risk."""
+"""Most decode steps that a drafted row is taken to cost while the cost of its variant is not stable."""
 MIN_GAIN = 1.02
-"""The least expected speed-up; a smaller one is within the error of the costs."""
+"""Least expected speed-up; a smaller one is within the error of the costs."""
 LEAST_CHANCE = 0.05
-"""A token that is accepted with a smaller probability is not checked."""
-PROBE_AFTER, PROBE_RARELY_AFTER = 32, 256
-"""The numbers of decode steps without a draft after which one is checked although it should not pay: one that promises at least
-``PROBE_GAIN``, and any."""
+"""Least probability of acceptance of a token that is checked."""
+PROBE_AFTER = 32
+"""Decode steps without a draft after which one is checked that promises at least ``PROBE_GAIN``."""
+PROBE_RARELY_AFTER = 256
+"""Decode steps without a draft after which any draft is checked."""
 PROBE_GAIN = 0.75
-"""The least expected speed of a draft that is checked in order to find out whether the text has changed."""
-CATCH_UP_SHARE, FORESEEN_TOKENS = 0.1, 256
-"""The share of the rest of an answer, which is at most so many tokens, that the draft model may take to read its beginning."""
-FIRST_PLAIN, REFRESH_AFTER = 3, 48
-"""The number of steps without drafts before the first draft, and that of steps with drafts before the next one without. What a
-plain step costs must be known, and stay known: drafts are measured by it."""
-OVERHEAD_WEIGHT, SLOWER_WEIGHT, MOST_OVERHEAD = 0.2, 0.05, 3.0
-"""The weight of a new call in the averages of what calls take beyond their costs, that of a slow call, which other work may have
-delayed, and the most that counts of one call, in plain calls."""
-NO_DRAFT_SECONDS, DRAFT_SECONDS, OVERHEAD = 3e-5, 1e-4, 0.01
-"""About how long it takes to find that there is no draft, and that one does not pay, and the share of a decode step that this may
-take. Where steps are shorter, a request is asked for drafts less often."""
+"""Least expected speed of a draft that is checked to find out whether the text has changed."""
+CATCH_UP_SHARE = 0.1
+"""Share of the rest of an answer that the draft model may take to read its beginning."""
+FORESEEN_TOKENS = 256
+"""Most tokens that the rest of an answer counts for."""
+FIRST_PLAIN = 3
+"""Steps without drafts before the first draft: what a plain step costs must be known."""
+REFRESH_AFTER = 48
+"""Steps with drafts before the next one without."""
+OVERHEAD_WEIGHT = 0.2
+"""Weight of a new call in the averages of what calls take beyond their costs."""
+SLOWER_WEIGHT = 0.05
+"""Weight of a slower call there, which other work may have delayed."""
+MOST_OVERHEAD = 3.0
+"""Most that counts there of one call, in plain calls."""
+NO_DRAFT_SECONDS = 3e-5
+"""Time to find that there is no draft, in seconds."""
+DRAFT_SECONDS = 1e-4
+"""Time to find that a draft does not pay, in seconds."""
+OVERHEAD = 0.01
+"""Share of a decode step that the search for drafts may take; where steps are shorter, answers are asked less often."""
 MAX_KEPT = 1024
-"""The number of sizes of calls whose variants are remembered."""
+"""Sizes of calls whose variants are remembered."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +110,103 @@ class _Option:
     most: int
 
 
+class CallOverheads:
+    """Moving averages of what calls take beyond their costs, in seconds: the host's work, and changes between sizes."""
+
+    def __init__(self) -> None:
+        self.plain: float | None = None
+        self.drafted: float | None = None
+
+    @property
+    def of_drafts(self) -> float:
+        """How much more a call with drafts takes beyond its cost than one without."""
+        return 0.0 if self.plain is None or self.drafted is None else self.drafted - self.plain
+
+    def count_plain(self, seconds: float) -> None:
+        """Count a call without drafts."""
+        self.plain = _averaged(self.plain, seconds)
+
+    def count_drafted(self, seconds: float) -> None:
+        """Count a call with drafts."""
+        self.drafted = _averaged(self.plain if self.drafted is None else self.drafted, seconds)
+
+    def count_change(self, seconds: float) -> None:
+        """Count the first call after a draft: what it takes longer, the device needs to change back from the draft's size."""
+        plain = seconds if self.plain is None else self.plain
+        before = plain if self.drafted is None else self.drafted
+        self.drafted = before + _averaged(plain, seconds) - plain
+
+
+def _averaged(known: float | None, seconds: float) -> float:
+    if known is None:
+        return seconds
+    return known + (OVERHEAD_WEIGHT if seconds < known else SLOWER_WEIGHT) * (seconds - known)
+
+
+class DraftCredit:
+    """The decode steps that drafts may lose, and the steps since the last draft.
+
+    Drafts add the tokens that they gain and pay the time that they take, and each decode step adds ``ALLOWANCE``: a text whose
+    drafts are never accepted is slower by that share, and not by more.
+
+    Attributes:
+        steps: The credit, in decode steps; negative for a debt.
+        num_plain: The decode steps since the last draft.
+    """
+
+    def __init__(self) -> None:
+        self.steps = FIRST_CREDIT
+        self.num_plain = PROBE_AFTER
+        self._num_due = FIRST_PLAIN  # steps without drafts that must come first
+        self._num_drafted = 0  # steps with drafts since the last one without
+
+    @property
+    def must_rest(self) -> bool:
+        """Whether the next step has no draft, to keep the cost of a plain step known."""
+        return self._num_due > 0
+
+    @property
+    def least_gain(self) -> float:
+        """The least expected speed of a draft that is checked now."""
+        if self.num_plain >= PROBE_RARELY_AFTER:
+            return 0.0
+        return min(PROBE_GAIN if self.num_plain >= PROBE_AFTER else MIN_GAIN, MIN_GAIN)
+
+    def skip(self) -> None:
+        """Count a decode step in which no answer was due for a draft."""
+        self.num_plain += 1
+        self._num_drafted = 0
+        self._add(ALLOWANCE)
+
+    def count(self, has_drafts: bool, was_tried: bool, gained: float) -> None:
+        """Count a decode step with or without drafts, which has ``gained`` decode steps; ``was_tried``: the draft model ran."""
+        if not has_drafts:
+            self._num_due = max(0, self._num_due - 1)
+            self._num_drafted = 0
+        self.num_plain += 1
+        if has_drafts or was_tried:
+            self._num_drafted += 1
+            self._num_due = int(self._num_drafted >= REFRESH_AFTER)
+            self.num_plain = 0
+        self._add(ALLOWANCE + gained)
+
+    def _add(self, steps: float) -> None:
+        self.steps = max(-MAX_DEBT, min(self.steps + steps, MAX_CREDIT))
+
+
 class DraftPlanner:
     """Adds drafts to the decode steps of requests that draft. Runs on the engine's thread.
 
     A call with drafts takes longer, and gives more tokens if some are accepted. Drafts are added if the tokens per second that
     they promise are more than without: costs come from the cost model, and the probability of acceptance from the drafts of the
-    same kind that were checked lately. The promise may be wrong. Therefore a *credit* is kept, in decode steps: it must cover
-    what a draft costs, times the probability that no token is accepted. The tokens that drafts gain are added to it, the time
-    that they took is taken from it, and each decode step adds ``ALLOWANCE``. So a text whose drafts are never accepted is slower
-    by that share, and not by more. Where drafts have gained much, some of it may be lost again in the same answer. The credit
-    also pays for single drafts that find out whether the text has changed. ``model`` is the draft model; None without one.
-    ``is_possible``: whether rejected tokens can be cut off; a recurrent state cannot be.
+    same kind that were checked lately. The promise may be wrong: the credit must cover what a draft costs, times the probability
+    that no token is accepted. Where drafts have gained much, some of it may be lost again in the same answer.
+
+    Attributes:
+        model: The draft model; None without one.
+        is_possible: Whether rejected tokens can be cut off; a recurrent state cannot be.
+        credit: What drafts may cost.
+        overheads: What calls take beyond their costs.
     """
 
     def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
@@ -117,22 +216,19 @@ class DraftPlanner:
         self.is_possible = not runner.cache.states
         self._index: VariantIndex = runner.index
         self._options: dict[tuple[int, int, int, int], tuple[_Option, ...]] = {}
-        self._rates = AcceptanceRates(kept=0.98)
-        self._credit = FIRST_CREDIT
-        self._num_plain = PROBE_AFTER  # decode steps since the last draft
-        self._num_due = FIRST_PLAIN  # steps without drafts that must come first
-        self._num_drafted = 0  # steps with drafts since the last one without
-        self._overheads: dict[bool, float] = {}  # the seconds beyond the cost of a call, with drafts and without
+        self.rates = AcceptanceRates(kept=0.98)
+        self.credit = DraftCredit()
+        self.overheads = CallOverheads()
 
     def plan(self, answers: Sequence[AnswerState], call: PlainCall) -> DraftPlan:
         """Return the drafts for those decoding answers of a call that draft. No slot is freed for a draft."""
-        if self._num_due:
+        if self.credit.must_rest:
             return DraftPlan(call, call.variant)
         room = self._runner.cache.slots.num_free - call.num_rows
         asked = [answer.drafts for answer in answers if answer.drafts is not None]
         proposed = [self._proposal(*pair, call, room) for pair in zip(answers, asked, strict=True)]
         chances = self._chances(asked, proposed)[: max(room, 0)]
-        option = self._best(call, chances, proposed, self._credit + _surplus(asked)) if chances else None
+        option = self._best(call, chances, proposed, self.credit.steps + _surplus(asked)) if chances else None
         lengths = [0] * len(answers)
         for chance in chances[: option.most] if option is not None else ():
             lengths[chance.index] += 1
@@ -158,9 +254,7 @@ class DraftPlanner:
 
     def skip(self) -> None:
         """Count a decode step in which no request was due for a draft."""
-        self._num_plain += 1
-        self._num_drafted = 0
-        self._credit = min(self._credit + ALLOWANCE, MAX_CREDIT)
+        self.credit.skip()
 
     def observe(self, plan: DraftPlan, num_accepted: int, seconds: float) -> None:
         """Learn that ``num_accepted`` drafted tokens of a call were accepted.
@@ -169,26 +263,19 @@ class DraftPlanner:
         """
         call = plan.call
         has_drafts = any(draft.tokens for draft in plan.drafts)
-        is_after = not self._num_plain  # the device changes back from the size of a draft
-        lost = self._steps_lost(plan, seconds) if has_drafts or plan.model_seconds or is_after else 0.0
+        was_tried = plan.model_seconds > 0
+        is_after = not self.credit.num_plain  # the device changes back from the size of a draft
+        lost = self._steps_lost(plan, seconds) if has_drafts or was_tried or is_after else 0.0
         if call.is_pure:
-            self._count_overhead(plan, has_drafts, seconds)
-        if not has_drafts:
-            self._num_due = max(0, self._num_due - 1)
-            self._num_drafted = 0
-        self._num_plain += 1
-        if has_drafts or plan.model_seconds:
-            self._num_drafted += 1
-            self._num_due = int(self._num_drafted >= REFRESH_AFTER)
-            self._num_plain = 0
+            self._count_overhead(plan, has_drafts, is_after, seconds)
         gained = _beyond_surplus(plan.answers, num_accepted / call.num_decoding - lost)
-        self._credit = max(-MAX_DEBT, min(self._credit + ALLOWANCE + gained, MAX_CREDIT))
+        self.credit.count(has_drafts, was_tried, gained)
 
     def _steps_lost(self, plan: DraftPlan, seconds: float) -> float:
         """Return how many decode steps longer a call took, with its draft model, than without drafts."""
         runner = self._runner
         step = self._step_seconds(plan.call)
-        expected = runner.costs(plan.call.variant) + self._overheads.get(False, 0.0)
+        expected = runner.costs(plan.call.variant) + (self.overheads.plain or 0.0)
         most = MAX_DEBT if runner.costs.is_stable(plan.variant) else MOST_LOST
         return max(0.0, min((seconds + plan.spent_seconds - expected) / step, most))
 
@@ -206,24 +293,21 @@ class DraftPlanner:
         if self.model is not None:
             self.model.forget(answer)
 
-    def _count_overhead(self, plan: DraftPlan, has_drafts: bool, seconds: float) -> None:
-        """Count what a call took beyond its cost: the host's work, and what the device takes to change between sizes.
+    def _count_overhead(self, plan: DraftPlan, has_drafts: bool, is_after: bool, seconds: float) -> None:
+        """Count what a call took beyond its cost. ``is_after``: it is the first one after a draft.
 
-        The change back, in the first call after a draft, counts as overhead of drafts. The first calls of a variant do not count:
-        they prepare it, and drafts that seem to take so long would never be checked again.
+        The first calls of a variant do not count: they prepare it, and drafts that seem to take so long would never be checked.
         """
         if has_drafts and not self._runner.costs.is_stable(plan.variant):
             return
         base = self._runner.costs(plan.call.variant)
         overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_OVERHEAD * base))
-        known = self._overheads.get(has_drafts, self._overheads.get(False, overhead))
-        if not has_drafts and not self._num_plain:  # the first call after a draft
-            with_drafts = self._overheads.get(True, known)
-            weight = OVERHEAD_WEIGHT if overhead < known else SLOWER_WEIGHT
-            self._overheads[True] = with_drafts + weight * (overhead - known)
-            return
-        weight = OVERHEAD_WEIGHT if overhead < known else SLOWER_WEIGHT
-        self._overheads[has_drafts] = known + weight * (overhead - known)
+        if has_drafts:
+            self.overheads.count_drafted(overhead)
+        elif is_after:
+            self.overheads.count_change(overhead)
+        else:
+            self.overheads.count_plain(overhead)
 
     def _proposal(self, state: AnswerState, drafts: AnswerDrafts, call: PlainCall, room: int) -> Draft:
         """Return the draft of a decoding answer, with tokens of the vocabulary only, and one token less than may follow.
@@ -236,7 +320,7 @@ class DraftPlanner:
             return NO_DRAFT
         draft = drafts.propose(state.tokens, limit)
         if drafts.params.uses_model and self.model is not None:
-            rates = drafts.rates_among(self._rates)
+            rates = drafts.rates_among(self.rates)
             modelled = Draft((0,) * min(limit, self.model.room(state)), KIND)
             foreseen = min(state.num_left, FORESEEN_TOKENS) * self._step_seconds(call)
             is_better = not draft.tokens or rates.rate(draft) < rates.rate(modelled)
@@ -254,10 +338,10 @@ class DraftPlanner:
         chances = list[_Chance]()
         for index, (each, draft) in enumerate(zip(asked, proposed, strict=True)):
             if draft.tokens:
-                rate = each.rates_among(self._rates).rate(draft)
+                rate = each.rates_among(self.rates).rate(draft)
                 chances += [_Chance(rate ** (place + 1), place, index) for place in range(len(draft.tokens))]
         likely = [chance for chance in chances if chance.probability >= LEAST_CHANCE]
-        if not likely and self._num_plain >= PROBE_RARELY_AFTER:
+        if not likely and self.credit.num_plain >= PROBE_RARELY_AFTER:
             likely = [chance for chance in chances if not chance.place]
         return sorted(likely, key=lambda chance: (-chance.probability, chance.place, chance.index))
 
@@ -287,9 +371,7 @@ class DraftPlanner:
             if speed > most:
                 best = _Option(option.variant, held)
                 most = speed
-        probes = ((PROBE_AFTER, PROBE_GAIN), (PROBE_RARELY_AFTER, 0.0))
-        least = min((gain for after, gain in probes if self._num_plain >= after), default=MIN_GAIN)
-        return best if most > min(least, MIN_GAIN) else None
+        return best if most > self.credit.least_gain else None
 
     def _model_seconds(self, chances: Sequence[_Chance], proposed: Sequence[Draft]) -> list[float]:
         """Return how long the draft model takes for the first n of ``chances``, for each n from 0 on."""
@@ -323,14 +405,12 @@ class DraftPlanner:
         past = self._runner.cache.slots.high_slot
         variant = call.variant if call.is_pure else self._runner.index.smallest(count, count, past) or call.variant
         cost = self._runner.costs(variant)
-        return max(cost + self._overheads.get(False, 0.0), 0.5 * cost)
+        return max(cost + (self.overheads.plain or 0.0), 0.5 * cost)
 
     def _more_seconds(self, call: PlainCall, variant: Variant) -> float:
         """Return by how many seconds the call takes longer with drafts in ``variant``."""
         costs = self._runner.costs
-        around = self._overheads
-        more_around = around[True] - around[False] if len(around) > 1 else 0.0
-        return costs(variant) - costs(call.variant) + more_around
+        return costs(variant) - costs(call.variant) + self.overheads.of_drafts
 
 
 def _surplus(answers: Sequence[AnswerDrafts]) -> float:

@@ -62,33 +62,33 @@ def test_the_first_slow_run_at_a_size_rules_drafts_out_for_no_longer_than_others
     assert drafted(planner, state)[1] >= 5
     planner._runner.costs.set(EIGHT, 1.2 * STEP)
     check(planner, state, 7)
-    assert planner._overheads[True] <= 0.2 * STEP
+    assert planner.overheads.drafted <= 0.2 * STEP
 
 
 def test_drafts_are_charged_what_the_call_took_and_not_what_it_should_have_taken(planner, state):
-    credit = planner._credit
+    credit = planner.credit.steps
     check(planner, state, 0, seconds=1.7 * STEP)
-    assert planner._credit == pytest.approx(credit + ALLOWANCE - 0.7)
+    assert planner.credit.steps == pytest.approx(credit + ALLOWANCE - 0.7)
     planner.observe(DraftPlan(PLAIN, ONE), 0, 1.4 * STEP)
-    assert planner._credit == pytest.approx(credit + 2 * ALLOWANCE - 1.1), "the device changed back to the size"
+    assert planner.credit.steps == pytest.approx(credit + 2 * ALLOWANCE - 1.1), "the device changed back to the size"
     planner.observe(DraftPlan(PLAIN, ONE), 0, 1.4 * STEP)
-    assert planner._credit == pytest.approx(credit + 3 * ALLOWANCE - 1.1), "other work made this one slow"
+    assert planner.credit.steps == pytest.approx(credit + 3 * ALLOWANCE - 1.1), "other work made this one slow"
 
 
 def test_what_drafts_gained_for_an_answer_pays_for_its_next_mistakes_only(planner, state):
     for _ in range(3):
         check(planner, state, 7)
-    assert (planner._credit, state.drafts.surplus) == (MAX_CREDIT, MAX_SURPLUS)
+    assert (planner.credit.steps, state.drafts.surplus) == (MAX_CREDIT, MAX_SURPLUS)
     for _ in range(4):
         check(planner, state, 0, seconds=2 * STEP)
     assert state.drafts.surplus == pytest.approx(MAX_SURPLUS - 4)
-    assert planner._credit == MAX_CREDIT
+    assert planner.credit.steps == MAX_CREDIT
     other = fake_request(UNIT * 3, 40, drafts=DraftParams(max_ngram_size=3)).state
     assert other.drafts.surplus == 0
 
 
 def test_without_surplus_and_credit_nothing_is_drafted_until_enough_steps_have_passed(planner, state):
-    planner._credit = -0.5
+    planner.credit.steps = -0.5
     assert drafted(planner, state)[1] == 0
     for _ in range(round(1.2 / ALLOWANCE)):
         planner.skip()
@@ -97,21 +97,22 @@ def test_without_surplus_and_credit_nothing_is_drafted_until_enough_steps_have_p
 
 def test_a_likely_draft_needs_less_credit_than_an_unlikely_one(planner, state):
     planner._runner.costs.set(EIGHT, 2 * STEP)
-    planner._credit = 0.3
+    planner.credit.steps = 0.3
     assert drafted(planner, state)[1] == 0, "six in ten are right: four tenths of a step may be lost"
     for _ in range(4):
-        state.drafts.rates_among(planner._rates).observe(Draft(tuple(range(7)), "lookup 3"), 7)
+        state.drafts.rates_among(planner.rates).observe(Draft(tuple(range(7)), "lookup 3"), 7)
     assert drafted(planner, state)[1] >= 5
 
 
 def test_a_draft_that_promises_nothing_is_tried_rarely(planner, state):
-    rates = state.drafts.rates_among(planner._rates)
+    rates = state.drafts.rates_among(planner.rates)
     for _ in range(9):
         rates.observe(Draft(tuple(range(7)), "lookup 3"), 0)
     planner._runner.costs.set(EIGHT, 1.6 * STEP)
-    planner._num_plain, planner._credit = PROBE_AFTER, MAX_CREDIT
+    planner.credit.num_plain = PROBE_AFTER
+    planner.credit.steps = MAX_CREDIT
     assert drafted(planner, state)[1] == 0
-    planner._num_plain = PROBE_RARELY_AFTER
+    planner.credit.num_plain = PROBE_RARELY_AFTER
     assert drafted(planner, state)[1] > 0
 
 
@@ -119,8 +120,8 @@ def test_a_call_of_several_answers_has_their_mean_surplus(planner, state):
     other = fake_request(range(9), 40, drafts=DraftParams(max_ngram_size=3)).state
     state.drafts.surplus = 2.0
     plan = DraftPlan(replace(PLAIN, num_decoding=2), EIGHT, (Draft((1,), "x"),), answers=[state.drafts, other.drafts])
-    credit = planner._credit
+    credit = planner.credit.steps
     planner.observe(plan, 0, 1.6 * STEP)
-    assert planner._credit > credit - 0.6, "a part of the loss was paid by the surplus"
+    assert planner.credit.steps > credit - 0.6, "a part of the loss was paid by the surplus"
     assert 1.0 <= state.drafts.surplus < 2.0
     assert other.drafts.surplus == 0.0
