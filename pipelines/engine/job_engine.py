@@ -7,7 +7,7 @@ import threading
 
 from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.jobs import JobSource, JobSources
-from staticllm.pipelines.scheduling.job_turns import UrgentFirst
+from staticllm.pipelines.scheduling.job_scheduler import UrgentFirst
 from staticllm.system.threads import check_process, owned_device, start_thread
 
 

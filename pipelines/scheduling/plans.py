@@ -111,14 +111,14 @@ def decode_plan(
         kept.discard(victim.id)
     running = [request for request in running if request.id in kept]
     return Plan(
-        decode=_ids(take_turns(view, running)),
+        decode=_ids(longest_waiting(view, running)),
         swap_in=tuple(request.id for request in swap_in if request.id in kept),
         swap_out=_ids(swap_out),
         preempt=_ids(preempt),
     )
 
 
-def take_turns(view: View, running: list[RequestView]) -> list[RequestView]:
+def longest_waiting(view: View, running: list[RequestView]) -> list[RequestView]:
     """Return all of ``running``, or if one call cannot hold all, those that have waited longest for a token."""
     limit = view.device.max_decoding
     if len(running) <= limit:
