@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.engine.request import MAX_PRIORITY, RULES, EngineRequest
-from staticllm.pipelines.generation.beam_search import StopCriteria
+from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
 from staticllm.pipelines.generation.options.extra import MAX_BIAS, MAX_TOKEN
 from staticllm.pipelines.generation.options.resolve import LONGEST_DRAFT
 from staticllm.pipelines.generation.options.table import MAX_BEAMS, OPTIONS, SAMPLING, SEQUENCES, SamplingParams
@@ -31,114 +30,97 @@ _WHOLE = {
     "priority": ("priority", -MAX_PRIORITY, MAX_PRIORITY),
 }
 """The whole numbers of a request: the options of a program that set them, and their bounds."""
-_NUMBERS = {"float": (int, float), "int": (int,), "bool": (bool,)}
 
 
 def check_fields(request: EngineRequest, num_adapters: int) -> None:
-    """Check the types and bounds of a request to a model with ``num_adapters`` adapters that can be chosen.
+    """Check the bounds of a request to a model with ``num_adapters`` adapters that can be chosen; its types are known.
 
-    Raises ``ConfigError`` (one is wrong).
+    Raises ``ConfigError`` (a field is out of its bounds).
     """
     for name, (option, least, most) in _WHOLE.items():
         value = getattr(request, name)
-        if type(value) is not int or not least <= value <= most:
+        if not least <= value <= most:
             raise ConfigError(f"{option}={shown(value)}: must be a whole number from {least} to {most}")
     longest = request.max_new_tokens
-    if longest is not None and (type(longest) is not int or longest < 1):
+    if longest is not None and longest < 1:
         raise ConfigError(f"max_new_tokens={longest!r}: must be a whole number of at least 1")
-    if request.overflow not in RULES:
-        raise ConfigError(f"overflow={request.overflow!r}: must be one of {', '.join(RULES)}")
     if request.grammar is not None:
         request.grammar.check()
     check_scales(request.adapters, num_adapters)
-    if not all(type(id) is int for id in request.stop_token_ids | request.late_token_ids):
-        raise ConfigError("stop_token_ids and late_token_ids must be whole numbers")
     _check_stop_strings(request)
     _check_beams(request)
     _check_drafts(request)
     for moment in (request.arrival, request.deadline if request.deadline is not None else 0.0):
-        if type(moment) not in (int, float) or not math.isfinite(moment):
+        if not math.isfinite(moment):
             raise ConfigError("arrival and deadline must be finite numbers")
     for field in fields(SamplingParams):
         value = getattr(request.sampling, field.name)
         if field.name in SEQUENCES:
             _check_sequences(field.name, value)
-        elif type(value) not in _NUMBERS[str(field.type)] or not abs(value) <= MAX_NUMBER:
-            raise ConfigError(f"{field.name}={value!r}: must be of type {field.type} and at most {MAX_NUMBER}")
+        elif not abs(value) <= MAX_NUMBER:
+            raise ConfigError(f"{field.name}={shown(value)}: must be at most {MAX_NUMBER}")
     for name, row in SAMPLING.items():
         row.check(name, getattr(request.sampling, name), request.sampling.do_sample)
 
 
-def check_scales(scales: Sequence[Any], num_adapters: int) -> None:
+def check_scales(scales: Sequence[float], num_adapters: int) -> None:
     """Check the factors of the adapters of a request or a snapshot.
 
     Raises ``ConfigError`` (they are not as many as the model has adapters, or one is not a finite number).
     """
     if scales and len(scales) != num_adapters:
         raise ConfigError(f"the factors of {len(scales)} adapters: the model was loaded with {num_adapters}")
-    if not all(type(scale) in (int, float) and abs(scale) <= MAX_ALPHA for scale in scales):
+    if not all(abs(scale) <= MAX_ALPHA for scale in scales):
         raise ConfigError(f"adapters={scales!r:.200}: must be numbers up to {MAX_ALPHA:g}")
 
 
 def _check_stop_strings(request: EngineRequest) -> None:
-    """Check the texts that end beams; those of other answers are found by the client.
-
-    Raises ``ConfigError`` (one is no text or too long, or the request has no beams).
-    """
+    """Check the texts that end beams; those of other answers are found by the client. Raises ``ConfigError``."""
     texts = request.stop_strings
     if texts and request.beams is None:
         raise ConfigError("stop_strings without num_beams: they are found where the text is, in the program")
-    if not all(isinstance(text, str) and text for text in texts) or sum(map(len, texts)) > MAX_STOP_CHARACTERS:
+    if not all(texts) or sum(map(len, texts)) > MAX_STOP_CHARACTERS:
         raise ConfigError(f"stop_strings must be texts of at most {MAX_STOP_CHARACTERS} characters together")
 
 
 def _check_beams(request: EngineRequest) -> None:
-    """Check the parameters of a beam search from another process. Raises ``ConfigError`` if one is wrong."""
+    """Check the parameters of a beam search. Raises ``ConfigError``."""
     beams = request.beams
     if beams is None:
         return
-    if type(beams.num_beams) is not int or not 2 <= beams.num_beams <= MAX_BEAMS:
-        raise ConfigError(f"num_beams={beams.num_beams!r}: must be a whole number from 2 to {MAX_BEAMS}")
-    if type(beams.num_beam_groups) is not int or beams.num_beam_groups < 1 or beams.num_beams % beams.num_beam_groups:
-        raise ConfigError(f"num_beam_groups={beams.num_beam_groups!r}: must divide num_beams={beams.num_beams}")
+    if not 2 <= beams.num_beams <= MAX_BEAMS:
+        raise ConfigError(f"num_beams={shown(beams.num_beams)}: must be a whole number from 2 to {MAX_BEAMS}")
+    if beams.num_beam_groups < 1 or beams.num_beams % beams.num_beam_groups:
+        raise ConfigError(f"num_beam_groups={shown(beams.num_beam_groups)}: must divide num_beams={beams.num_beams}")
     size = beams.no_repeat_ngram_size
-    if size is not None and (type(size) is not int or size < 1):
-        raise ConfigError(f"no_repeat_ngram_size={size!r}: must be a whole number of at least 1")
+    if size is not None and size < 1:
+        raise ConfigError(f"no_repeat_ngram_size={shown(size)}: must be a whole number of at least 1")
     for name in ("diversity_penalty", "length_penalty"):
-        value = getattr(beams, name)
-        if type(value) not in (int, float):
-            raise ConfigError(f"{name}={shown(value)}: must be a number")
-        OPTIONS[name].check(name, value)
-    if beams.stop_criteria not in get_args(StopCriteria):
-        raise ConfigError(f"stop_criteria={beams.stop_criteria!r}: must be one of {', '.join(get_args(StopCriteria))}")
+        OPTIONS[name].check(name, getattr(beams, name))
 
 
 def _check_drafts(request: EngineRequest) -> None:
-    """Check how the tokens of a request from another process are drafted. Raises ``ConfigError`` if a parameter is wrong."""
+    """Check how the tokens of a request are drafted. Raises ``ConfigError``."""
     drafts = request.drafts
     if drafts is None:
         return
     for name in ("max_ngram_size", "max_tokens"):
-        value = getattr(drafts, name)
-        if type(value) is not int or not 0 <= value <= LONGEST_DRAFT:
-            raise ConfigError(f"{name}={value!r}: must be a whole number from 0 to {LONGEST_DRAFT}")
-    if type(drafts.uses_model) is not bool:
-        raise ConfigError(f"uses_model={drafts.uses_model!r}: must be True or False")
-    if type(drafts.confidence) not in (int, float) or not 0 <= drafts.confidence <= 1:
+        if not 0 <= (value := getattr(drafts, name)) <= LONGEST_DRAFT:
+            raise ConfigError(f"{name}={shown(value)}: must be a whole number from 0 to {LONGEST_DRAFT}")
+    if not 0 <= drafts.confidence <= 1:
         raise ConfigError(f"confidence={drafts.confidence!r}: must be a number from 0 to 1")
 
 
-def _check_sequences(name: str, rows: tuple[tuple[Any, ...], ...]) -> None:
+def _check_sequences(name: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Check rows of token ids, or of a token id and a number. Raises ``ConfigError`` (one is neither, or there are too many)."""
     if sum(map(len, rows)) > MAX_SEQUENCE_TOKENS:
         raise ConfigError(f"{_OPTIONS[name]} has more than {MAX_SEQUENCE_TOKENS} tokens")
     for row in rows:
         ids, bias = (row[:1], row[1:]) if name == "logit_bias" else (row, ())
-        is_short = not ids or len(bias) != (name == "logit_bias")
-        if is_short or not all(type(id) is int and 0 <= id <= MAX_TOKEN for id in ids):
+        if not ids or not all(0 <= id <= MAX_TOKEN for id in ids):
             what = ", and a number" if name == "logit_bias" else ""
             raise ConfigError(f"{_OPTIONS[name]}={shown(row)}: must be token ids from 0 to {MAX_TOKEN}{what}")
-        if not all(type(number) in (int, float) and abs(number) <= MAX_BIAS for number in bias):
+        if not all(abs(number) <= MAX_BIAS for number in bias):
             raise ConfigError(
                 f"logit_bias={shown(row)}: must be a token id and a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
             )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, from_wire, to_wire
@@ -143,26 +145,29 @@ class EngineRequest:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRequest:
-        """Return the request that ``to_dict`` described, with an id of this process."""
-        plain = dict(values)
+        """Return the request that ``to_dict`` described, with an id of this process.
+
+        Raises:
+            ValueError: a field is missing, unknown or of a wrong type.
+        """
+        own = ("id", "owner")  # those of another process could be taken here
+        plain = {"arrival": 0.0, **{name: value for name, value in values.items() if name not in own}}
+        try:
+            request = msgspec.convert(plain, cls)
+        except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        if unknown := sorted(_unknown_fields(plain, request)):
+            raise ValueError(f"unknown fields {unknown}")
         now = time.perf_counter()
-        for name in ("id", "owner"):  # those of another process could be taken here
-            plain.pop(name, None)
-        for name in ("arrival", "deadline"):
-            plain[name] = None if plain[name] is None else plain[name] + now
-        prompt = tuple(plain.pop("prompt"))
-        stops = frozenset(plain.pop("stop_token_ids"))
-        nested = {name: kind(**plain.pop(name)) for name, kind in _NESTED.items() if plain.get(name) is not None}
-        texts = tuple(plain.pop("stop_strings", ()))
-        sampling = SamplingParams.from_dict(plain.pop("sampling"))
-        adapters = tuple(plain.pop("adapters", ()))
-        late = frozenset(plain.pop("late_token_ids", ()))
-        given = {**plain, **nested, "stop_token_ids": stops, "late_token_ids": late}
-        return cls(prompt, sampling, stop_strings=texts, adapters=adapters, **given)
+        deadline = None if request.deadline is None else request.deadline + now
+        return replace(request, arrival=request.arrival + now, deadline=deadline)
 
 
-_NESTED: dict[str, type[Any]] = {"beams": BeamParams, "drafts": DraftParams, "grammar": Grammar}
-"""The fields of a request that are values with fields of their own."""
+def _unknown_fields(values: Mapping[str, Any], made: Any) -> set[str]:
+    """Return the names in ``values`` that ``made``, the dataclass that they became, does not have."""
+    known = {field.name for field in fields(made)}
+    nested = [name for name in known & set(values) if isinstance(values[name], dict)]
+    return (set(values) - known).union(*(_unknown_fields(values[name], getattr(made, name)) for name in nested))
 
 
 @dataclass(frozen=True)

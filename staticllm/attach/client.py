@@ -22,6 +22,12 @@ EXCEPTIONS: dict[str, type[Exception]] = {
     each.__name__: each
     for each in (RuntimeError, ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError)
 }
+POLL_SECONDS = 0.02
+DEATHS_SECONDS = 60.0
+"""Two ends of the daemon within this time: it is not used any more."""
+RETRY_SECONDS = 30.0
+"""After a failed start, calls do not wait for another one for this long."""
+_started: list[subprocess.Popen[bytes]] = []  # kept, because a collected Popen warns about its living process
 
 
 class UnavailableError(RuntimeError):
@@ -56,14 +62,6 @@ def _kind_of(answer: Message) -> type[Exception]:
     bases = answer.body.get("bases")
     names = [answer.body.get("type"), *(bases if isinstance(bases, list) else ())]
     return next((EXCEPTIONS[name] for name in names if isinstance(name, str) and name in EXCEPTIONS), RuntimeError)
-
-
-POLL_SECONDS = 0.02
-DEATHS_SECONDS = 60.0
-"""Two ends of the daemon within this time: it is not used any more."""
-RETRY_SECONDS = 30.0
-"""After a failed start, calls do not wait for another one for this long."""
-_started: list[subprocess.Popen[bytes]] = []  # kept, because a collected Popen warns about its living process
 
 
 class Client:

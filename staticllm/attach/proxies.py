@@ -23,6 +23,9 @@ from ..wire.tensors import Array
 from .completions import Completions
 from .remote_model import MovableRequest, RemoteModel
 
+MAX_TIMEOUT = (1 << 31) - 1
+"""The longest time that ``wait_for`` of OpenVINO takes, in ms."""
+
 
 class AttachedState:
     """One state of a request of the daemon."""
@@ -58,10 +61,6 @@ def states_of(request: MovableRequest) -> list[AttachedState]:
     """Return the states of a request."""
     names = request.state_names() if request.model.is_stateful else []
     return [AttachedState(request, index, name) for index, name in enumerate(names)]
-
-
-MAX_TIMEOUT = (1 << 31) - 1
-"""The longest time that ``wait_for`` of OpenVINO takes, in ms."""
 
 
 def _forwarded(name: str, prepare: str) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.options import Number, flag, value
+from staticllm.cli.options import Number, flag, options_of, value
 from staticllm.cli.progress import progress
 from staticllm.errors import BlobError, ConfigError
 from staticllm.system.files import read_regular
@@ -22,7 +21,6 @@ GB = 1e9
 INPUTS = {"max_length": "texts", "max_prompt_len": "prompts"}
 """Choices of a set that say how long its inputs may be."""
 MAX_KEY = 1 << 16
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group("cache")
@@ -44,9 +42,7 @@ def _key() -> bytes:
     return key
 
 
-def _common(function: Command) -> Command:
-    function = flag("--json as_json", "Print JSON.")(function)
-    return click.argument("folder", type=click.Path())(function)
+_common = options_of(click.argument("folder", type=click.Path()), flag("--json as_json", "Print JSON."))
 
 
 def _open(folder: str) -> BlobCache:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from staticllm.system.files import read_regular
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 MAX_BYTES = 1 << 20
 Groups = Mapping[str, Sequence[str]]
 """Title of a group → the names of its parameters, without ``--``, in the order of the help."""
@@ -74,20 +73,6 @@ def help_of(command: click.Command, ctx: click.Context) -> str:
     return command.get_help(ctx)
 
 
-def option_file(command: Command) -> Command:
-    """Add ``--options FILE``, JSON because Python 3.10 reads no TOML. An option on the command line wins over the file."""
-    option = click.option(
-        "--options",
-        type=click.Path(),
-        metavar="FILE",
-        is_eager=True,
-        expose_value=False,
-        callback=_read,
-        help='Read options from a JSON file, such as {"device": "NPU"}.',
-    )
-    return option(command)
-
-
 def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
     """Make the values of a file the defaults of the command's options; click checks them like those of the command line.
 
@@ -131,3 +116,15 @@ def _checked(path: str, key: str, value: Any, option: click.Parameter) -> Any:
         several = " or a list of them" if option.multiple else ""
         raise click.BadParameter(f"{path!r}: {key} is {json.dumps(value)}, must be a text or a number{several}")
     return [str(item) for item in items] if option.multiple else value if is_flag else str(value)
+
+
+option_file = click.option(
+    "--options",
+    type=click.Path(),
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=_read,
+    help='Read options from a JSON file, such as {"device": "NPU"}.',
+)
+"""``--options FILE``, JSON because Python 3.10 reads no TOML. An option on the command line wins over the file."""

@@ -28,6 +28,7 @@ MODES: dict[str, tuple[ProgramMode, ...]] = {
     "separate": ("separate",),
     "shared": ("shared",),
 }
+MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
 @click.command("inspect", cls=GroupedCommand, groups=PROGRAM_GROUP)
@@ -110,9 +111,6 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, as_json: 
 
 def _print(report: Any, as_json: bool) -> None:
     click.echo(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
-
-
-MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
 @click.command("doctor")

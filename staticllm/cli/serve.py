@@ -24,6 +24,24 @@ ONE_MACHINE = (
     "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel",
 )  # fmt: skip
 """Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""
+AS_GIVEN = (
+    "host", "port", "allowed_origins", "device", "max_waiting", "max_per_client", "idle_unload", "grace", "header_seconds",
+    "body_seconds", "send_seconds", "max_connections", "access_log",
+)  # fmt: skip
+"""Options that are settings of the server by the same name."""
+GROUPS = {
+    "Access": ("api_keys", "api_key_file", "insecure", "allowed_origins"),
+    "Load and memory": (
+        "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy", "supervise", "daemon", "grace",
+    ),
+}  # fmt: skip
+RARE = {
+    **PROGRAM_GROUP,
+    "Connections": ("max_body_mb", "header_seconds", "body_seconds", "send_seconds", "max_connections"),
+    "Logs": ("access_log", "otel"),
+    "Part of an application": ("random_key", "ready_fd", "ready_file", "parent_pid"),
+    "Many machines": ("ray", "ray_address", "replicas", "target_requests", "models_per_replica"),
+}
 
 
 class Replicas(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
@@ -49,32 +67,10 @@ cluster_options = options_of(
 )
 
 
-AS_GIVEN = (
-    "host", "port", "allowed_origins", "device", "max_waiting", "max_per_client", "idle_unload", "grace", "header_seconds",
-    "body_seconds", "send_seconds", "max_connections", "access_log",
-)  # fmt: skip
-"""Options that are settings of the server by the same name."""
-
-
 class _PortInUse(click.ClickException):
     """Another process has the port."""
 
     exit_code = 3
-
-
-GROUPS = {
-    "Access": ("api_keys", "api_key_file", "insecure", "allowed_origins"),
-    "Load and memory": (
-        "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy", "supervise", "daemon", "grace",
-    ),
-}  # fmt: skip
-RARE = {
-    **PROGRAM_GROUP,
-    "Connections": ("max_body_mb", "header_seconds", "body_seconds", "send_seconds", "max_connections"),
-    "Logs": ("access_log", "otel"),
-    "Part of an application": ("random_key", "ready_fd", "ready_file", "parent_pid"),
-    "Many machines": ("ray", "ray_address", "replicas", "target_requests", "models_per_replica"),
-}
 
 
 @click.command("serve", cls=GroupedCommand, groups=GROUPS, rare=RARE)

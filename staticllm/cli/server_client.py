@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from staticllm.cli.options import value
+from staticllm.cli.options import options_of, value
 from staticllm.cli.terminal import cell
 from staticllm.errors import ConfigError, StaticLLMError
 
@@ -38,6 +38,12 @@ class ServerError(StaticLLMError):
         self.status = status
 
 
+server_option = value(
+    "--server", None, f"URL of the server.  [${SERVER_VARIABLE}, else {DEFAULT_SERVER}]", metavar="URL"
+)
+api_key_option = value("--api-key", None, f"Key of the server.  [${KEY_VARIABLE}]", metavar="KEY")
+
+
 def server_options(command: Command) -> Command:
     """Add ``--server`` and ``--api-key``, and pass a ``ServerClient``, which is closed at the end."""
 
@@ -46,20 +52,7 @@ def server_options(command: Command) -> Command:
         with ServerClient(server, api_key) as client:
             return command(*arguments, client=client, **options)
 
-    for option in (api_key_option, server_option):
-        with_client = option(with_client)
-    return cast(Command, with_client)
-
-
-def server_option(command: Command) -> Command:
-    """Add ``--server``."""
-    text = f"URL of the server.  [${SERVER_VARIABLE}, else {DEFAULT_SERVER}]"
-    return value("--server", None, text, metavar="URL")(command)
-
-
-def api_key_option(command: Command) -> Command:
-    """Add ``--api-key``."""
-    return value("--api-key", None, f"Key of the server.  [${KEY_VARIABLE}]", metavar="KEY")(command)
+    return cast(Command, options_of(server_option, api_key_option)(with_client))
 
 
 class ServerClient:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import click
 
-from staticllm.cli.options import as_text, value
+from staticllm.cli.options import as_text, options_of, value
 from staticllm.errors import PromptError, StaticLLMError
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 FIELD = "text"
 """The field of JSON lines that holds the text, unless ``--field`` names another."""
 JSON_LINES = (".jsonl", ".ndjson")
@@ -57,15 +56,12 @@ class Batch:
         return (self.entries[index].line, found[2]) if found and index < len(self.entries) else None
 
 
-def text_options(command: Command) -> Command:
-    """Add ``[TEXTS]...``, ``--file`` and ``--field``."""
-    for option in (
-        value("--field", None, f"Read JSON lines; the text is in this field.  [{FIELD}]", metavar="NAME"),
-        value("-f --file", click.Path(), "A file with one text per line; - is stdin."),
-        click.argument("texts", nargs=-1),
-    ):
-        command = option(command)
-    return command
+text_options = options_of(
+    click.argument("texts", nargs=-1),
+    value("-f --file", click.Path(), "A file with one text per line; - is stdin."),
+    value("--field", None, f"Read JSON lines; the text is in this field.  [{FIELD}]", metavar="NAME"),
+)
+"""``[TEXTS]...``, ``--file`` and ``--field``."""
 
 
 class TextSource:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from staticllm.errors import ConfigError
 from staticllm.server import catalog
 from staticllm.server.catalog import describe, model_list
 from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint
@@ -30,8 +31,9 @@ from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, d
 from staticllm.server.page_files import ASSETS, add_page_files
 from staticllm.server.responses.fields import ResponsesRequest
 from staticllm.server.responses.routes import add_responses_routes
+from staticllm.server.settings import ServerSettings
 from staticllm.server.state import LOOK_SECONDS, ServerState
-from staticllm.server.telemetry.middleware import Sink, TelemetryMiddleware, make_sinks
+from staticllm.server.telemetry import AccessLog, Sink, TelemetryMiddleware
 
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/chat/completions", ChatRequest, chat_completions),
@@ -106,6 +108,24 @@ def create_app(state: ServerState) -> FastAPI:
     paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *ASSETS, SCHEDULER]
     _add_layers(app, state, sinks, paths)
     return app
+
+
+def make_sinks(settings: ServerSettings) -> list[Sink]:
+    """Return the access log and the spans that the settings ask for.
+
+    Raises ``ConfigError`` (the log cannot be written, or OpenTelemetry is not installed).
+    """
+    sinks: list[Sink] = []
+    if settings.has_spans:
+        try:
+            from staticllm.server.spans import otlp_spans
+
+            sinks.append(otlp_spans())
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--otel: {error.name} is not installed: pip install 'staticllm[otel]'") from None
+    if settings.access_log is not None:
+        sinks.append(AccessLog(settings.access_log))
+    return sinks
 
 
 def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink], paths: Sequence[str]) -> None:

@@ -39,6 +39,13 @@ ARCHITECTURE = "openvino"
 """What clients get as the architecture of every model: nothing here depends on what a model is called."""
 _log = logging.getLogger("staticllm.server")
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
+TYPES = {"chat": "llm", "embedding": "embeddings"}
+"""LM Studio's names of our kinds. It has none for rerankers, and clients refuse lists with types that they do not know."""
+STATES = {"loaded": "loaded", "loading": "loading", "unloaded": "not-loaded"}
+FORMAT = "gguf"
+"""Our models are not GGUF files, but Zed refuses lists with other formats than those that LM Studio runs."""
+_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+MODELS = "/api/v0/models"
 
 
 @dataclass(frozen=True)
@@ -215,13 +222,6 @@ def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
     return described
 
 
-TYPES = {"chat": "llm", "embedding": "embeddings"}
-"""LM Studio's names of our kinds. It has none for rerankers, and clients refuse lists with types that they do not know."""
-STATES = {"loaded": "loaded", "loading": "loading", "unloaded": "not-loaded"}
-FORMAT = "gguf"
-"""Our models are not GGUF files, but Zed refuses lists with other formats than those that LM Studio runs."""
-
-
 def lm_studio_list(state: ServerState) -> dict[str, Any]:
     """Return all models. Reads their files; runs in a thread."""
     listed = [lm_studio_model(state, model) for model in state.hub.models.values() if model.spec.kind in TYPES]
@@ -248,9 +248,6 @@ def lm_studio_model(state: ServerState, model: ServedModel) -> dict[str, Any]:
         if model.pipeline is not None:
             found["loaded_context_length"] = length
     return found
-
-
-_PARAMS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def props(state: ServerState, model: ServedModel) -> dict[str, Any]:
@@ -291,9 +288,6 @@ def _tokenizer_of(pipeline: object) -> genai.Tokenizer | None:
         return pipeline.get_tokenizer() if isinstance(pipeline, StaticLLMPipeline) else None
     except ClosedError:
         return None
-
-
-MODELS = "/api/v0/models"
 
 
 def gets(state: ServerState) -> dict[str, Answer]:

@@ -16,7 +16,7 @@ from staticllm.server.http.errors import ApiError, api_error_of, forget_frames
 from staticllm.server.http.limits import check_json, read_body, wait_for_disconnect
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
-from staticllm.server.telemetry.record import current_record
+from staticllm.server.telemetry import current_record
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")

@@ -17,6 +17,7 @@ from staticllm.wire import endpoint
 
 MODE = 0o600
 """Only this user may read a ready file, which may hold a key. Windows takes the permissions of the folder instead."""
+MAX_NOTE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,6 @@ def _remove_stale(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--ready-file {str(path)!r} cannot be written: {error.strerror}") from None
-
-
-MAX_NOTE = 1 << 16
 
 
 class PortInUseError(ConfigError):

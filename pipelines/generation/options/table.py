@@ -164,12 +164,6 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: TokenSequences = ()
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of a dict of JSON types, in which sequences are lists."""
-        rows = {name: tuple(tuple(row) for row in values.get(name, ())) for name in SEQUENCES}
-        return cls(**{**values, **rows})
-
     @property
     def uses_dry(self) -> bool:
         """Whether DRY has an effect."""

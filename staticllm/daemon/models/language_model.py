@@ -56,7 +56,7 @@ class LanguageModel:
             check_fields(request, self._num_adapters)
         except StaticLLMError:
             raise
-        except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+        except ValueError as error:
             raise ConfigError(f"a request with wrong fields: {error}") from None
         limit = self.launched.config.max_seq_len
         ids = request.prompt

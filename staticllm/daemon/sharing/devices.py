@@ -17,6 +17,8 @@ from staticllm.errors import ConfigError
 from staticllm.system.files import write_whole
 
 MAX_EVENTS = 200_000
+VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
+"""Devices of OpenVINO that stand for others, and that cannot export what they compile."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,6 @@ def _chrome(events: list[Event]) -> list[dict[str, object]]:
 
 def _slice(name: str, pid: int, tid: int, start: float, seconds: float) -> dict[str, object]:
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start * 1e6, "dur": seconds * 1e6}
-
-
-VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
-"""Devices of OpenVINO that stand for others, and that cannot export what they compile."""
 
 
 @dataclass

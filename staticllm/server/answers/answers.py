@@ -22,7 +22,19 @@ from staticllm.server.http.errors import ApiError, json_response, prompt_too_lon
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
-from staticllm.server.telemetry.record import current_record
+from staticllm.server.telemetry import current_record
+
+STREAM_GAP = 0.005
+"""Shortest time between two messages of a stream, in seconds; tokens that come faster are sent together.
+
+Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
+0.98 (``scripts/bench_server.py``).
+"""
+Handles = list[list[RequestOutput]]
+"""The answers of each handle: one, or those of a beam search."""
+Close = Callable[[], Awaitable[None]]
+Whole = Callable[[Handles], dict[str, Any]]
+"""Makes the body of all answers; runs in a thread."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +53,6 @@ class AnswerEnd:
     outputs: list[RequestOutput]
 
 
-STREAM_GAP = 0.005
-"""Shortest time between two messages of a stream, in seconds; tokens that come faster are sent together.
-
-Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
-0.98 (``scripts/bench_server.py``).
-"""
 Part = AnswerDelta | AnswerEnd
 
 
@@ -241,13 +247,6 @@ class Usage:
         }
 
 
-Handles = list[list[RequestOutput]]
-"""The answers of each handle: one, or those of a beam search."""
-Close = Callable[[], Awaitable[None]]
-
-
-Whole = Callable[[Handles], dict[str, Any]]
-"""Makes the body of all answers; runs in a thread."""
 Stream = Callable[[Answers, Close], Response]
 """Makes a response that must await ``Close``."""
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from staticllm.server.http.errors import SERVER, ApiError
 
-PREFIX, LM_STUDIO = "/v1", "/api/v0"
+PREFIX = "/v1"
+LM_STUDIO = "/api/v0"
+MAX_STRUCTURES = 100_000
+"""Arrays, objects and keys of a body. Ten thousand messages with a part each have 70,000."""
+MAX_VALUES = 500_000
+"""Elements of arrays and fields of objects, token ids among them."""
+MAX_ESCAPES = 3_000_000
+"""Escapes in texts; as many as the largest body by default has if it is written in ``\\uXXXX`` alone."""
+DIGITS = 100
+"""Digits that no number needs. A number of up to 200 may pass; the time of parsing grows with the square of their count."""
+_SLICE = 256 << 10
 
 
 class PathMiddleware:
@@ -105,20 +115,6 @@ async def wait_for_disconnect(request: Request) -> None:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             return
-
-
-__all__ = ["ClientDisconnect", "ConnectionLimit", "PathMiddleware", "read_body", "wait_for_disconnect"]
-
-
-MAX_STRUCTURES = 100_000
-"""Arrays, objects and keys of a body. Ten thousand messages with a part each have 70,000."""
-MAX_VALUES = 500_000
-"""Elements of arrays and fields of objects, token ids among them."""
-MAX_ESCAPES = 3_000_000
-"""Escapes in texts; as many as the largest body by default has if it is written in ``\\uXXXX`` alone."""
-DIGITS = 100
-"""Digits that no number needs. A number of up to 200 may pass; the time of parsing grows with the square of their count."""
-_SLICE = 256 << 10
 
 
 def check_json(data: bytes) -> None:

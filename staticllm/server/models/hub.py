@@ -22,7 +22,7 @@ from staticllm.server.models.homes import ModelHome, WorkerHome
 from staticllm.server.models.kinds import SERVED, Pipeline
 from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeline, ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
-from staticllm.server.telemetry.record import current_record
+from staticllm.server.telemetry import current_record
 
 Result = TypeVar("Result")
 MIN_IDLE_CHECK, MAX_IDLE_CHECK = 0.05, 0.5

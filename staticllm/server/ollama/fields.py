@@ -19,6 +19,12 @@ KeepAlive = float | Annotated[str, Field(max_length=100)]
 Think = bool | Literal["low", "medium", "high", "max"]
 Format = Literal["", "json"] | dict[str, Any]
 Images = Annotated[list[Any], Field(max_length=64)]
+TAG = ":latest"
+NANO = 1_000_000_000
+FAR_FUTURE = "2318-01-01T00:00:00Z"
+"""Ollama's moment of expiry of a model that is never unloaded."""
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SPAN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 
 class OllamaOptions(number_fields(Fields, "ollama")):  # type: ignore[misc]
@@ -152,14 +158,6 @@ class OllamaShowRequest(Fields):
     system: str = ""
     template: str = ""
     options: dict[str, Any] | None = None
-
-
-TAG = ":latest"
-NANO = 1_000_000_000
-FAR_FUTURE = "2318-01-01T00:00:00Z"
-"""Ollama's moment of expiry of a model that is never unloaded."""
-_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_SPAN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 
 def tagged(name: str) -> str:

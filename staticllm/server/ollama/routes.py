@@ -31,6 +31,10 @@ from staticllm.server.ollama.generation import chat, generate
 from staticllm.server.state import ServerState
 
 CAPABILITIES = {"chat": "completion", "embedding": "embedding", "rerank": "rerank"}
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API these endpoints follow: clients refuse older ones."""
+REFUSED = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest}")
+REFUSED_METHODS = ("POST", "DELETE", "HEAD")
 
 
 def tags(state: ServerState) -> dict[str, Any]:
@@ -125,8 +129,6 @@ def _model_info(facts: ModelFacts, length: int | None) -> dict[str, Any]:
     return info
 
 
-API_VERSION = "0.13.0"
-"""The version of Ollama whose API these endpoints follow: clients refuse older ones."""
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/api/chat", OllamaChatRequest, chat),
     ("/api/generate", OllamaGenerateRequest, generate),
@@ -134,8 +136,6 @@ POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/api/embeddings", OllamaEmbeddingsRequest, embeddings),
     ("/api/show", OllamaShowRequest, show),
 )
-REFUSED = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest}")
-REFUSED_METHODS = ("POST", "DELETE", "HEAD")
 
 
 def gets(state: ServerState) -> dict[str, Answer]:

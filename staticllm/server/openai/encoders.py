@@ -16,7 +16,7 @@ from staticllm.server.answers.fields import Fields, IgnoredFields, Text
 from staticllm.server.endpoint import Call
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
-from staticllm.server.telemetry.record import current_record
+from staticllm.server.telemetry import current_record
 
 MAX_TEXTS = 2048
 """OpenAI's limit of texts in one request."""

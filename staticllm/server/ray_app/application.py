@@ -25,6 +25,8 @@ from staticllm.server.ray_app.replica import Replica
 
 MAX_ONGOING = 256
 """Requests in one replica, running or waiting; its server refuses what is too much for a model."""
+APPLICATION = "staticllm"
+CONNECT_SECONDS = 5.0
 
 
 def application(args: ClusterSettings) -> serve.Application:
@@ -69,10 +71,6 @@ def _deployment(group: str, settings: ClusterSettings) -> serve.Deployment:
         graceful_shutdown_timeout_s=settings.grace,
         **options,
     )
-
-
-APPLICATION = "staticllm"
-CONNECT_SECONDS = 5.0
 
 
 def settings_of(values: dict[str, Any]) -> ClusterSettings:

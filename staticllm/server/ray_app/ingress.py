@@ -27,6 +27,13 @@ from staticllm.server.ray_app.prefix_router import keep_tree_here
 from staticllm.server.ray_app.relay import Relay
 from staticllm.server.ray_app.replay import RESUMED_PATHS, EventReplay, seeded
 
+BODY_SECONDS = 60.0
+METRICS_SECONDS = 5.0
+ENCODER_PATHS = {
+    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding",
+    "/rerank": "rerank", "/v2/rerank": "rerank",
+}  # fmt: skip
+
 
 class _Joined(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
@@ -47,14 +54,6 @@ def joined(pages: Mapping[str, bytes]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Joined(families.values()))
     return generate_latest(registry)
-
-
-BODY_SECONDS = 60.0
-METRICS_SECONDS = 5.0
-ENCODER_PATHS = {
-    "/embeddings": "embedding", "/api/embed": "embedding", "/api/embeddings": "embedding",
-    "/rerank": "rerank", "/v2/rerank": "rerank",
-}  # fmt: skip
 
 
 class Ingress:

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp
 Headers = tuple[tuple[bytes, bytes], ...]
 MAX_PREFIX_CHARS = 8192
 """Characters of a prompt that the router compares: what follows rarely decides."""
+MAX_PARTS = 64
+"""Parts of an answer that wait to be taken; then the application waits."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,6 @@ def _collect(value: object, parts: list[str]) -> None:
     elif isinstance(value, dict):
         for name in ("role", "content", "text"):
             _collect(value.get(name), parts)
-
-
-MAX_PARTS = 64
-"""Parts of an answer that wait to be taken; then the application waits."""
 
 
 async def answer_parts(app: ASGIApp, request: ReplicaRequest) -> AsyncGenerator[ReplicaHead | bytes, None]:

@@ -19,6 +19,14 @@ from staticllm.server.state import ServerState
 
 PATH = "/v1/responses"
 MAX_PAGE = 100
+_ID = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+_PAGE = [
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+]
+Query = Mapping[str, str]
+Find = Callable[[ResponseStore, str, str, Query], dict[str, Any]]
 
 
 def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str, Any]) -> list[str]:
@@ -48,16 +56,6 @@ def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str
             name=f"{method.lower()}_response{path.removeprefix(stored).replace('/', '_')}",
         )
     return [PATH]
-
-
-_ID = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
-_PAGE = [
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}},
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
-]
-Query = Mapping[str, str]
-Find = Callable[[ResponseStore, str, str, Query], dict[str, Any]]
 
 
 def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:

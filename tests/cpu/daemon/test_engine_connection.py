@@ -27,34 +27,9 @@ from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQu
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
 from tests.support.attach.daemons import wait_for
+from tests.support.attach.peers import Peer
 
 SECONDS = 10
-
-
-class Peer:
-    """A link whose daemon is the test: ``channel`` is the daemon's side."""
-
-    def __init__(self):
-        ours, theirs = Pipe()
-        self.ours, self.channel = Channel(ours), Channel(theirs)
-        self.is_closed = False
-
-    @property
-    def connection(self):
-        return self.ours
-
-    def check_silence(self):
-        """The test answers in its own time."""
-
-    def close(self):
-        self.is_closed = True
-
-    def answer(self):
-        """Receive a message and answer it; return it."""
-        assert self.channel.poll(SECONDS), "no message came"
-        message = self.channel.receive()
-        self.channel.send(Message(Kind.OK, number=message.number))
-        return message
 
 
 @pytest.fixture

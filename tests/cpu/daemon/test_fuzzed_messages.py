@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 import openvino as ov
-import openvino.opset13 as op
 import psutil
 import pytest
 
@@ -38,15 +37,6 @@ HOSTILE = (
 FORBIDDEN = {Kind.STOP}  # allowed, but it would end the test
 
 
-@pytest.fixture(scope="module")
-def plain_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "model.xml"
-    rows = op.parameter([-1, 8], np.float32, name="rows")
-    weights = op.constant(np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32))
-    ov.save_model(ov.Model([op.matmul(rows, weights, False, False)], [rows], "m"), path, compress_to_fp16=False)
-    return path
-
-
 def with_tensors(kind, arrays, **body):
     described = tensors.describe(arrays, range(len(arrays)))
     return Message(kind, 1, 5, body={**body, "tensors": described}, payload=bytes(tensors.inline(arrays)))
@@ -66,8 +56,8 @@ def call_of(names):
 class Bodies:
     """Valid messages for each kind of connection."""
 
-    def __init__(self, plain_path, names):
-        self._model = {"path": str(plain_path), "device": "CPU", "config": {}, "mode": "auto"}
+    def __init__(self, plain_model, names):
+        self._model = {"path": str(plain_model), "device": "CPU", "config": {}, "mode": "auto"}
         self._names = names
         (candidate,) = resolve_candidates("CPU", None, LANGUAGE)
         body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
@@ -146,23 +136,23 @@ def fuzzed(rng, message):
     return bytes(data)
 
 
-def open_client(bodies, mode, plain_path):
+def open_client(bodies, mode, plain_model):
     """Return a client, and its connection that takes messages about a model of this mode."""
     client = RawClient()
     if mode == "language":
         assert client.ask(Kind.MODEL, **bodies.language).body.get("model") == 1
         return client, client
-    path = plain_path if mode == "plain" else staticllm.demo_model_path() / "openvino_model.xml"
+    path = plain_model if mode == "plain" else staticllm.demo_model_path() / "openvino_model.xml"
     more = {"config": STATEFUL, "mode": "exact" if mode == "stateful" else "auto"} if mode != "plain" else {}
     assert client.model(path, **more).body.get("model") == 1
     return client, client.request(1)
 
 
-def attack(rng, bodies, mode, plain_path, count):
+def attack(rng, bodies, mode, plain_model, count):
     """Send ``count`` damaged messages, on as many connections as it takes."""
     messages = bodies.of(mode)
     while count > 0:
-        client, target = open_client(bodies, mode, plain_path)
+        client, target = open_client(bodies, mode, plain_model)
         with contextlib.suppress(EOFError, OSError, ProtocolError):  # the daemon has closed it
             while count > 0:
                 count -= 1
@@ -199,20 +189,20 @@ def honest(path, daemon):
 
 
 @pytest.mark.parametrize("mode", ["plain", "stateful", "packed", "language"])
-def test_damaged_messages_harm_no_other_client_and_leave_nothing(mode, monkeypatch, tmp_path, plain_path, num_cases):
+def test_damaged_messages_harm_no_other_client_and_leave_nothing(mode, monkeypatch, tmp_path, plain_model, num_cases):
     monkeypatch.setattr(process, "TICK_SECONDS", 0.1)
     path = staticllm.demo_model_path() / "openvino_model.xml"
     with (
         daemon_thread(monkeypatch, tmp_path / "run", clients=8, block_bytes=1 << 24, idle_model_seconds=0.2) as daemon,
         honest(path, daemon) as (check, names),
     ):
-        bodies = Bodies(plain_path, names)
+        bodies = Bodies(plain_model, names)
         attack(
-            random.Random(0), bodies, mode, plain_path, 20
+            random.Random(0), bodies, mode, plain_model, 20
         )  # what is made once, such as pools of threads, exists now
         at_rest = wait_for_rest(daemon, 1)
         failures = []
-        threads = [threading.Thread(target=run, args=(seed, failures, bodies, mode, plain_path, num_cases(500)))
+        threads = [threading.Thread(target=run, args=(seed, failures, bodies, mode, plain_model, num_cases(500)))
                    for seed in (1, 2)]  # fmt: skip
         for thread in threads:
             thread.start()
@@ -266,7 +256,7 @@ def wait_for_rest(daemon, num_clients):
     return resources(daemon)
 
 
-def test_the_daemon_takes_no_memory_from_a_client(monkeypatch, tmp_path, plain_path):
+def test_the_daemon_takes_no_memory_from_a_client(monkeypatch, tmp_path, plain_model):
     """A client could make it shorter later, and reading it would end the daemon."""
     with daemon_thread(monkeypatch, tmp_path / "run"), RawClient() as client, RawClient() as bad:
         block = Block.create(1 << 16)

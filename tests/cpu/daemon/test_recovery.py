@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import pytest
@@ -16,54 +15,16 @@ from staticllm.pipelines.daemon_client import recovery
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.pipelines.daemon_client.recovery import MAX_LOSSES, LiveRequest
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
-from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue, TokenOutput, output_to_dict
-from staticllm.wire.channel import Channel
-from staticllm.wire.messages import LAST, Kind, Message
+from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue, TokenOutput
+from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import wait_for
+from tests.support.attach.peers import Peer
 
 SECONDS = 20
 
 
 def token(id, index=0):
     return TokenOutput(id, -0.5 * id, 0.0, 0.0, index)
-
-
-class Peer:
-    """A daemon that the test plays: ``channel`` is its side of the connection."""
-
-    was_stopped = False
-
-    def __init__(self):
-        ours, theirs = Pipe()
-        self.ours, self.channel = Channel(ours), Channel(theirs)
-
-    @property
-    def connection(self):
-        return self.ours
-
-    def check_silence(self):
-        """The test answers in its own time."""
-
-    def close(self):
-        """A link has nothing more to close."""
-
-    def receive(self):
-        assert self.channel.poll(SECONDS), "no message came"
-        return self.channel.receive()
-
-    def answer(self, kind=Kind.OK, **body):
-        """Receive a message and answer it; return it."""
-        message = self.receive()
-        self.channel.send(Message(kind, number=message.number, body=body))
-        return message
-
-    def send(self, number, *outputs):
-        flags = LAST if isinstance(outputs[-1], Finished) else 0
-        body = {"outputs": [output_to_dict(output) for output in outputs]}
-        self.channel.send(Message(Kind.OUTPUT, number=number, flags=flags, body=body))
-
-    def die(self):
-        self.channel.close()
 
 
 class Network:

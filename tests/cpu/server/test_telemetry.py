@@ -13,9 +13,9 @@ from support.encoders.encoder_directories import a_directory
 from support.server.served import serving
 
 from staticllm.errors import ConfigError
+from staticllm.server.app import make_sinks
 from staticllm.server.models.served import demo_spec, model_spec
 from staticllm.server.settings import ServerSettings
-from staticllm.server.telemetry.middleware import make_sinks
 
 SECRET = "purple elephants"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": f"Tell me of {SECRET}."}], "max_tokens": 5}
@@ -178,8 +178,8 @@ def test_spans_have_the_attributes_of_the_conventions(collector):
 
 def test_names_of_attributes_are_those_of_the_conventions():
     names = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
-    from staticllm.server.telemetry.record import PARAMETERS, RequestRecord
-    from staticllm.server.telemetry.spans import attributes_of
+    from staticllm.server.spans import attributes_of
+    from staticllm.server.telemetry import PARAMETERS, RequestRecord
 
     record = RequestRecord(
         "POST", "/v1/completions", model="demo", session="s", prompt_tokens=3, output_tokens=2, first_token=1e9,
@@ -190,6 +190,6 @@ def test_names_of_attributes_are_those_of_the_conventions():
 
 
 def test_without_the_package_the_option_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "staticllm.server.telemetry.spans", None)
+    monkeypatch.setitem(__import__("sys").modules, "staticllm.server.spans", None)
     with pytest.raises(ConfigError, match=r"staticllm\[otel\]"):
         make_sinks(ServerSettings(has_spans=True))

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from starlette.datastructures import Headers
 
-from staticllm.server.telemetry.record import OPERATIONS, RequestRecord
+from staticllm.server.telemetry import OPERATIONS, RequestRecord
 
 PROVIDER = "staticllm"
 FAILED = 500
