@@ -9,6 +9,7 @@ import openvino as ov
 from staticllm.compiler_passes.encoder import ENCODER
 from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
+from staticllm.compiler_passes.graph.step_graph import sized
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions, PassPipeline, PassReport
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import UnsupportedModelError
@@ -82,9 +83,7 @@ class LoweredEncoder:
         for port in model.inputs:
             contract = find_encoder_port(port.get_any_name())
             assert contract is not None
-            shapes[port] = port.get_partial_shape()
-            for axis, bounds in contract.ranges(len(shapes[port]), sizes).items():
-                shapes[port][axis] = ov.Dimension(*bounds)
+            shapes[port] = sized(port.get_partial_shape(), contract, sizes)
         model.reshape(shapes)
         return model
 

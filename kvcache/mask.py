@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from staticllm.core import MaskKind, Variant
 from staticllm.kvcache.sequence import KVSequence
-from staticllm.kvcache.step import HIDDEN, Segment, Step, StepBuffers
+from staticllm.kvcache.step import Segment, Step, StepBuffers
+from staticllm.ports import HIDDEN, VISIBLE
 
-VISIBLE = 0.0
 Mask = NDArray[np.float32]
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import KVState, KVType
 from staticllm.kvcache.groups import StateGroup, group_states
+from staticllm.system.bf16 import from_bf16, to_bf16
 
 Array = NDArray[Any]
 Keys = NDArray[np.float32]
@@ -167,15 +168,10 @@ def _is_close(found: Keys, expected: Keys, tolerance: float) -> bool:
 
 def _decoded(array: Array, kv_type: KVType) -> Keys:
     """Return an f32 array of what the arena holds; bf16 is held as its bits."""
-    if kv_type == "bf16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    decoded: Keys = array.astype(np.float32)
+    decoded: Keys = from_bf16(array) if kv_type == "bf16" else array.astype(np.float32)
     return decoded
 
 
 def _encoded(array: Keys, kv_type: KVType) -> Array:
     """Return f32 numbers in the form in which the arena holds them, rounded to the nearest."""
-    if kv_type == "bf16":
-        bits = array.view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return array.astype(np.float16 if kv_type == "f16" else np.float32)
+    return to_bf16(array) if kv_type == "bf16" else array.astype(np.float16 if kv_type == "f16" else np.float32)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from staticllm.errors import SnapshotError
@@ -28,6 +29,14 @@ MAX_HEADER = 1 << 16
 DIGEST_BYTES = 32
 PIECE = 1 << 24
 Identity = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Header:
+    identity: dict[str, str]
+    num_tokens: int
+    is_keyed: bool
+    digest: str
 
 
 def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
@@ -44,14 +53,7 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
     digest = _hash(key)
     for array in arrays:
         digest.update(_bytes_of(array))
-    header = json.dumps(
-        {
-            "identity": dict(identity),
-            "num_tokens": len(stored.tokens),
-            "is_keyed": bool(key),
-            "digest": digest.hexdigest(),
-        }
-    ).encode()
+    header = msgspec.json.encode(_Header(dict(identity), len(stored.tokens), bool(key), digest.hexdigest()))
     try:
         with whole_file(target, mode=0o600) as file:
             file.write(MAGIC + len(header).to_bytes(4, "little") + _digest(header, key) + header)
@@ -87,19 +89,19 @@ def load(
     try:
         with _explained(path), open_regular(Path(path)) as file:
             header = _read_header(file, path, key)
-            for name in {**header["identity"], **identity}:
-                there = header["identity"].get(name)
+            for name in {**header.identity, **identity}:
+                there = header.identity.get(name)
                 here = identity.get(name)
                 if there != here:
                     raise SnapshotError(
                         f"{str(path)!r} is of another {name} ({there or 'none'}, here {here or 'none'}): save it again"
                     )
-            count = header["num_tokens"]
+            count = header.num_tokens
             if not 0 < count <= max_tokens:
                 raise SnapshotError(
                     f"{str(path)!r} has {count} tokens, HOST_KV_SLOTS is {max_tokens}: load the model with more"
                 )
-            return _read_body(file, path, layout, count, header["digest"], key)
+            return _read_body(file, path, layout, count, header.digest, key)
     except MemoryError:
         raise SnapshotError(f"{str(path)!r} does not fit into memory: close something, or load it elsewhere") from None
 
@@ -115,7 +117,7 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
         raise SnapshotError(f"{str(path)!r} cannot be read: {reason}") from None
 
 
-def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> dict[str, Any]:
+def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> _Header:
     start = file.read(len(MAGIC) + 4 + DIGEST_BYTES)
     length = int.from_bytes(start[len(MAGIC) : len(MAGIC) + 4], "little")
     if start.startswith(OLD_MAGIC):
@@ -124,24 +126,19 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> di
         raise _damaged(path)
     text = file.read(length)
     try:
-        header = json.loads(text)
-        is_keyed = header["is_keyed"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        header = msgspec.json.decode(text, type=_Header)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         raise _damaged(path) from None
-    if is_keyed is not bool(key):
+    if header.is_keyed is not bool(key):
         what = (
             "was saved with a key: give INTEGRITY_KEY"
-            if is_keyed
+            if header.is_keyed
             else "was saved without a key: leave INTEGRITY_KEY out"
         )
         raise SnapshotError(f"the snapshot {str(path)!r} {what}, or save it again")
     if not hmac.compare_digest(start[-DIGEST_BYTES:], _digest(text, key)):
         raise _damaged(path, key)
-    is_plain = isinstance(header.get("num_tokens"), int) and isinstance(header.get("digest"), str)
-    if not is_plain or not isinstance(header.get("identity"), dict):
-        raise _damaged(path)
-    found: dict[str, Any] = header
-    return found
+    return header
 
 
 def _read_body(

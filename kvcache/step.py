@@ -14,9 +14,6 @@ from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant
 from staticllm.kvcache.groups import HOST_TYPES, group_states, place_of
 from staticllm.kvcache.sequence import KVSequence
 
-HIDDEN = float(np.finfo(np.float16).min)
-"""The mask value that hides a key. It is finite in every type that a device may convert it to, and its exp() is 0 in all."""
-
 
 @dataclass(frozen=True)
 class Segment:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
-from staticllm.pipelines.text.input_processor import Form, Prompt, encode_messages
+from staticllm.pipelines.text.input_processor import Prompt, encode_messages
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 
@@ -15,14 +15,15 @@ from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 class ChatSession:
     """The turns so far. As in GenAI, a chat keeps the form of its first turn, and token ids get no chat template.
 
-    Any thread may call the methods; turns of several threads run one after the other.
+    Any thread may call the methods; turns of several threads run one after the other. ``is_open``: whether a chat was started and
+    has not ended.
     """
 
     def __init__(self, tools: TokenizerTools) -> None:
         self._tools = tools
         self._messages: list[dict[str, str]] = []
         self._tokens: list[int] = []
-        self._is_open = False
+        self.is_open = False
         self._lock = threading.Lock()
         self._owner = 0
 
@@ -31,17 +32,13 @@ class ChatSession:
         with self.exclusive():
             self._forget()
             self._messages = [{"role": "system", "content": system_message}] if system_message else []
-            self._is_open = True
+            self.is_open = True
 
     def finish(self) -> None:
         """End the conversation and forget its turns."""
         with self.exclusive():
             self._forget()
-            self._is_open = False
-
-    def takes(self, form: Form) -> bool:
-        """Return whether inputs of this form are a turn of the chat; a history is not, as it is a conversation itself."""
-        return self._is_open and form != "history"
+            self.is_open = False
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -201,7 +201,7 @@ class StaticLLMPipeline:
         if sink is not None:
             call.check_single("streamer")
         decode = self._tools.decode
-        if self._chat.takes(form):
+        if self._chat.is_open and form != "history":  # a history is a conversation itself
             outputs = [self._take_turn(inputs, call, sink)]
         else:
             prompts = self._input_processor.encode(inputs, call)
@@ -384,7 +384,7 @@ class StaticLLMPipeline:
         prepared = self._input_processor.prepare(prompt, call, self.config, self._launched.vocab_size)
         queue = OutputQueue()
         request = prepared.request
-        handle = GenerationHandle(self._engine, prepared, queue, prepared.decode, self._load_ms, owner=self)
+        handle = GenerationHandle(self._engine, prepared, queue, self._load_ms, owner=self)
         if request.max_new_tokens != 0:
             if call.options.stop_strings and request.beams is None:
                 self._stop_checker.watch(request, queue, prepared.detokenizer)

@@ -238,9 +238,7 @@ class ModelShape:
     has_distances: bool = False  # whether it takes the positions of keys and queries
     recurrent_states: tuple[RecurrentState, ...] = ()
     max_rows: Size | None = None  # the most rows of a call, if the model limits them
-    num_adapters: Annotated[int, Meta(ge=0, le=1 << 14)] = (
-        0  # the adapters that a row can have, each with its own scale
-    )
+    num_adapters: Annotated[int, Meta(ge=0, le=1 << 14)] = 0  # that a row can have, each with its own scale
     adapted: tuple[AdaptedGroup, ...] = ()  # the matrices that they change
     adapter_type: AdapterType = "f32"
 

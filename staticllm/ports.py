@@ -23,6 +23,22 @@ ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
 """Smallest and largest size of an axis; equal if the size is fixed."""
 
+VISIBLE = 0.0
+HIDDEN = -65504.0
+"""What a mask adds to a score; ``HIDDEN`` is finite in every type of a device, and its exp() is 0 in all."""
+HIDDEN_BELOW = -1e4
+"""Less than this hides a cell in the masks of exported models."""
+
+# inputs of exported models that step programs do not have
+ATTENTION_MASK = "attention_mask"
+"""``[1, T+S]``: 1 for each token. Masks replace it (``expose_mask``, ``expose_positions``)."""
+INPUTS_EMBEDS = "inputs_embeds"
+"""``[1, S, hidden]``: embeddings of tokens instead of their ids."""
+BEAM_IDX = "beam_idx"
+"""``[1]``: the sequence from which each beam continues. A step program has batch 1 (``lift_state``)."""
+CACHE_POSITION = "cache_position"
+"""``[S]``: places in a state's window (``fix_cache_position``)."""
+
 
 class Sizes(Protocol):
     """The sizes of one call, or their bounds over several variants."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import consumers
+from staticllm.compiler_passes.graph.step_graph import consumers, through
 
 FUSED = "ScaledDotProductAttention"
 KEY_PORT, VALUE_PORT, MASK_PORT = 1, 2, 3
@@ -45,22 +45,15 @@ def _attention(node: ov.Node) -> Attention | None:
 
 def _written_out(softmax: ov.Node) -> Attention | None:
     """Match Softmax(scores + mask) · values, where the scores are queries · keys; return None for any other Softmax."""
-    add = _producer(softmax.input_value(0), _AROUND_SOFTMAX)
+    add = through(softmax.input_value(0), *_AROUND_SOFTMAX).get_node()
     weighted = _reader(softmax.output(0))
     if add.get_type_name() != "Add" or weighted is None:
         return None
     for index in (0, 1):
-        scores = _producer(add.input_value(index), _ON_SCORES)
+        scores = through(add.input_value(index), *_ON_SCORES).get_node()
         if scores.get_type_name() == "MatMul":
             return Attention(softmax, scores.input(1), weighted.input(1), add.input(1 - index))
     return None
-
-
-def _producer(output: ov.Output, passing: frozenset[str]) -> ov.Node:
-    node = output.get_node()
-    while node.get_type_name() in passing:
-        node = node.input_value(0).get_node()
-    return node
 
 
 def _reader(output: ov.Output) -> ov.Node | None:

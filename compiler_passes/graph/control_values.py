@@ -7,7 +7,7 @@ of a model tell what depends on the place of a token in its sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,10 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
-from staticllm.compiler_passes.graph.step_graph import redirect, through
+from staticllm.compiler_passes.graph.step_graph import part_of, redirect, sized, through
 from staticllm.core import EncoderVariant
 from staticllm.devices import get_core
-from staticllm.ports import INPUT_IDS, EncoderSizes, Port, find_encoder_port
+from staticllm.ports import ATTENTION_MASK, INPUT_IDS, EncoderSizes, Port, find_encoder_port
 
 SIZE_PORTS = {
     "Reshape": {1}, "Broadcast": {1, 2}, "Tile": {1}, "Slice": {1, 2, 3, 4}, "StridedSlice": {1, 2, 3}, "Split": {1},
@@ -118,11 +117,8 @@ def at_sizes(model: ov.Model, batch: int, rows: int) -> ov.Model:
     sizes = EncoderSizes.of(EncoderVariant(batch, rows, batch))
     for parameter in copy.get_parameters():
         names = parameter.output(0).get_names()
-        shape = parameter.get_partial_shape()
         ports = (port for name in names if (port := find_encoder_port(name)))
-        for axis, (size, _) in next(ports, _PER_TOKEN).ranges(len(shape), sizes).items():
-            shape[axis] = ov.Dimension(size)
-        parameter.set_partial_shape(shape)
+        parameter.set_partial_shape(sized(parameter.get_partial_shape(), next(ports, _PER_TOKEN), sizes))
     copy.validate_nodes_and_infer_types()
     return copy
 
@@ -151,11 +147,16 @@ def evaluate(
             redirect(node.output(0), ops.constant(shape, node.get_output_element_type(0)).output(0))
     wanted = [nodes[places[output.get_node().get_instance_id()]].output(output.get_index()) for output in outputs]
     parameters = copy.get_parameters()
-    part = ov.Model([ops.result(value) for value in wanted], parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    part = part_of(wanted, parameters)
     known = random_ids(model, (batch, rows), seed) if ids is None else ids
     feeds = [_feed(parameter, known) for parameter in parameters]
     found = get_core().compile_model(part, "CPU", EXACT)(feeds)
     return [np.array(value) for value in found.values()]
+
+
+def run_with(program: ov.CompiledModel, feeds: Mapping[str, Value]) -> Any:
+    """Return the outputs of a program for those of ``feeds`` for which it has an input."""
+    return program({name: feeds[name] for port in program.inputs for name in port.get_names() & feeds.keys()})
 
 
 def _feed(parameter: ov.Node, ids: NDArray[np.int64]) -> Value:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.core import AdaptedGroup, AdapterType, KVState, MaskKind, RecurrentState
+from staticllm.ports import Port, Sizes
 
 _COMPRESSED = ("u8", "i8", "u4", "i4")
 _DECOMPRESSION = ("Convert", "Multiply", "Subtract", "Reshape")
@@ -75,17 +76,34 @@ class StepGraph:
 def named_parameter(name: str, shape: ov.PartialShape, element_type: ov.Type) -> ov.Node:
     """Make a parameter whose node and port have this name; it is not yet part of a model."""
     node = ops.parameter(shape, element_type)
-    node.set_friendly_name(name)
-    node.output(0).set_names({name})
+    name_port(node, name)
     return node
 
 
 def named_result(name: str, value: ov.Output) -> ov.Node:
     """Make a result whose node and port have this name; it is not yet part of a model."""
     node = ops.result(value)
+    name_port(node, name)
+    return node
+
+
+def name_port(node: ov.Node, name: str) -> None:
+    """Give a parameter or result, and its port, this name."""
     node.set_friendly_name(name)
     node.output(0).set_names({name})
-    return node
+
+
+def part_of(outputs: Iterable[ov.Output], parameters: Sequence[ov.Node]) -> ov.Model:
+    """Return a model that computes these outputs of a graph from its ``parameters``; it shares their nodes."""
+    results = [ops.result(output) for output in outputs]
+    return ov.Model(results, list(parameters))  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+
+
+def sized(shape: ov.PartialShape, contract: Port, sizes: Sizes) -> ov.PartialShape:
+    """Return ``shape``, which is changed in place, with the sizes of calls in the axes that the port's contract names."""
+    for axis, bounds in contract.ranges(len(shape), sizes).items():
+        shape[axis] = ov.Dimension(*bounds)
+    return shape
 
 
 def redirect(old: ov.Output, new: ov.Output) -> None:

@@ -15,18 +15,14 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
-from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, INPUTS_EMBEDS
-from staticllm.compiler_passes.graph.step_graph import upstream
+from staticllm.compiler_passes.graph.step_graph import part_of, upstream
 from staticllm.core import EncoderMask, MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import INPUT_IDS, POSITION_IDS
+from staticllm.ports import ATTENTION_MASK, HIDDEN_BELOW, INPUT_IDS, INPUTS_EMBEDS, POSITION_IDS, VISIBLE
 
 STAGE = "expose_mask"
-VISIBLE, HIDDEN_BELOW = 0.0, -1e4
-"""An additive mask adds exactly 0 or a bias where a token is seen, and less than ``HIDDEN_BELOW`` where it is hidden."""
 TABLE_STEP = 256  # tokens whose masks are evaluated at once
 BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
 Mask = NDArray[np.float32]
@@ -165,9 +161,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
     """Compile the subgraphs of the masks on the CPU, and return a function from a probe to their values."""
     needed = {node.get_instance_id() for node in upstream([source.get_node() for source in sources])}
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
-    results = [ops.result(source) for source in sources]
-    masks = ov.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
-    compiled = get_core().compile_model(masks, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = get_core().compile_model(part_of(sources, parameters), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def evaluate(probe: Probe, seed: int = 0) -> list[NDArray[np.float32]]:
         random = np.random.default_rng(seed)

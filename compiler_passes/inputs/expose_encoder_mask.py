@@ -31,10 +31,9 @@ from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.step_graph import redirect
 from staticllm.core import EncoderMask
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import HIDDEN, HIDDEN_BELOW
 
 STAGE = "expose_encoder_mask"
-HIDDEN, HIDDEN_BELOW = -65504.0, -1e4
-"""What hides a cell in a mask that stays in the graph, and what counts as hidden."""
 _PASSED = frozenset({"Convert", "Reshape", "Maximum", "Minimum", "Clamp", "Multiply", "Divide"})
 
 

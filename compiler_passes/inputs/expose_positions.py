@@ -15,11 +15,10 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, is_live, redirect, upstream
+from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, is_live, part_of, redirect, sized, upstream
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import INPUT_IDS, POSITION_IDS, CallSizes, Port, find_port
+from staticllm.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, CallSizes, Port, find_port
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)
@@ -205,8 +204,7 @@ def _feed(node: ov.Node, constant: ov.Node) -> int:
 def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
     if not wanted:
         return {}
-    results = [ops.result(nodes[index].output(0)) for index in wanted]
-    model = ov.Model(results, [])  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    model = part_of((nodes[index].output(0) for index in wanted), ())
     values = get_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})()
     return dict(zip(wanted, values.values(), strict=True))
 
@@ -216,10 +214,7 @@ def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
     sizes = CallSizes((new, new), (past, past), (new, new))
     contracts = [_MASK_PORT if name == ATTENTION_MASK else find_port(name) for name in port.get_names()]
     contract = next((found for found in contracts if found is not None), _PER_TOKEN)
-    shape = port.get_partial_shape()
-    for axis, bounds in contract.ranges(len(shape), sizes).items():
-        shape[axis] = ov.Dimension(*bounds)
-    return shape
+    return sized(port.get_partial_shape(), contract, sizes)
 
 
 def _drop_attention_mask(graph: StepGraph) -> None:

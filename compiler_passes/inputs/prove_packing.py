@@ -15,17 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
-from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import EXACT, random_ids
+from staticllm.compiler_passes.graph.control_values import EXACT, random_ids, run_with
 from staticllm.compiler_passes.graph.distinct_part import distinct_end
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK
-from staticllm.compiler_passes.inputs.expose_encoder_mask import HIDDEN, visible
+from staticllm.compiler_passes.graph.step_graph import part_of
+from staticllm.compiler_passes.inputs.expose_encoder_mask import visible
 from staticllm.core import EncoderMask
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import INPUT_IDS, POOL, POSITION_IDS, TOKEN_TYPE_IDS
+from staticllm.ports import ATTENTION_MASK, HIDDEN, INPUT_IDS, POOL, POSITION_IDS, TOKEN_TYPE_IDS
 
 STAGE = "prove_packing"
 MOST_ROWS = 512
@@ -207,8 +206,7 @@ def _until(model: ov.Model, end: ov.Node) -> ov.Model:
         index for index, node in enumerate(model.get_ordered_ops()) if node.get_instance_id() == end.get_instance_id()
     )
     copy = model.clone()
-    result = ops.result(copy.get_ordered_ops()[place].output(0))
-    return ov.Model([result], copy.get_parameters())  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    return part_of([copy.get_ordered_ops()[place].output(0)], copy.get_parameters())
 
 
 def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) -> list[Vectors]:
@@ -224,7 +222,7 @@ def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) ->
         positions = graph.first_position + np.arange(ids.shape[1])[None]
         types = np.zeros_like(ids)
         feeds = {INPUT_IDS: ids, ATTENTION_MASK: types + 1, TOKEN_TYPE_IDS: types, POSITION_IDS: positions}
-        values = program({name: feeds[name] for port in program.inputs for name in port.get_names() & feeds.keys()})
+        values = run_with(program, feeds)
         found[index] = np.array(values[0]).reshape(-1, values[0].shape[-1])
     return [found[index] for index in range(len(texts))]
 
@@ -243,8 +241,7 @@ def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Te
         feeds[POSITION_IDS][text.sequence, text.rows] = graph.first_position + np.arange(len(text.ids))
         pool[index, text.sequence * rows + text.rows] = _weights(graph, len(text.ids))
     masks = {kind.port_name: _mask(kind, batch, texts, rows) for kind in graph.encoder_masks}
-    known = {**feeds, **masks, POOL: pool}
-    values = program({name: known[name] for port in program.inputs for name in port.get_names() & known.keys()})[0]
+    values = run_with(program, {**feeds, **masks, POOL: pool})[0]
     if graph.is_per_text:
         return [np.array(value).reshape(1, -1) for value in values]
     return [np.array(values[text.sequence, text.rows]) for text in texts]

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
-from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import EXACT, random_ids
+from staticllm.compiler_passes.graph.control_values import EXACT, random_ids, run_with
 from staticllm.compiler_passes.graph.distinct_part import distinct_end
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.inputs.expose_encoder_mask import HIDDEN, visible
+from staticllm.compiler_passes.graph.step_graph import part_of
+from staticllm.compiler_passes.inputs.expose_encoder_mask import visible
 from staticllm.compiler_passes.inputs.expose_past import ROW_AXIS, continued_graph
 from staticllm.compiler_passes.inputs.prove_packing import MOST_ROWS, TOLERANCE, Text, run_alone
 from staticllm.devices import get_core
-from staticllm.ports import INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
+from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
 
 STAGE = "prove_past"
 Arrays = Mapping[str, NDArray[np.float32]]
@@ -90,7 +90,7 @@ def _same_end(graph: EncoderGraph, end: ov.Node | None) -> ov.Model | None:
     ]
     if len(same) != 1:
         return None
-    return ov.Model([ops.result(same[0].output(0))], copy.get_parameters())  # pyright: ignore[reportGeneralTypeIssues]
+    return part_of([same[0].output(0)], copy.get_parameters())
 
 
 def _chunk(
@@ -115,7 +115,7 @@ def _chunk(
             shape = port.get_partial_shape()
             empty = np.zeros((1, shape[1].get_length(), 0, shape[3].get_length()), np.float32)
             feeds[name] = past.get(name.replace(PAST, PRESENT), empty)
-    values = program({name: feeds[name] for port in program.inputs for name in port.get_names() & feeds.keys()})
+    values = run_with(program, feeds)
     names = [port.get_any_name() if port.get_names() else "" for port in program.outputs]
     new = {name: np.array(values[index]) for index, name in enumerate(names) if name.startswith(PRESENT)}
     return np.array(values[0], np.float32).reshape(-1, values[0].shape[-1]), new

@@ -7,6 +7,8 @@ MatMul; the plugin still makes one fused kernel of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
@@ -19,15 +21,21 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input takes part in t
 
 def decompose_attention(graph: StepGraph) -> None:
     """Decompose every attention that has a mask and nothing unusual. The others are left alone and noted."""
+    rewrite_attentions(graph, STAGE, _decompose, "decomposed")
+
+
+def rewrite_attentions(graph: StepGraph, stage: str, rewrite: Callable[[ov.Node], str | None], done: str) -> None:
+    """Rewrite every attention, and note how many were ``done``, and the reasons for which others were left alone.
+
+    ``rewrite`` returns None if it changed an attention, else the reason why not, which is not noted if it is empty.
+    """
     attentions = graph.attentions()
-    decomposed = 0
-    for node in attentions:
-        reason = _decompose(node)
-        decomposed += reason is None
-        if reason is not None:
-            graph.note(STAGE, f"{node.get_friendly_name()!r} left alone: {reason}")
+    reasons = [rewrite(node) for node in attentions]
+    for node, reason in zip(attentions, reasons, strict=True):
+        if reason:
+            graph.note(stage, f"{node.get_friendly_name()!r} left alone: {reason}")
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{decomposed} of {len(attentions)} layers decomposed")
+    graph.note(stage, f"{reasons.count(None)} of {len(reasons)} layers {done}")
 
 
 def _decompose(attention: ov.Node) -> str | None:

@@ -13,7 +13,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect, through
-from staticllm.compiler_passes.rewrites.decompose_attention import attention_products
+from staticllm.compiler_passes.rewrites.decompose_attention import attention_products, rewrite_attentions
 
 STAGE = "group_queries"
 PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to be repeated as well
@@ -21,16 +21,7 @@ PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to b
 
 def group_queries(graph: StepGraph) -> None:
     """Regroup every attention whose keys and values are repeated alike. The others are left alone and noted."""
-    attentions = graph.attentions()
-    regrouped = 0
-    for node in attentions:
-        reason = _regroup(node)
-        if reason is None:
-            regrouped += 1
-        elif reason:
-            graph.note(STAGE, f"{node.get_friendly_name()!r} left alone: {reason}")
-    graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{regrouped} of {len(attentions)} layers regrouped")
+    rewrite_attentions(graph, STAGE, _regroup, "regrouped")
 
 
 def _regroup(attention: ov.Node) -> str | None:

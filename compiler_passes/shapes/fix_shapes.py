@@ -8,7 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect, sized
 from staticllm.core import Variant
 from staticllm.ports import CallSizes, port_of
 
@@ -39,10 +39,7 @@ def _reshaped(model: ov.Model, sizes: CallSizes) -> ov.Model:
 def _sized(port: ov.Output, sizes: CallSizes) -> ov.PartialShape:
     """Return the shape of an input with the sizes of a call in the axes that its contract names."""
     _, contract = port_of(port.get_names())
-    shape = port.get_partial_shape()
-    for axis, bounds in contract.ranges(len(shape), sizes).items():
-        shape[axis] = ov.Dimension(*bounds)
-    return shape
+    return sized(port.get_partial_shape(), contract, sizes)
 
 
 def _drop_past(model: ov.Model, past_names: Collection[str]) -> None:

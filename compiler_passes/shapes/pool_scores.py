@@ -24,7 +24,7 @@ from staticllm.compiler_passes.graph.control_values import (
     divide,
 )
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import consumers, redirect
+from staticllm.compiler_passes.graph.step_graph import consumers, name_port, part_of, redirect
 from staticllm.core import Pooling
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
@@ -92,8 +92,8 @@ def _pooling_of(model: ov.Model, node: ov.Node, hidden: ov.Output) -> Pooling | 
     values: Value = np.random.default_rng(0).normal(size=shape.to_shape()).astype(np.float32)
     parameter = ops.parameter(shape, source.get_element_type())
     redirect(source, parameter.output(0))
-    result = ops.result(nodes[places[node.get_instance_id()]].output(0))
-    part = ov.Model([result], [parameter, *copy.get_parameters()])  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    end = nodes[places[node.get_instance_id()]].output(0)
+    part = part_of([end], [parameter, *copy.get_parameters()])
     program = get_core().compile_model(part, "CPU", EXACT)
     votes: Counter[Pooling | None] = Counter(
         _named(_pooled(program, values, copy.get_parameters(), ids), values) for ids in PROBE_IDS
@@ -129,9 +129,7 @@ def _replace(graph: EncoderGraph, node: ov.Node, hidden: ov.Output) -> None:
         pooled = ops.unsqueeze(pooled, ops.constant(1)).output(0)
     redirect(node.output(0), pooled)
     (result,) = graph.model.get_results()
-    name = SCORES if graph.has_scores else EMBEDDINGS
-    result.set_friendly_name(name)
-    result.output(0).set_names({name})
+    name_port(result, SCORES if graph.has_scores else EMBEDDINGS)
     graph.model.validate_nodes_and_infer_types()
 
 

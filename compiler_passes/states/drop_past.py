@@ -8,9 +8,9 @@ from __future__ import annotations
 import openvino as ov
 
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.exported_inputs import BEAM_IDX
 from staticllm.compiler_passes.graph.step_graph import consumers, redirect
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import BEAM_IDX
 
 STAGE = "drop_past"
 ROW_AXIS = 2

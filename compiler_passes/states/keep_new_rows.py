@@ -13,7 +13,7 @@ import numpy as np
 import openvino as ov
 
 from staticllm.compiler_passes.graph.attention import find_attentions
-from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, through
+from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, name_port, through
 from staticllm.core import KVState, RecurrentState
 from staticllm.errors import UnsupportedModelError
 
@@ -125,5 +125,4 @@ def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Ro
 
 def _name_ports(state: LiftedState, found: KVState | RecurrentState) -> None:
     for node, name in ((state.past, found.past_name), (state.present, found.present_name)):
-        node.set_friendly_name(name)
-        node.output(0).set_names({name})
+        name_port(node, name)

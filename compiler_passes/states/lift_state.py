@@ -9,7 +9,6 @@ from __future__ import annotations
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.exported_inputs import BEAM_IDX
 from staticllm.compiler_passes.graph.step_graph import (
     LiftedState,
     StepGraph,
@@ -19,6 +18,7 @@ from staticllm.compiler_passes.graph.step_graph import (
     redirect,
 )
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import BEAM_IDX
 
 STAGE = "lift_state"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,109 +11,78 @@ from staticllm.pipelines.conversation.events import Output
 from staticllm.pipelines.conversation.source import WHITESPACE, MalformedError, Source, Steps
 
 MAX_DEPTH = 64
+MAX_WORD_CHARS = 64
+"""The most characters of a number or a literal that is no part of a container."""
 _ESCAPES = '"\\/bfnrtu'
 _HEX = "0123456789abcdefABCDEF"
 
 
-class _Container:
-    """A checker of the characters of an object, an array or a string, one ``push`` per character.
-
-    ``_expected`` says what may come next: a ``value``, a ``first`` value or closing bracket, a ``key``, a ``first_key`` or
-    closing brace, a ``colon``, or what comes ``after`` a value.
-    """
-
-    def __init__(self) -> None:
-        self._stack: list[str] = []
-        self._expected = "value"
-        self._string: str | None = None  # of a string that is not complete: "", a backslash, or the digits of \u
-        self._word = ""  # a number or a literal that is not complete
-        self.is_done = False
-
-    def push(self, char: str) -> None:
-        """Check the next character."""
-        if self._string is not None:
-            self._push_string(char)
-        elif self._word and char not in ",]}" + WHITESPACE:
-            self._word += char
-        else:
-            if self._word:
-                self._end_word()
-            if char not in WHITESPACE:
-                self._push_token(char)
-
-    def _push_string(self, char: str) -> None:
-        state = self._string or ""
-        if state == "\\":
-            if char not in _ESCAPES:
-                raise MalformedError(f"the escape \\{char}")
-            self._string = "\\u" if char == "u" else ""
-        elif state.startswith("\\u"):
-            if char not in _HEX:
-                raise MalformedError("a \\u without four digits")
-            self._string = "" if len(state) == len("\\u000") else state + char
-        elif char == "\\":
-            self._string = "\\"
-        elif char == '"':
-            self._string = None
-            self._end_value()
-        elif char < " ":
-            raise MalformedError("a control character in a string")
-
-    def _end_word(self) -> None:
-        check_word(self._word)
-        self._word = ""
-        self._end_value()
-
-    def _push_token(self, char: str) -> None:
-        expected = self._expected
-        if char in "}]":
-            is_closing = expected in ("after", "first_key" if char == "}" else "first")
-            if not is_closing or not self._stack or self._stack.pop() != char:
-                raise MalformedError(f"{char!r} here")
-            self._end_value()
-        elif expected == "colon" and char == ":":
-            self._expected = "value"
-        elif expected == "after" and char == "," and self._stack:
-            self._expected = "key" if self._stack[-1] == "}" else "value"
-        elif expected in ("key", "first_key") and char == '"':
-            self._expected = "key"
-            self._string = ""
-        elif expected in ("value", "first"):
-            self._begin_value(char)
-        else:
-            raise MalformedError(f"{char!r} here")
-
-    def _begin_value(self, char: str) -> None:
-        self._expected = "value"
-        if char == '"':
-            self._string = ""
-        elif char in "{[":
-            if len(self._stack) == MAX_DEPTH:
-                raise MalformedError(f"more than {MAX_DEPTH} levels")
-            self._stack.append("}" if char == "{" else "]")
-            self._expected = "first_key" if char == "{" else "first"
-        else:
-            self._word = char
-
-    def _end_value(self) -> None:
-        self._expected = "colon" if self._expected == "key" else "after"
-        self.is_done = not self._stack and self._expected == "after"
-
-
 def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
     """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes."""
-    first = yield from source.skip_space()
-    if not first or first not in '{["':
-        write((yield from _take_word(source)))
-        return
-    container = _Container()
-    while not container.is_done:
-        char = yield from source.peek()
-        if not char:
-            raise MalformedError("the text ends in a JSON value")
-        container.push(char)
+    yield from source.skip_space()
+    yield from _take_any(source, write, 0)
+
+
+def _take_any(source: Source, write: Callable[[str], object], level: int) -> Steps[None]:
+    """Take a value within ``level`` others."""
+    first = yield from source.peek()
+    if first and first in "{[":
+        if level == MAX_DEPTH:
+            raise MalformedError(f"more than {MAX_DEPTH} levels")
+        yield from _take_container(source, write, level)
+    elif first == '"':
+        yield from _take_string(source, write)
+    else:
+        yield from _take_word(source, write, sys.maxsize if level else MAX_WORD_CHARS)
+
+
+def _take_container(source: Source, write: Callable[[str], object], level: int) -> Steps[None]:
+    """Take an object or an array."""
+    is_object = (yield from _take_one(source, write, "{[")) == "{"
+    end = "}" if is_object else "]"
+    after = yield from _take_space(source, write)
+    while after != end:
+        if is_object:
+            yield from _take_string(source, write)
+            yield from _take_space(source, write)
+            yield from _take_one(source, write, ":")
+            yield from _take_space(source, write)
+        yield from _take_any(source, write, level + 1)
+        if (after := (yield from _take_space(source, write))) != end:
+            yield from _take_one(source, write, ",")
+            yield from _take_space(source, write)
+    yield from _take_one(source, write, end)
+
+
+def _take_string(source: Source, write: Callable[[str], object]) -> Steps[None]:
+    yield from _take_one(source, write, '"')
+    while (char := (yield from source.peek())) != '"':
+        if not char or char < " ":
+            raise MalformedError("a control character in a string, or no end of it")
         source.take()
         write(char)
+        if char == "\\" and (yield from _take_one(source, write, _ESCAPES)) == "u":
+            for _ in range(4):
+                yield from _take_one(source, write, _HEX)
+    yield from _take_one(source, write, '"')
+
+
+def _take_one(source: Source, write: Callable[[str], object], possible: str) -> Steps[str]:
+    """Take and return the next character. Raises MalformedError: it is none of those that are possible."""
+    char = yield from source.peek()
+    if not char or char not in possible:
+        raise MalformedError(f"{char!r} here")
+    source.take()
+    write(char)
+    return char
+
+
+def _take_space(source: Source, write: Callable[[str], object]) -> Steps[str]:
+    """Take whitespace, and return the next character without taking it; "" at the end."""
+    while (char := (yield from source.peek())) and char in WHITESPACE:
+        source.take()
+        write(char)
+    return char
 
 
 def take_object(source: Source, write: Callable[[str], object]) -> Steps[None]:
@@ -129,15 +99,24 @@ def take_value(source: Source) -> Steps[Any]:
     return json.loads("".join(chars))
 
 
-def _take_word(source: Source) -> Steps[str]:
+def take_key(source: Source) -> Steps[str]:
+    """Take the key of a member and the colon behind it, and return the key."""
+    if (yield from source.skip_space()) != '"':
+        raise MalformedError("a key is missing")
+    key = yield from take_value(source)
+    yield from source.skip_space()
+    yield from source.expect(":")
+    return str(key)
+
+
+def _take_word(source: Source, write: Callable[[str], object], most: int) -> Steps[None]:
     """Take a number or a literal, which ends before a comma, a bracket, whitespace or the end of the text."""
     chars: list[str] = []
-    while (char := (yield from source.peek())) and char not in ",]}" + WHITESPACE and len(chars) < 64:
+    while (char := (yield from source.peek())) and char not in ",]}" + WHITESPACE and len(chars) < most:
         chars.append(char)
         source.take()
-    word = "".join(chars)
-    check_word(word)
-    return word
+        write(char)
+    check_word("".join(chars))
 
 
 def check_word(word: str) -> None:
@@ -188,27 +167,14 @@ class CallObject:
         self._source.mark()
 
     def _object(self, is_inner: bool) -> Steps[None]:
-        source = self._source
-        yield from source.expect("{")
-        if (yield from source.skip_space()) != '"':
-            raise MalformedError("an object without keys")
-        while True:
-            yield from self._member(is_inner)
-            after = yield from source.skip_space()
-            if after == "}":
-                source.take()
-                return
-            yield from source.expect(",")
-            if (yield from source.skip_space()) != '"':
-                raise MalformedError("a key is missing")
+        yield from self._source.expect("{")
+        yield from self._source.items("}", lambda: self._member(is_inner))
 
     def _member(self, is_inner: bool) -> Steps[None]:
         source = self._source
-        key = yield from take_value(source)
+        key = yield from take_key(source)
         if self._is_bare and key not in CALL_KEYS:
             raise MalformedError("an ordinary object")
-        yield from source.skip_space()
-        yield from source.expect(":")
         first = yield from source.skip_space()
         if key in NAME_KEYS or (key == "function" and first == '"'):
             if first != '"' or self._name is not None:
@@ -282,27 +248,24 @@ def take_listed_calls(source: Source, output: Output) -> Steps[None]:
     """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``."""
     yield from source.skip_space()
     yield from source.expect("{")
-    content = ""
+    content: str | None = None
     has_calls = False
-    while True:
-        yield from source.skip_space()
-        key = yield from take_value(source)
-        yield from source.skip_space()
-        yield from source.expect(":")
+
+    def take_member() -> Steps[None]:
+        nonlocal content, has_calls
+        key = yield from take_key(source)
         if key == "tool_calls" and not has_calls and (yield from source.skip_space()) == "[":
             yield from take_call_objects(source, output, is_bare=True)
             has_calls = True
         elif key == "content":
-            content = str((yield from take_value(source)) or "")
+            content = yield from take_value(source)
         else:
             raise MalformedError("an ordinary object")
-        if (yield from source.skip_space()) == "}":
-            break
-        yield from source.expect(",")
+
+    yield from source.items("}", take_member)
     if not has_calls:
         raise MalformedError("an object without calls")
-    source.take()
-    output.content(content)
+    output.content(str(content or ""))
 
 
 def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
@@ -316,12 +279,9 @@ def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
 
 def _take_keyed_call(source: Source, output: Output) -> Steps[None]:
     yield from source.expect("{")
-    yield from source.skip_space()
-    name = yield from take_value(source)
-    if not isinstance(name, str) or not name:
+    name = yield from take_key(source)
+    if not name:
         raise MalformedError("a call without a name")
-    yield from source.skip_space()
-    yield from source.expect(":")
     output.begin_bare_call(name)
     yield from take_object(source, output.arguments)
     yield from source.skip_space()

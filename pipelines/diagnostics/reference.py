@@ -13,7 +13,6 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX, CACHE_POSITION
 from staticllm.compiler_passes.graph.step_graph import named_result
 from staticllm.compiler_passes.model_kind import check_kind
 from staticllm.compiler_passes.shapes.add_pooling import Dense
@@ -26,7 +25,7 @@ from staticllm.model_dir import read_model
 from staticllm.pipelines.embedding.encoder_kind import EncoderJob
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
+from staticllm.ports import ATTENTION_MASK, BEAM_IDX, CACHE_POSITION, INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
 EXACT: Mapping[str, Any] = MappingProxyType(
     {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}

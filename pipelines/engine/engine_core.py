@@ -384,7 +384,8 @@ class EngineCore:
     def _report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
         if state.is_recorded:
             self.profiler.record(state.record(reason))
-        self.device.draft_planner.forget(state.id)
+        if state.answer is not None and state.answer.drafts is not None:
+            self.device.draft_planner.forget(state.id)
         if self.requests[state.request_id].finish(state, reason, error):
             del self.requests[state.request_id]
 

@@ -7,7 +7,7 @@ import threading
 
 from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.jobs import JobSource, JobSources
-from staticllm.pipelines.scheduling.job_turns import UrgentFirst
+from staticllm.pipelines.scheduling.job_scheduler import UrgentFirst
 from staticllm.system.threads import check_process, owned_device, start_thread
 
 
@@ -16,7 +16,7 @@ class JobEngine:
 
     def __init__(self) -> None:
         self._jobs = JobSources()
-        self._turns = UrgentFirst()
+        self._order = UrgentFirst()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -63,8 +63,8 @@ class JobEngine:
         while self._waits_for_jobs():
             with owned_device():
                 jobs = self._jobs.views()
-                if (job := self._turns.next(jobs)) is not None:
-                    self._turns.begin(job, jobs)
+                if (job := self._order.next(jobs)) is not None:
+                    self._order.begin(job, jobs)
                     self._jobs.run(job.id)
         self._jobs.close()
 

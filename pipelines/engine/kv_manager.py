@@ -9,8 +9,9 @@ from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.rotation import KeyRotations
-from staticllm.kvcache.sequence import KVSequence
+from staticllm.kvcache.sequence import KVSequence, common_prefix
 from staticllm.kvcache.stored import StoredSequence
+from staticllm.pipelines.costs.model import averaged
 from staticllm.pipelines.engine.client_sequences.state import ClientState
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import SINKS, shorten
@@ -18,8 +19,10 @@ from staticllm.pipelines.engine.sequence import SequenceState
 from staticllm.pipelines.scheduling.interface import IdleView
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
-SWAP_WEIGHT, MAX_SLOWER = 0.1, 2.0
-"""The weight of a slower copy in ``KVCacheManager.swap_seconds``, and the factor by which it may be slower than that."""
+SWAP_WEIGHT = 0.1
+"""Weight of a slower copy in ``KVCacheManager.swap_seconds``."""
+MAX_SLOWER = 2.0
+"""Factor by which a copy may be slower there; what is above does not count."""
 
 
 class IdleSequences:
@@ -272,7 +275,7 @@ class KVCacheManager:
             state.replace_tokens(kept)
             state.info.preempt(len(kept))
             return True
-        shared = next((i for i, pair in enumerate(zip(kept, state.tokens, strict=False)) if pair[0] != pair[1]), 0)
+        shared = common_prefix(kept, state.tokens)
         state.replace_tokens(kept)
         self.cache.cut(state.kv.sequence, min(shared, len(kept) - 1))
         state.info.restart(len(kept), len(state.kv.sequence))
@@ -357,10 +360,8 @@ class KVCacheManager:
             return
         newest = seconds / num_slots
         known = self.swap_seconds
-        if not known or newest < known:
-            self.swap_seconds = newest
-        else:
-            self.swap_seconds += SWAP_WEIGHT * (min(newest, MAX_SLOWER * known) - known)
+        is_faster = not known or newest < known
+        self.swap_seconds = newest if is_faster else averaged(known, min(newest, MAX_SLOWER * known), SWAP_WEIGHT)
 
     def _remove(self, state: SequenceState) -> None:
         self.table.remove(state.id)

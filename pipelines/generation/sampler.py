@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.filters import (
-    IntArray,
     Logits,
     draw,
     largest,
@@ -132,21 +130,6 @@ def _drawn(weights: Logits, uniform: float) -> Choice:
     """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and the logarithm of its share."""
     index = draw(weights, uniform)
     return Choice(index, math.log(weights[index] / weights.sum()))
-
-
-def candidate_distribution(
-    logits: Logits, params: SamplingParams, excludes_top: bool = False
-) -> tuple[IntArray, NDArray[np.float64]]:
-    """Return the tokens ``[n]`` that can be drawn from ``logits [vocab]``, ascending, and their probabilities ``[n]``.
-
-    Temperature, top_k, typical_p, top_p, min_p and, with ``excludes_top``, XTC apply in this order, each to the tokens that the
-    previous one keeps. If tokens at the boundary are equally likely, the first ones are kept. Mirostat has no part in it.
-    """
-    is_cut = params.top_k and params.top_k < len(logits)
-    candidates = largest(logits, params.top_k) if is_cut else np.arange(len(logits))
-    weights = _kept_weights(logits[candidates], params, excludes_top)
-    kept = np.flatnonzero(weights)
-    return candidates[kept], weights[kept].astype(np.float64) / weights.sum(dtype=np.float64)
 
 
 def _kept_weights(logits: Logits, params: SamplingParams, excludes_top: bool) -> Logits:

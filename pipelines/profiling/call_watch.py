@@ -7,12 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 from staticllm.core import Clock
-from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
-from staticllm.pipelines.profiling.records import EngineProgress, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import KEPT_RECORDS, EngineProgress, RecordRing, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Stats
 
 KEPT = KEPT_RECORDS
@@ -160,7 +159,7 @@ class CallWatch:
             self._last_tokens.pop(number, None)
             self._decoding.discard(number)
         self._ended.clear()
-        return _ms(max(gaps)) if gaps else None
+        return _ms(max(gaps, default=None))
 
     def _forget_tokens(self) -> None:
         self._last_tokens.clear()
@@ -169,19 +168,17 @@ class CallWatch:
 
     def _answer(self, request: RequestRecord) -> dict[str, Any]:
         self._ended.append(request.id)
-        times = request.token_times
-        gaps = [after - before for before, after in pairwise(times)]
         return {
             "id": request.id,
             "end": request.ended,
             "reason": str(request.reason),
             "prompt_tokens": request.num_prompt,
             "cached_tokens": request.num_cached,
-            "output_tokens": len(times),
-            "queue_ms": None if request.started is None else _ms(request.started - request.arrival),
-            "ttft_ms": _ms(times[0] - request.arrival) if times else None,
-            "tpot_ms": _ms((times[-1] - times[0]) / len(gaps)) if gaps else None,
-            "longest_gap_ms": _ms(max(gaps)) if gaps else None,
+            "output_tokens": len(request.token_times),
+            "queue_ms": _ms(request.queueing),
+            "ttft_ms": _ms(request.ttft),
+            "tpot_ms": _ms(request.tpot),
+            "longest_gap_ms": _ms(request.longest_gap),
         }
 
 
@@ -201,5 +198,5 @@ def _size_of(entry: Mapping[str, Any]) -> int:
     return 400 + 12 * num_ids + 30 * len(entry.get("prefill", ()))
 
 
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -1,8 +1,12 @@
-"""The records of the engine and the simulator: one per device call, per job, and per request that has ended."""
+"""The records of the engine and the simulator, one per device call, job and request that has ended, and the ring of the last."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Literal, TypeAlias
 
 from staticllm.core import FinishReason, Variant
@@ -95,6 +99,27 @@ class RequestRecord:
     reason: FinishReason
     ended: float | None = None
 
+    @property
+    def queueing(self) -> float | None:
+        """The seconds from arrival to the first device call; None if it never ran."""
+        return None if self.started is None else self.started - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """The seconds from arrival to the first token; None without a token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """The mean seconds per token after the first; None without one."""
+        times = self.token_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+    @property
+    def longest_gap(self) -> float | None:
+        """The longest time between two tokens, in seconds; None without two."""
+        return max((after - before for before, after in pairwise(self.token_times)), default=None)
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -149,3 +174,43 @@ class EngineProgress:
 
     requests: tuple[RequestProgress, ...]
     num_slots: int
+
+
+KEPT_RECORDS = 8192
+
+
+@dataclass(frozen=True)
+class NewRecords:
+    """The records after some number, the number of the last one, and how many were dropped before they were read."""
+
+    records: Sequence[Record]
+    end: int
+    num_dropped: int
+
+
+class RecordRing:
+    """The last ``KEPT_RECORDS`` records, numbered from 1 on. The engine's thread appends, and any thread reads."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque(maxlen=KEPT_RECORDS)
+        self._end = 0
+        self._lock = threading.Lock()
+
+    @property
+    def end(self) -> int:
+        """The number of the last record; 0 before the first."""
+        return self._end
+
+    def append(self, record: Record) -> None:
+        """Add a record; if the ring is full, the oldest is dropped."""
+        with self._lock:
+            self._records.append(record)
+            self._end += 1
+
+    def after(self, number: int) -> NewRecords:
+        """Return the records after the one of this number."""
+        with self._lock:
+            num_new = self._end - number
+            num_kept = min(num_new, len(self._records))
+            found = list(islice(self._records, len(self._records) - num_kept, None))
+            return NewRecords(found, self._end, num_new - num_kept)

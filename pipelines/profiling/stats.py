@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS, RecordRing
-from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import KEPT_RECORDS, JobRecord, Record, RecordRing, RequestRecord, StepRecord
 from staticllm.system.table import table
 
 KEPT_REQUESTS = 4096
@@ -161,19 +160,19 @@ def _add_step(totals: _Totals, step: StepRecord) -> None:
 
 
 def _add_request(totals: _Totals, request: RequestRecord) -> None:
-    times = request.token_times
     totals.requests += 1
-    totals.tokens += len(times)
+    totals.tokens += len(request.token_times)
     totals.prompt_tokens += request.num_prompt
     totals.hit_tokens += request.num_cached
     totals.reasons[str(request.reason)] = totals.reasons.get(str(request.reason), 0) + 1
-    if request.started is not None:
-        totals.queueing.append(request.started - request.arrival)
-    if times:
-        totals.ttft.append(times[0] - request.arrival)
-    if len(times) > 1:
-        totals.tpot.append((times[-1] - times[0]) / (len(times) - 1))
-        totals.gaps.append(max(after - before for before, after in pairwise(times)))
+    for kept, seconds in (
+        (totals.queueing, request.queueing),
+        (totals.ttft, request.ttft),
+        (totals.tpot, request.tpot),
+        (totals.gaps, request.longest_gap),
+    ):
+        if seconds is not None:
+            kept.append(seconds)
 
 
 def _stats_of(totals: _Totals) -> Stats:

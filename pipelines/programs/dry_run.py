@@ -10,8 +10,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
-from staticllm.kvcache.step import HIDDEN
-from staticllm.ports import INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
+from staticllm.ports import HIDDEN, INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
 
 VALUE_SCALE = 0.5
 """Standard deviation of random KV slots and states, close to real ones."""

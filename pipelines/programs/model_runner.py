@@ -21,8 +21,7 @@ from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.costs.probe import CostProbe
-from staticllm.pipelines.programs.chunking import plan_chunks
-from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
 
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]

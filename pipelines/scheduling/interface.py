@@ -11,7 +11,7 @@ Every request has one of four statuses:
 
 Beside requests there may be *jobs*: device calls of other models, such as the packed texts of an embedding pipeline. A policy
 whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one with ``Plan.job``. For every other policy
-``JobTurns`` decides whether a job runs, before the policy is asked.
+``JobScheduler`` decides whether a job runs, before the policy is asked.
 
 The tokens of *client sequences* are chosen by a client outside the engine. A sequence is a request of the view while tokens that
 its client sent have to run: as running if it is one token and a place is free. Then it is *idle*, until the client sends more. An
@@ -276,7 +276,7 @@ class Plan:
 class Policy(Protocol):
     """Decides which requests are in the next device call. A policy may keep state of its own.
 
-    Every plan is checked against the rules in ``pipelines/scheduling/validation.py``; one that breaks a rule never runs.
+    Every plan is checked against the rules in ``pipelines/scheduling/plans.py``; one that breaks a rule never runs.
     """
 
     def plan(self, view: View) -> Plan:

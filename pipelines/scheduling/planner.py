@@ -15,11 +15,10 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling import policies
 from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
-from staticllm.pipelines.scheduling.job_turns import JobTurns, urgency
-from staticllm.pipelines.scheduling.plans import alone
+from staticllm.pipelines.scheduling.job_scheduler import JobScheduler, urgency
+from staticllm.pipelines.scheduling.plans import IllegalPlanError, alone, check, check_wait_so_far
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import RequestTable
-from staticllm.pipelines.scheduling.validation import IllegalPlanError, check, check_wait_so_far
 from staticllm.system.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -60,13 +59,13 @@ class Planner:
         self._thread = None if self._is_shipped else _PolicyThread(policy)
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
-        self._turns = JobTurns()
+        self._jobs = JobScheduler()
         self._last = Plan()  # of a shipped policy
 
     def plan(self, view: View) -> Plan:
         """Return a plan that breaks no rule.
 
-        Unless the policy plans jobs itself, ``JobTurns`` decides whether one runs, and the policy gets a view without them.
+        Unless the policy plans jobs itself, ``JobScheduler`` decides whether one runs, and the policy gets a view without them.
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
         compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one is
@@ -75,11 +74,11 @@ class Planner:
         """
         self._restore_policy(view)
         if not (self._plans_jobs and self.policy is self._own):
-            if (moment := self._turns.hold_until(view)) is not None:
+            if (moment := self._jobs.hold_until(view)) is not None:
                 return Plan(wait_until=moment)
-            if (job := self._turns.choose(view)) is not None:
+            if (job := self._jobs.choose(view)) is not None:
                 return Plan(job=job.id)
-            view = self._turns.view_for_policy(view)
+            view = self._jobs.view_for_policy(view)
         self._last = Plan()
         if self._is_shipped and self._batch_wait is not None and (moment := self._batch_wait.until(view)) is not None:
             return Plan(wait_until=moment)
@@ -94,7 +93,7 @@ class Planner:
 
     def longest_job(self, view: View) -> float:
         """Return the longest time that the jobs of a view should take, s; asked before they are composed."""
-        return self._turns.longest_job(view)
+        return self._jobs.longest_job(view)
 
     def repeated(self, table: RequestTable, free_slots: int, max_decoding: int) -> Plan | None:
         """Return the last plan of a shipped policy again, without a view, if it was a decode step of all requests in ``table``.

@@ -62,8 +62,13 @@ def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
 
 
 def _plot_first_tokens(axes: Axes, name: str, served: list[RequestRecord]) -> None:
-    ttft = [request.token_times[0] - request.arrival for request in served]
-    axes.plot([request.arrival for request in served], ttft, ".", markersize=4, label=name)
+    axes.plot(
+        [request.arrival for request in served],
+        [request.ttft or 0.0 for request in served],
+        ".",
+        markersize=4,
+        label=name,
+    )
 
 
 def _plot_gaps(axes: Axes, name: str, served: list[RequestRecord]) -> None:

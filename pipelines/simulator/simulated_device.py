@@ -144,16 +144,6 @@ class SimulatedDevice:
         """The number of requests that have not left the device."""
         return len(self._served) + len(self._inbox) + self._num_leaving
 
-    @property
-    def slots_used(self) -> int:
-        """The number of KV slots of the arena that are in use."""
-        return self._runner.cache.slots.num_used
-
-    @property
-    def host_slots_used(self) -> int:
-        """The number of KV slots of the host pool that swapped requests use."""
-        return self.core.device.kv_manager.host_pool.num_swapped_slots
-
     def submit(self, request: SimulatedRequest) -> None:
         """Add a request, which the next plan can use.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -76,8 +75,8 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
     first = min((request.arrival for request in served), default=0.0)
     seconds = max((t[-1] for t in times), default=0.0) - first
     num_tokens = sum(map(len, times))
-    ttft = [request.token_times[0] - request.arrival for request in served]
-    gaps = [max((after - before for before, after in pairwise(t)), default=0.0) for t in times]
+    ttft = [request.ttft for request in served if request.ttft is not None]
+    gaps = [request.longest_gap or 0.0 for request in served]
     latency = [request.token_times[-1] - request.arrival for request in served]
     sizes = [request.num_prompt + len(request.token_times) for request in served]
     return Summary(
@@ -89,7 +88,7 @@ def summarize(requests: Sequence[RequestRecord]) -> Summary:
         ttft_ms=_mean(ttft) * 1e3,
         ttft_p50_ms=percentile(ttft, 0.5) * 1e3,
         ttft_p95_ms=percentile(ttft, 0.95) * 1e3,
-        tpot_ms=_mean([(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]) * 1e3,
+        tpot_ms=_mean([request.tpot for request in served if request.tpot is not None]) * 1e3,
         decode_tpot_ms=_mean([(t[-1] - t[1]) / (len(t) - 2) for t in times if len(t) > 2]) * 1e3,
         second_token_ms=_mean([t[1] - t[0] for t in times if len(t) > 1]) * 1e3,
         longest_gap_ms=max(gaps, default=0.0) * 1e3,

@@ -88,7 +88,6 @@ class GenerationHandle:
         client: EngineClient,
         prepared: PreparedRequest,
         queue: OutputQueue,
-        decode: Callable[[list[int]], str],
         load_ms: float = 0.0,
         owner: object = None,
     ) -> None:
@@ -96,9 +95,8 @@ class GenerationHandle:
         self._client = client
         self._prepared = prepared
         self._queue = queue
-        self._decode = decode
         self._processors = [
-            OutputProcessor(decode, prepared, load_ms, index) for index in range(prepared.request.num_sequences)
+            OutputProcessor(prepared, load_ms, index) for index in range(prepared.request.num_sequences)
         ]
         self._ends: list[Finished | None] = [None] * len(self._processors)
         self._outputs: dict[int, RequestOutput] = {}  # of the answers that have ended
@@ -128,7 +126,11 @@ class GenerationHandle:
         return (delta.text for delta in self.deltas() if delta.text)
 
     def tokens(self) -> Iterator[int]:
-        """Yield token ids as they are generated. Raises as ``deltas``."""
+        """Yield token ids as they are generated.
+
+        Raises:
+            GenerationConfigError, StaticLLMError: as for ``deltas``.
+        """
         return (token for delta in self.deltas(wants_text=False) for token in delta.tokens)
 
     def events(self) -> Iterator[Event]:
@@ -300,7 +302,7 @@ class GenerationHandle:
             Exception: the callback raised it.
         """
         parsers = self._prepared.options.parsers
-        return results_of(self._prepared.call.form, self.outputs(timeout), self._decode, parsers)
+        return results_of(self._prepared.call.form, self.outputs(timeout), self._prepared.decode, parsers)
 
     def outputs(self, timeout: float | None = None) -> list[RequestOutput]:
         """Wait for the end and return each answer with its timings: with ``best_of`` the most likely, best first.

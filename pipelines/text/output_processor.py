@@ -121,12 +121,10 @@ class OutputProcessor:
     Without ``want_text``, and without stop strings, tokens pass through and nothing is decoded.
     """
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], prepared: PreparedRequest, load_ms: float = 0.0, index: int = 0
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, load_ms: float = 0.0, index: int = 0) -> None:
         options = prepared.options
         prompt = list(prepared.request.prompt)
-        self._decode = _TimedDecode(decode)
+        self._decode = _TimedDecode(prepared.decode)
         self._parser = _parser_of(prepared)
         self._events: list[Event] = []
         self._wants_text = prepared.call.form != "tokens" or bool(options.stop_strings) or self._parser is not None

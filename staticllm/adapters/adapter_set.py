@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from staticllm.adapters.lora import LoraAdapter, shapes_of
 from staticllm.core import AdaptedGroup, AdapterLayout, AdapterType
+from staticllm.system.bf16 import to_bf16
 
 AdapterUse = tuple[str, float]
 """The name of an adapter, and the alpha that a request uses it with."""
@@ -111,10 +112,3 @@ class AdapterSet:
 
     def _pairs(self) -> list[tuple[LoraAdapter, float]]:
         return list(zip(self.adapters, self.alphas, strict=True))
-
-
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return finite numbers rounded to bf16, to even if two are equally near, as the bits of that type."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return rounded

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
 from staticllm.errors import AdapterError
+from staticllm.system.bf16 import from_bf16
 from staticllm.system.files import read_regular
 
 MAX_BYTES = 2 << 30
@@ -39,9 +40,7 @@ class Tensor:
         if self.dtype not in _TYPES:
             raise ValueError(f"the type {self.dtype}: only {', '.join(_TYPES)} can be read")
         values = np.frombuffer(self.data, _TYPES[self.dtype])
-        if self.dtype == "BF16":  # the upper half of an f32
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32).reshape(self.shape)
+        return (from_bf16(values) if self.dtype == "BF16" else values.astype(np.float32)).reshape(self.shape)
 
 
 @dataclass(frozen=True)

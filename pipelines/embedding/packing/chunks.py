@@ -20,7 +20,6 @@ from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.embedding.packing.encoder_buffers import (
-    HIDDEN,
     EncoderBuffers,
     pooling_weights,
     positions_of,
@@ -28,7 +27,7 @@ from staticllm.pipelines.embedding.packing.encoder_buffers import (
 )
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, num_common
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.ports import INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE_IDS, past_names, present_names
+from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE_IDS, past_names, present_names
 
 Rows = NDArray[np.float32]
 MOST_KEPT, MOST_TOKENS = 4, 128

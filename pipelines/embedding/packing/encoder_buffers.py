@@ -14,6 +14,7 @@ from staticllm.pipelines.embedding.packing.prefix_groups import shared_with_prev
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import (
     EMBEDDINGS,
+    HIDDEN,
     INPUT_IDS,
     KEPT_ROWS,
     POOL,
@@ -25,9 +26,6 @@ from staticllm.ports import (
     past_names,
     present_names,
 )
-
-HIDDEN = -65504.0
-"""The value of a mask where a token does not see another, as in step programs."""
 
 Vectors = NDArray[np.float32]
 Rows = NDArray[np.intp]

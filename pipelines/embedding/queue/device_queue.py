@@ -244,8 +244,8 @@ class DeviceQueue:
             filled.append(query)
         for query in filled:
             self._remove_bulk(query)
-        self._promote(min((query.priority for query in (*batch, *filled)), default=0), load.seconds)
         self._running = (*batch, *filled)
+        self._share(filled, load.seconds)
         self._end = now + load.seconds
         return self._running
 
@@ -265,20 +265,22 @@ class DeviceQueue:
         self._clear_timed()
         return everything
 
-    def _promote(self, priority: int, seconds: float) -> None:
-        """Give the oldest texts below ``priority`` places in the next batch, as far as they are due after ``seconds`` of others.
+    def _share(self, filled: list[Query], seconds: float) -> None:
+        """Give the oldest texts behind those of the batch places in the next one, as far as they are due after its ``seconds``.
 
         They become timed texts without a limit, so later queries are admitted only beside them. Without this, queries that
-        always wait would leave bulk work no room.
+        always wait would leave bulk work no room. ``filled``: the texts of the batch for which no place had been kept.
         """
-        self._credit.lead(seconds, is_followed=self._oldest_below(priority) is not None)
-        while (query := self._oldest_below(priority)) is not None:
-            own = query.num_tokens * self._seconds_per_token
-            if not self._credit.covers(own):
-                return
-            self._credit.pay(own)
+        first = max((query.priority for query in self._running), default=0)
+        self._credit.lead(seconds, is_followed=self._oldest_below(first) is not None)
+        self._credit.pay(sum(map(self._price, (query for query in filled if query.priority < first))))
+        while (query := self._oldest_below(first)) is not None and self._credit.covers(self._price(query)):
+            self._credit.pay(self._price(query))
             self._remove_bulk(query)
             self.push(query, math.inf)
+
+    def _price(self, query: Query) -> float:
+        return query.num_tokens * self._seconds_per_token
 
     def _oldest_below(self, priority: int) -> Query | None:
         firsts = (next(iter(texts.values())) for level, texts in self._bulk.items() if level < priority)

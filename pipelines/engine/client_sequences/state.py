@@ -12,6 +12,7 @@ import numpy as np
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
 from staticllm.kvcache.sequence import AdapterScales
+from staticllm.pipelines.costs.model import SMOOTHING, averaged
 from staticllm.pipelines.engine.request import new_id
 from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
 from staticllm.pipelines.generation.filters import Logits
@@ -23,8 +24,8 @@ from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 Wanted = Literal["last", "all"]
 """After which of its tokens a feed gets logits."""
-THINK_WEIGHT, MAX_THINK_SECONDS = 0.2, 0.25
-"""The weight of a new think time in its average, and the longest one that counts: longer ones are pauses of the user."""
+MAX_THINK_SECONDS = 0.25
+"""Longest think time that counts; longer ones are pauses of the user."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class ThinkTime:
             self._mean = seconds
             self._deviation = seconds / 2
             return
-        self._deviation += THINK_WEIGHT * (abs(seconds - self._mean) - self._deviation)
-        self._mean += THINK_WEIGHT * (seconds - self._mean)
+        self._deviation = averaged(self._deviation, abs(seconds - self._mean), SMOOTHING)
+        self._mean = averaged(self._mean, seconds, SMOOTHING)
 
 
 class ClientState(SequenceState):
@@ -136,11 +137,6 @@ class ClientState(SequenceState):
         other.is_suspect = self.is_suspect
         other.token_times = list(self.token_times)
         return other
-
-    @property
-    def has_feed(self) -> bool:
-        """Whether a feed is in progress."""
-        return self._order is not None
 
     @property
     def ready_at(self) -> float | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from staticllm.core import Variant
+from staticllm.pipelines.costs.model import averaged
 from staticllm.pipelines.engine.speculation.draft_model import KIND, DraftModel
 from staticllm.pipelines.engine.state import AnswerState
 from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, AnswerDrafts, Draft
@@ -138,9 +139,8 @@ class CallOverheads:
 
 
 def _averaged(known: float | None, seconds: float) -> float:
-    if known is None:
-        return seconds
-    return known + (OVERHEAD_WEIGHT if seconds < known else SLOWER_WEIGHT) * (seconds - known)
+    is_slower = known is not None and seconds >= known
+    return averaged(known, seconds, SLOWER_WEIGHT if is_slower else OVERHEAD_WEIGHT)
 
 
 class DraftCredit:

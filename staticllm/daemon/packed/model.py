@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
 from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay
@@ -31,7 +30,7 @@ from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import StartWith
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
 from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
+from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
 from staticllm.properties import resolve
 
 log = logging.getLogger(__name__)

@@ -15,13 +15,12 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest, DeviceScheduler, EngineId
 from staticllm.devices import get_core
 from staticllm.errors import ClosedError, PromptError
 from staticllm.pipelines.costs.model import CallCosts
 from staticllm.pipelines.engine.client_sequences.state import Wanted
-from staticllm.ports import INPUT_IDS, LOGITS, POSITION_IDS
+from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
 
 Array = NDArray[Any]
 CONVERTED = tuple(map(np.dtype, ("float16", "int8", "uint8", "int32")))

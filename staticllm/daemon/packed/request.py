@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from staticllm.compiler_passes.graph.exported_inputs import ATTENTION_MASK, BEAM_IDX
 from staticllm.daemon.infer_request import CallResult
 from staticllm.daemon.packed.replay import Array, Caller, Replay, RowLog
 from staticllm.daemon.sharing.device_scheduler import Call, ClientId
@@ -23,7 +22,7 @@ from staticllm.errors import PromptError
 from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.ports import INPUT_IDS, POSITION_IDS
+from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, POSITION_IDS
 
 
 class UnusualCallError(Exception):

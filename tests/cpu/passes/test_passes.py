@@ -27,8 +27,8 @@ from staticllm.compiler_passes.states.lift_state import lift_state
 from staticllm.compiler_passes.states.store_kv_as import store_kv_as
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind, Variant
 from staticllm.errors import UnsupportedModelError
-from staticllm.kvcache.step import HIDDEN
 from staticllm.pipelines.diagnostics.reference import EXACT
+from staticllm.ports import HIDDEN
 
 MODELS = [
     "llama",

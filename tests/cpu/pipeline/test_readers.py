@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from support.attach.daemons import wait_for
 
 from staticllm import ClosedError, GenerationConfigError, StaticLLMError, StaticLLMPipeline, demo_model_path
 from staticllm.pipelines.text import handle as text_handle
@@ -118,17 +119,12 @@ def test_an_exception_in_a_callback_ends_the_request_and_reaches_result(pipe, er
     handle = pipe.submit("hello", **LONG, callback=callback)
     with pytest.raises(type(error)):
         handle.result(timeout=30)
-    assert pipe.engine.run_between_steps(lambda: pipe.engine.is_idle) or wait_until_idle(pipe)
+    wait_until_idle(pipe)
     assert handle.finish_reason == "error"
 
 
 def wait_until_idle(pipe):
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        if pipe.engine.run_between_steps(lambda: pipe.engine.is_idle):
-            return True
-        time.sleep(0.01)
-    return False
+    wait_for(lambda: pipe.engine.run_between_steps(lambda: pipe.engine.is_idle), 10)
 
 
 def test_async_for_and_await_give_the_answer_of_generate(pipe):
@@ -154,7 +150,7 @@ def test_a_cancelled_await_cancels_the_request(pipe):
             await task
 
     asyncio.run(main())
-    assert wait_until_idle(pipe)
+    wait_until_idle(pipe)
 
 
 def test_await_raises_the_error_of_the_request(pipe):
@@ -237,7 +233,7 @@ def test_a_thread_that_cannot_start_fails_only_one_call(monkeypatch):
         with pytest.raises(StaticLLMError, match="'staticllm-callback' cannot be started"):
             pipe.submit("hello", **LONG, callback=lambda text: None)
         monkeypatch.undo()
-        assert wait_until_idle(pipe)
+        wait_until_idle(pipe)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -267,10 +263,7 @@ def test_a_forked_child_is_refused_and_the_parent_continues():
         os.close(writer)
         try:
             assert len(handle.result(timeout=60).tokens[0]) == 190
-            until = time.monotonic() + 30
-            while os.waitpid(child, os.WNOHANG) == (0, 0):
-                assert time.monotonic() < until, "the child hangs"
-                time.sleep(0.02)
+            wait_for(lambda: os.waitpid(child, os.WNOHANG) != (0, 0), 30)
         finally:
             with os.fdopen(reader, encoding="utf-8") as file:
                 said = file.read().split("\n")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
+from support.attach.daemons import wait_for
 
 from staticllm import GenerationConfigError, StaticLLMPipeline
 
@@ -81,10 +80,7 @@ def test_an_unread_request_ends_at_its_stop_string(zoo):
         whole = pipe.generate("hello", max_new_tokens=20, ignore_eos=True)
         stop = whole[8:11]
         handle = pipe.submit("hello", stop_strings={stop}, ignore_eos=True)
-        until = time.monotonic() + 60
-        while not pipe.engine.is_idle or not pipe.stats().finish_reasons.get("stop"):
-            assert time.monotonic() < until, "the engine continues after the stop string"
-            time.sleep(0.01)
+        wait_for(lambda: pipe.engine.is_idle and pipe.stats().finish_reasons.get("stop"), 60)
         assert pipe.stats().num_tokens < 200, "it ended long before the slots were full"
         assert handle.result() == whole[: whole.index(stop)]
         assert handle.finish_reason == "stop"

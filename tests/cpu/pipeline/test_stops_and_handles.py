@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support.attach.daemons import wait_for
 
 from staticllm import BusyError, ClosedError, GenerationConfigError, StaticLLMPipeline, demo_model_path
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
@@ -143,11 +144,8 @@ def test_a_refused_request_leaves_nothing_behind():
         for handle in handles:
             handle.cancel()
             handle.result()
-        until = time.monotonic() + 5
-        while pipe._stop_checker._watched and time.monotonic() < until:
-            time.sleep(0.01)
         assert num_refused
-        assert not pipe._stop_checker._watched
+        wait_for(lambda: not pipe._stop_checker._watched)
 
 
 def test_a_closed_pipeline_starts_no_thread():

@@ -330,6 +330,7 @@ def test_a_template_of_its_own_for_tools_is_used_with_tools(place, tmp_path):
         history.set_tools([WEATHER])
         assert pipe.generate(history, max_new_tokens=1, echo=True).texts[0] == shown
         assert "weather" not in plain
-        assert shown.replace(" ", "").startswith('tools[{"') and "weather" in shown
+        assert shown.replace(" ", "").startswith('tools[{"')
+        assert "weather" in shown
         tokenizer.chat_template = "mine {% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson if tools }}"
         assert pipe.generate(history, max_new_tokens=1, echo=True).texts[0].startswith("mine"), "the user's own counts"

@@ -11,7 +11,7 @@ import pytest
 
 from staticllm.testing import fake_answer, fake_pipeline
 
-MAX_MODULES = 35
+MAX_MODULES = 30
 ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])*\w+)\.py$")
 
 

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models.lora_files import PREFIX, safetensors_bytes
 
-from staticllm.adapters.adapter_set import AdapterSet, to_bf16
+from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.adapters.lora import CONFIG, FILE, MAX_VALUE, adapter_in_memory, read_adapter
 from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.core import AdaptedGroup, AdaptedPart
 from staticllm.errors import AdapterError
+from staticllm.system.bf16 import from_bf16, to_bf16
 
 A, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(8, dtype=np.float32).reshape(4, 2) / 4
 NAME = PREFIX + "model.layers.0.self_attn.q_proj"
@@ -272,7 +273,7 @@ def test_layouts_tell_shapes_and_fused_sets_tell_numbers():
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
 def test_numbers_are_rounded_to_the_nearest_of_bf16(values):
     exact = np.array(values, np.float32)
-    found = (to_bf16(exact).astype(np.uint32) << 16).view(np.float32)
+    found = from_bf16(to_bf16(exact))
     down = (exact.view(np.uint32) & 0xFFFF0000).view(np.float32)
     up = ((exact.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
     assert np.array_equal(np.abs(found - exact), np.minimum(np.abs(exact - down), np.abs(up - exact)))

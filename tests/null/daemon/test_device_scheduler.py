@@ -292,7 +292,7 @@ def test_owners_who_are_as_new_are_forgotten(world):
 
 
 def test_rows_and_demand_are_those_of_clients_and_phases():
-    state = lambda owner, priority=0: SimpleNamespace(request=SimpleNamespace(owner=owner, priority=priority))  # noqa: E731
+    state = lambda owner, priority=0: SimpleNamespace(owner=owner, priority=priority)  # noqa: E731
     entry = lambda owner, count, is_prefill: SimpleNamespace(  # noqa: E731
         state=state(owner), segment=SimpleNamespace(tokens=[0] * count), is_prefill=is_prefill
     )

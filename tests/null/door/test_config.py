@@ -1,8 +1,9 @@
 import warnings
 
+import numpy as np
 import pytest
 
-from staticllm.config import StaticLLMConfig, schedulers
+from staticllm.config import StaticLLMConfig, is_whole, schedulers
 from staticllm.errors import ConfigError
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.properties import ResolvedConfig, resolve
@@ -89,3 +90,14 @@ def test_npuw_properties_are_ignored_with_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(MAX_PROMPT_LEN=64)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, float("nan"), np.float32(1), 0, 5])
+def test_neither_truth_values_nor_fractions_nor_numbers_outside_the_bounds_are_whole(value):
+    assert not is_whole(value, 1, 4)
+
+
+@pytest.mark.parametrize("value", [1, 4, np.int64(2), np.int16(3)])
+def test_whole_numbers_of_numpy_are_whole(value):
+    assert is_whole(value, 1, 4)
+    assert is_whole(-value)

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.core import EncoderMask, EncoderShape, EncoderVariant
-from staticllm.pipelines.embedding.packing.encoder_buffers import HIDDEN, EncoderBuffers, pooling_weights
+from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, pooling_weights
 from staticllm.pipelines.embedding.packing.plan_calls import plan_calls
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, find_groups, shared_with_previous
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.ports import HIDDEN
 
 VARIANTS = tuple(EncoderVariant(b, r, b * r // 4) for b, r in ((1, 32), (1, 64), (4, 64), (1, 128), (2, 128)))
 MASKS = (EncoderMask(None, 0), EncoderMask(5, 0))

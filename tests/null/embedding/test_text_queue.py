@@ -13,6 +13,7 @@ from staticllm.pipelines.embedding.queue.device_queue import DOCUMENT, QUERY, Bu
 from staticllm.pipelines.embedding.queue.loads import Line, ShapeCosts
 from staticllm.pipelines.embedding.queue.policies import MARGIN, Plain, Predicted, Windve, WindveQueued
 from staticllm.pipelines.embedding.queue.text_queue import TextQueue
+from staticllm.pipelines.scheduling.device_share import BEHIND_SHARE
 
 FAST, SLOW = Line(0.01, 0.095, 1.0), Line(0.04, 0.2, 1.0)
 PACKED = ShapeCosts({(1, 64): 0.02, (1, 128): 0.03, (4, 128): 0.08, (1, 512): 0.11})
@@ -356,6 +357,21 @@ def test_documents_run_beside_queries_that_never_end(policy):
         assert now < 60, f"{len(documents - done)} documents still wait"
     if isinstance(policy, Predicted):
         assert num_late == 0
+
+
+@pytest.mark.parametrize("policy", [Predicted(LIMIT), Plain()])
+def test_documents_beside_queries_that_never_end_get_their_share_and_no_more(policy):
+    tested, now, ids, spent = manager(policy, FAST), 0.0, iter(range(1 << 20)), 0.0
+    while now < 60:
+        for _ in range(20):  # more than their share
+            tested.place(Query(next(ids), now, 75, DOCUMENT), now)
+        for _ in range(80):
+            if isinstance(tested.place(Query(next(ids), now, 75, QUERY), now), Busy):
+                break
+        tested.begin(0, now)
+        now += tested.devices[0].left(now)
+        spent += sum(query.priority == DOCUMENT for query in tested.finish(0)) * FAST.alpha
+    assert spent / now == pytest.approx(BEHIND_SHARE, rel=0.35)
 
 
 def test_a_promoted_document_can_be_cancelled_and_moved():

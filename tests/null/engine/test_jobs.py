@@ -211,7 +211,7 @@ def test_a_job_that_was_held_for_a_prompt_runs_when_none_came(monkeypatch):
         moments.append(now)
         return now + 0.02 if len(moments) < 3 else None
 
-    monkeypatch.setattr("staticllm.pipelines.scheduling.job_turns.ChatActivity.prompt_expected_until", expected)
+    monkeypatch.setattr("staticllm.pipelines.scheduling.job_scheduler.ChatActivity.prompt_expected_until", expected)
     engine = fake_engine(make_policy("dynamic"))
     engine.add_jobs(source)
     source.wake()

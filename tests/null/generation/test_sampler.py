@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.filters import BLOCK, draw, typical, without_top_choices
+from staticllm.pipelines.generation.filters import BLOCK, draw, largest, typical, without_top_choices
 from staticllm.pipelines.generation.logits_processors import processors_for
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.sampler import Choice, Mirostat, Sampler, candidate_distribution
+from staticllm.pipelines.generation.sampler import Choice, Mirostat, Sampler, _kept_weights
 
 VOCAB = 50
 
@@ -26,6 +26,15 @@ def sampler(prompt=(), seed=0, min_new_tokens=0, stop_token_ids=(), more=(), **p
 
 def random_logits(seed, scale=3.0, size=VOCAB):
     return np.random.default_rng(seed).normal(scale=scale, size=size).astype(np.float32)
+
+
+def candidate_distribution(logits, params, excludes_top=False):
+    """Return the tokens that can be drawn, ascending, and their probabilities. Mirostat has no part in it."""
+    is_cut = params.top_k and params.top_k < len(logits)
+    candidates = largest(logits, params.top_k) if is_cut else np.arange(len(logits))
+    weights = _kept_weights(logits[candidates], params, excludes_top)
+    kept = np.flatnonzero(weights)
+    return candidates[kept], weights[kept].astype(np.float64) / weights.sum(dtype=np.float64)
 
 
 TINY = 1e-30

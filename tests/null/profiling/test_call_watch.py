@@ -6,8 +6,7 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.call_watch import KEPT, CallLog, CallWatch
-from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
-from staticllm.pipelines.profiling.records import EngineProgress, JobRecord, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import KEPT_RECORDS, EngineProgress, JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 
 

@@ -9,8 +9,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.chunking import plan_chunks
-from staticllm.pipelines.programs.variant_index import VariantIndex
+from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
 from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.testing import fake_shape
 

@@ -13,7 +13,7 @@ from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, IdleView, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import MAX_WAIT_SHARE, POLICIES, BatchWait, Planner, make_policy
-from staticllm.pipelines.scheduling.validation import MAX_WAIT_SECONDS, IllegalPlanError, check
+from staticllm.pipelines.scheduling.plans import MAX_WAIT_SECONDS, IllegalPlanError, check
 from staticllm.pipelines.simulator.cluster import Scenario, configured_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
 from staticllm.pipelines.simulator.workload import Arrival

@@ -10,7 +10,7 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, IdleView, JobView, Plan, RequestView, View
-from staticllm.pipelines.scheduling.job_turns import (
+from staticllm.pipelines.scheduling.job_scheduler import (
     ACTIVE_SECONDS,
     HOLD_SECONDS,
     LEAST_JOB_SECONDS,
@@ -18,7 +18,7 @@ from staticllm.pipelines.scheduling.job_turns import (
     NUM_KEPT,
     TTFT_SHARE,
     ChatActivity,
-    JobTurns,
+    JobScheduler,
 )
 from staticllm.pipelines.scheduling.planner import Planner, make_policy
 from staticllm.pipelines.simulator.cluster import Scenario, configured_model
@@ -65,7 +65,7 @@ def test_first_tokens_gaps_and_throughput_of_conversations_beside_bulk_calls(cos
 
 
 def test_the_longest_job_follows_the_time_to_first_token():
-    turns = JobTurns()
+    turns = JobScheduler()
     assert turns.longest_job(view_of(0.0)) == MAX_JOB_SECONDS
     for number, seconds in enumerate([0.04] * NUM_KEPT):
         begin = 1.0 + number
@@ -77,7 +77,7 @@ def test_the_longest_job_follows_the_time_to_first_token():
 
 
 def test_jobs_are_never_asked_to_be_shorter_than_the_host_can_serve():
-    turns = JobTurns()
+    turns = JobScheduler()
     turn(turns.longest_job, 1, 1.0, 1.0, 1.0001, 1.1)
     assert turns.longest_job(view_of(1.2)) == LEAST_JOB_SECONDS
 
@@ -90,7 +90,7 @@ def test_a_long_prompt_among_short_ones_does_not_make_jobs_longer():
 
 
 def test_a_job_that_runs_before_a_prompt_is_no_part_of_its_time():
-    turns = JobTurns()
+    turns = JobScheduler()
     turns.longest_job(view_of(1.0, (waits(1, 0.9),)))
     assert turns.choose(view_of(1.0, (waits(1, 0.9),))) == BULK, "it has waited for its share"
     turn(turns.longest_job, 1, 0.9, 1.0 + BULK.seconds, 1.04 + BULK.seconds, 1.5)
@@ -98,7 +98,7 @@ def test_a_job_that_runs_before_a_prompt_is_no_part_of_its_time():
 
 
 def test_gaps_keep_their_bound_although_calls_take_twice_their_estimate():
-    turns = JobTurns()
+    turns = JobScheduler()
     turn(turns.longest_job, 1, 0.9, 1.0, 1.013, 1.5)
     now = last = 2.0
     while True:
@@ -112,7 +112,7 @@ def test_gaps_keep_their_bound_although_calls_take_twice_their_estimate():
 
 def held_turns(pause, count=NUM_KEPT):
     """Return turns that saw ``count`` prompts, each ``pause`` after the end of the last answer, and this end."""
-    turns, now = JobTurns(), 1.0
+    turns, now = JobScheduler(), 1.0
     for number in range(count + 1):
         turn(turns.hold_until, number, now, now, now + 0.01, now + 0.2)
         now += 0.2 + pause
@@ -140,7 +140,7 @@ def test_no_job_waits_in_other_cases():
 
 
 def test_tokens_that_a_client_chooses_are_no_prompts_that_come_at_once():
-    turns, now = JobTurns(), 1.0
+    turns, now = JobScheduler(), 1.0
     for number in range(20):
         away = IdleView(1, now, now + 0.002)
         turns.hold_until(view_of(now, idle=(away,)))
@@ -150,7 +150,7 @@ def test_tokens_that_a_client_chooses_are_no_prompts_that_come_at_once():
 
 
 def test_jobs_get_their_share_beside_short_requests_that_always_come_at_once():
-    turns, now, job_seconds, id, start = JobTurns(), 1.0, 0.0, 0, 1.0
+    turns, now, job_seconds, id, start = JobScheduler(), 1.0, 0.0, 0, 1.0
     while now < 30:
         id += 1
         turns.hold_until(view_of(now, (waits(id, now),)))
@@ -169,7 +169,7 @@ def test_jobs_get_their_share_beside_short_requests_that_always_come_at_once():
 
 def test_the_planner_waits_and_then_runs_the_job():
     planner = Planner(make_policy("dynamic"))
-    planner._turns, end = held_turns(pause=HOLD_SECONDS / 5)
+    planner._jobs, end = held_turns(pause=HOLD_SECONDS / 5)
     fresh = (replace(BULK, arrival=end),)
     assert planner.plan(view_of(end, jobs=fresh)) == Plan(wait_until=pytest.approx(end + HOLD_SECONDS))
     assert planner.plan(view_of(end + HOLD_SECONDS, jobs=fresh)) == Plan(job=BULK.id)

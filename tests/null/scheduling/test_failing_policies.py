@@ -13,7 +13,7 @@ from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.scheduling import planner as planner_module
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
-from staticllm.pipelines.scheduling.validation import IllegalPlanError
+from staticllm.pipelines.scheduling.plans import IllegalPlanError
 from staticllm.testing import add_program, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
 

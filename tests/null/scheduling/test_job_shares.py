@@ -10,13 +10,13 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.device_share import BEHIND_SHARE, MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, View
-from staticllm.pipelines.scheduling.job_turns import (
+from staticllm.pipelines.scheduling.job_scheduler import (
     AHEAD_SECONDS,
     JOB_FILL,
     JOBS_PER_TOKEN,
     LATE,
     MAX_JOB_SECONDS,
-    JobTurns,
+    JobScheduler,
     UrgentFirst,
     longest_job,
     slack_of,
@@ -74,7 +74,7 @@ def test_what_waited_behind_nothing_is_owed_nothing():
 
 
 def test_prompts_get_their_share_beside_queries_that_always_wait():
-    turns, now, ahead, prompt_seconds = JobTurns(), 0.0, 0.0, 0.0
+    turns, now, ahead, prompt_seconds = JobScheduler(), 0.0, 0.0, 0.0
     while now < 20:
         job = turns.choose(view_of(now, (replace(QUERY, arrival=now),), waiting=(PROMPT,)))
         now += 0.03 if job is None else job.seconds
@@ -85,7 +85,7 @@ def test_prompts_get_their_share_beside_queries_that_always_wait():
 
 
 def test_a_query_goes_before_a_prompt_again_after_a_pause():
-    turns, now = JobTurns(), 0.0
+    turns, now = JobScheduler(), 0.0
     while turns.choose(view_of(now, (QUERY,), waiting=(PROMPT,))):
         now += QUERY.seconds
     assert now == pytest.approx(AHEAD_SECONDS, abs=2 * QUERY.seconds)
@@ -121,7 +121,7 @@ def test_a_policy_that_never_decodes_a_request_sees_prompts_after_a_job():
 
 
 def test_prompts_are_hidden_until_all_running_requests_had_a_call():
-    turns, streams = JobTurns(), tuple(running(99.99, id) for id in range(2, 7))
+    turns, streams = JobScheduler(), tuple(running(99.99, id) for id in range(2, 7))
     assert turns.choose(view_of(100.0, streams=streams)) is BULK
     views = [turns.view_for_policy(view_of(100.02, waiting=(PROMPT,), streams=streams)) for _ in range(5)]
     assert [len(view.waiting) for view in views] == [0, 0, 0, 1, 1], "5 requests, 2 per call"
@@ -129,7 +129,7 @@ def test_prompts_are_hidden_until_all_running_requests_had_a_call():
 
 @pytest.mark.parametrize("has_prompts", [True, False])
 def test_jobs_get_a_share_beside_a_policy_that_never_decodes_a_request(has_prompts):
-    turns, now, job_seconds = JobTurns(), 100.0, 0.0
+    turns, now, job_seconds = JobScheduler(), 100.0, 0.0
     waiting = (PROMPT,) if has_prompts else ()
     while now < 130:
         job = turns.choose(view_of(now, waiting=waiting, streams=(running(now), running(0.0, 3))))
@@ -152,7 +152,7 @@ MOST_SECONDS = 3 * 0.3 / (MIN_SHARE / LATE * BEHIND_SHARE)
 )
 def test_every_source_and_every_request_goes_on(sources, policy, tpot_ms, num_running):
     """Sources always have jobs, requests always have tokens to decode, a prompt always waits, and the policy repeats itself."""
-    turns, now, count = JobTurns(), 0.0, 0
+    turns, now, count = JobScheduler(), 0.0, 0
     ran, since = dict.fromkeys(range(len(sources)), 0), dict.fromkeys(range(len(sources)), 0.0)
     tokens, num_calls = [0.0] * num_running, 0
     while now < 60 or (now < MOST_SECONDS and min(ran.values()) == 0):

@@ -11,8 +11,7 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, TokenBound, View
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
-from staticllm.pipelines.scheduling.plans import admissible_prompts, to_swap_in
-from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
+from staticllm.pipelines.scheduling.plans import IllegalPlanError, admissible_prompts, check, to_swap_in
 from staticllm.testing import FAKE_VARIANTS, fake_answer, fake_engine, fake_request, run_to_end
 
 INDEX = VariantIndex(FAKE_VARIANTS)

@@ -8,9 +8,9 @@ from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, RequestView, View
 from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.scheduling.plans import check
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.scheduling.time_slices import WAIT_SHARE, TimeSlices
-from staticllm.pipelines.scheduling.validation import check
 from staticllm.pipelines.simulator.cluster import Scenario, max_rate
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost
 from staticllm.pipelines.simulator.simulated_device import DeviceModel

@@ -11,7 +11,7 @@ from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import OWN_BOUND, SHARED_BOUND, Device, JobView, TokenBound
-from staticllm.pipelines.scheduling.job_turns import BOUND_USED, JobTurns
+from staticllm.pipelines.scheduling.job_scheduler import BOUND_USED, JobScheduler
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.policies.dynamic import SLACK_USED
 from staticllm.pipelines.scheduling.request_table import RUNNING, WAITING, Limits, RequestInfo, RequestTable
@@ -67,7 +67,7 @@ def test_prompts_jobs_and_other_programs_keep_the_same_bound(bound, tpot_ms, ste
 
     def job_runs(seconds):
         job = JobView(7, seconds, LAST_TOKEN)
-        return JobTurns().choose(view_of(limits, step, jobs=(job,))) is not None
+        return JobScheduler().choose(view_of(limits, step, jobs=(job,))) is not None
 
     def engine_needs_the_device():
         scheduler = DeviceScheduler()

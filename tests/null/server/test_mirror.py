@@ -10,8 +10,13 @@ import pytest
 
 from staticllm.core import FinishReason, Variant
 from staticllm.pipelines.profiling.call_watch import KEPT, MAX_ENTRIES, MAX_REQUESTS, CallWatch
-from staticllm.pipelines.profiling.record_ring import KEPT_RECORDS
-from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.records import (
+    KEPT_RECORDS,
+    EngineProgress,
+    RequestProgress,
+    RequestRecord,
+    StepRecord,
+)
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.server import feed as feed_module
 from staticllm.server.feed import Mirror, SchedulerFeed

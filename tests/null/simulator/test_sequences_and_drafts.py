@@ -79,7 +79,9 @@ def test_every_sequence_gets_its_tokens_and_gives_its_slots_back(
     wanted = sorted(arrival.num_output for arrival in arrivals for _ in range(arrival.num_answers))
     assert sorted(len(record.token_times) for record in run.requests) == wanted
     num_kept = device.core.device.kv_manager.prefix.idle_slots
-    assert (device.slots_used, device.host_slots_used, device.num_requests) == (num_kept, 0, 0)
+    manager = device.core.device.kv_manager
+    used = (manager.cache.slots.num_used, manager.host_pool.num_swapped_slots, device.num_requests)
+    assert used == (num_kept, 0, 0)
     assert prefix_caching or not num_kept
     for step in run.steps[0]:
         assert 0 <= step.slots_in_use <= kv_slots

@@ -67,7 +67,9 @@ def test_a_device_without_requests_uses_no_slots():
     pool = Pool(model(kv_slots=64, host_kv_slots=30), POLICIES["prefill_first"], 2)
     Cluster(pool).run(poisson(20, 40, Lengths((1, 24), (1, 24))))
     for device in pool.devices:
-        assert (device.slots_used, device.host_slots_used, device.num_requests) == (0, 0, 0)
+        manager = device.core.device.kv_manager
+        used = (manager.cache.slots.num_used, manager.host_pool.num_swapped_slots, device.num_requests)
+        assert used == (0, 0, 0)
 
 
 def single(seconds, output=1):

@@ -101,20 +101,20 @@ def test_long_texts_are_decoded_in_a_window():
     assert longest < 50
 
 
-def prepared(form="tokens", **changes):
+def prepared(form="tokens", decode=decode, **changes):
     """Return a request for one answer with the options that an output processor reads."""
     defaults = {"stop_strings": frozenset(), "include_stop_str_in_output": False, "stop_token_ids": frozenset()}
     options = SimpleNamespace(**{"echo": False, "beams": None, **defaults, **changes})
-    return PreparedRequest(EngineRequest((104, 105)), Call(form, options, "stop", 0, None, 0.0), 0.0)
+    return PreparedRequest(EngineRequest((104, 105)), Call(form, options, "stop", 0, None, 0.0), 0.0, decode=decode)
 
 
 def test_tokens_are_not_decoded_unless_text_is_read():
     def refuse(tokens):
         raise AssertionError("decoded although no text was read")
 
-    silent = OutputProcessor(refuse, prepared())
+    silent = OutputProcessor(prepared(decode=refuse))
     assert [silent.push(TokenOutput(token, 0.0, 0.0, 0.0)).tokens for token in b"abc"] == [[97], [98], [99]]
-    late = OutputProcessor(decode, prepared())
+    late = OutputProcessor(prepared())
     late.push(TokenOutput(97, 0.0, 0.0, 0.0))
     late.want_text()
     assert late.push(TokenOutput(98, 0.0, 0.0, 0.0)).text == "ab", "a reader that asks later misses nothing"
@@ -122,7 +122,7 @@ def test_tokens_are_not_decoded_unless_text_is_read():
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_an_answer_that_has_ended_is_a_value_with_everything_that_was_received(echo):
-    processor = OutputProcessor(decode, prepared("text", stop_strings={"c"}, echo=echo))
+    processor = OutputProcessor(prepared("text", stop_strings={"c"}, echo=echo))
     for number, token in enumerate(b"abc"):
         processor.push(TokenOutput(token, -0.5, float(number), 0.25, device_seconds=2.0, num_cached=1))
     ending = processor.finish(FinishReason.STOP)

@@ -110,8 +110,8 @@ class ChatActivity:
         return moment if moment > now else None
 
 
-class JobTurns:
-    """Lets jobs and requests take turns.
+class JobScheduler:
+    """Decides which job runs before the next call of requests, if any.
 
     Without requests, a job runs at once. Beside decoding requests, it runs if each of them still gets its next token within
     ``token_bound``. Requests that are swapped or wait for their first token go before jobs of their priority and below. Jobs of

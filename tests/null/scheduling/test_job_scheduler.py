@@ -10,9 +10,9 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.interface import Device, JobView, Plan, RequestView, TokenBound, View
-from staticllm.pipelines.scheduling.job_turns import JobTurns
+from staticllm.pipelines.scheduling.job_scheduler import JobScheduler
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
-from staticllm.pipelines.scheduling.validation import IllegalPlanError, check
+from staticllm.pipelines.scheduling.plans import IllegalPlanError, check
 
 STEP = 0.02
 """The seconds of a decode step."""
@@ -37,10 +37,10 @@ def chosen(turns, view):
 
 def test_without_requests_the_most_urgent_job_runs():
     query, soon = JobView(8, 0.1, 50.0, priority=1), JobView(9, 0.1, 60.0, deadline=101.0)
-    assert chosen(JobTurns(), view_of(jobs=(BULK, query, soon))) == 8
-    assert chosen(JobTurns(), view_of(jobs=(BULK, soon))) == 9
-    assert chosen(JobTurns(), view_of(jobs=(replace(BULK, id=3, arrival=-1.0), BULK))) == 3
-    assert chosen(JobTurns(), view_of(jobs=())) is None
+    assert chosen(JobScheduler(), view_of(jobs=(BULK, query, soon))) == 8
+    assert chosen(JobScheduler(), view_of(jobs=(BULK, soon))) == 9
+    assert chosen(JobScheduler(), view_of(jobs=(replace(BULK, id=3, arrival=-1.0), BULK))) == 3
+    assert chosen(JobScheduler(), view_of(jobs=())) is None
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_without_requests_the_most_urgent_job_runs():
     ],
 )
 def test_jobs_fill_the_time_between_two_tokens_and_no_more(targets, num_jobs, bound):
-    turns, now, last, count = JobTurns(), 100.0, 100.0, 0
+    turns, now, last, count = JobScheduler(), 100.0, 100.0, 0
     while now < 101 and chosen(turns, view_of(now, streams=(running(last), running(last + 0.005, 3)), **targets)):
         now, count = now + BULK.seconds, count + 1
     assert count == num_jobs
@@ -62,12 +62,12 @@ def test_jobs_fill_the_time_between_two_tokens_and_no_more(targets, num_jobs, bo
 
 
 def test_a_prompt_goes_before_jobs_of_its_priority_and_after_those_of_a_higher_one():
-    turns = JobTurns()
+    turns = JobScheduler()
     assert chosen(turns, view_of(100.0)) == BULK.id  # now the jobs have had their share
     for waiting in (WAITING, replace(WAITING, status="prefilling"), replace(WAITING, status="swapped")):
         assert chosen(turns, view_of(100.021, waiting=(waiting,))) is None
         assert chosen(turns, view_of(100.021, (replace(BULK, priority=1),), waiting=(waiting,))) == BULK.id
-        turns = JobTurns()
+        turns = JobScheduler()
         turns.choose(view_of(100.0))
 
 
@@ -86,7 +86,7 @@ def test_streams_decode_before_a_prompt_that_comes_after_a_job():
 
 
 def test_jobs_get_their_share_while_prompts_always_wait():
-    turns, now, job_seconds = JobTurns(), 0.0, 0.0
+    turns, now, job_seconds = JobScheduler(), 0.0, 0.0
     while now < 20:
         job = turns.choose(view_of(now, waiting=(WAITING,)))
         now += 0.03 if job is None else job.seconds
@@ -95,7 +95,7 @@ def test_jobs_get_their_share_while_prompts_always_wait():
 
 
 def test_a_job_that_never_fits_between_two_tokens_runs_right_after_one_and_within_its_share():
-    turns, now, last, job_seconds, gaps = JobTurns(), 0.0, 0.0, 0.0, []
+    turns, now, last, job_seconds, gaps = JobScheduler(), 0.0, 0.0, 0.0, []
     long = (JobView(7, 0.2, 0.0),)
     while now < 60:
         job = turns.choose(view_of(now, long, streams=(running(last),)))
