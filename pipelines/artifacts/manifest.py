@@ -22,6 +22,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest
 from staticllm.pipelines.programs.compile import V
 from staticllm.pipelines.programs.kinds import KINDS
+from staticllm.system.typed import typed
 
 SCHEMA = 9
 MAX_MANIFEST = 16 << 20
@@ -189,7 +190,7 @@ def stored(kind: type[T], content: object) -> T:
     names = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
     if names and isinstance(content, dict) and (different := sorted(names ^ set(content))):
         raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
-    value = converted(kind, content)
+    value = typed(content, kind)
     try:
         is_whole = msgspec.json.encode(value, order="sorted") == msgspec.json.encode(content, order="sorted")
     except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
@@ -197,17 +198,6 @@ def stored(kind: type[T], content: object) -> T:
     if not is_whole:
         raise ValueError("a field within another is unknown or missing")
     return value
-
-
-def converted(kind: type[T], content: object) -> T:
-    """Return the value of an annotated type that JSON holds; fields that are unknown are left out.
-
-    Raises ``ValueError`` (a field is missing, of another type, or out of its bounds; the text says where).
-    """
-    try:
-        return msgspec.convert(content, kind)
-    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
-        raise ValueError(str(error) or "it is nested too deeply") from None
 
 
 def to_json(value: Any) -> Any:
@@ -260,7 +250,7 @@ def _checked(content: Mapping[str, Any]) -> Manifest:
     kind = KINDS[name].program_class
     kind.check_stored(stored(kind.shape, found.shape), content)
     if found.verification is not None:
-        verdict = converted(_Verdict, found.verification)
+        verdict = typed(found.verification, _Verdict)
         if not (math.isfinite(verdict.agreement) and math.isfinite(verdict.distance)):
             raise ValueError("the verification has a number that is not finite")
     parsed = {

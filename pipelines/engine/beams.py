@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine_core import EngineCore
 
 
+BROKEN = 3
+"""Most characters that are decoded of a first token that is the rest of a character."""
+
+
 class BeamRequest(RequestState):
     """A beam search inside the engine. Its tokens come at its end: only then it is known which answers are the best.
 
@@ -181,9 +185,13 @@ def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
     longest = max(len(text) for text in request.stop_strings)
 
     def has_ended(tokens: Sequence[int]) -> bool:
-        text = decode(
-            list(tokens[-longest - 1 :])
-        )  # a token has at least one character, but the first may be half of one
+        count = longest + 1
+        text = decode(list(tokens[-count:]))
+        while len(text) < longest + BROKEN and count < len(
+            tokens
+        ):  # a token may be a part of a character, or no text at all
+            count *= 2
+            text = decode(list(tokens[-count:]))
         return any(stop in text for stop in request.stop_strings)
 
     return has_ended

@@ -52,6 +52,7 @@ class EngineCore:
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
+        self._shifting: list[AnswerState] = []  # since the last call, the model must show how keys are moved for them
         self.feeds = Feeds(self)
         self.searches: dict[int, BeamRequest] = {}
 
@@ -108,10 +109,10 @@ class EngineCore:
 
     def admit(self, request: RequestState) -> None:
         """Add a request; ``step`` serves it from now on."""
-        if request.request.overflow == "context_shift":
-            _ = self.device.runner.rotations  # found now: the calls would overwrite the logits of a step
         self.requests[request.id] = request
         request.admit(self)
+        if request.request.overflow == "context_shift":
+            self._shifting.append(request.sequences[0])
 
     def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
         """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
@@ -125,6 +126,7 @@ class EngineCore:
         """
         self._last_batch = None
         self._end_expired()
+        self._find_rotations()
         if self.requests or self.jobs.has_jobs:
             self._execute()
         if not self.requests:
@@ -179,6 +181,19 @@ class EngineCore:
         for state in list(self.device.kv_manager.states.values()):
             if (reason := state.finish_reason_at(now)) is not None:
                 self._end(state, reason)
+
+    def _find_rotations(self) -> None:
+        """Find how keys are moved before a request runs that may need it: later, the calls would overwrite a step's logits.
+
+        If they fail, only these requests end.
+        """
+        states = [state for state in self._shifting if state.id in self.device.kv_manager.states]
+        self._shifting.clear()
+        try:
+            _ = self.device.runner.rotations if states else None
+        except Exception as error:
+            for state in states:
+                self._end(state, FinishReason.ERROR, as_ours(error))
 
     def _execute(self) -> None:
         """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
-import msgspec
-
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, from_wire, to_wire
 from staticllm.pipelines.generation.beam_search import BeamParams
@@ -18,6 +16,7 @@ from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.system.typed import typed
 
 OverflowRule = Literal["stop", "truncate_middle", "shift", "context_shift"]
 """Rules for a conversation that fills its slots. The tokens that remain are recomputed, so that they work for any model.
@@ -152,10 +151,7 @@ class EngineRequest:
         """
         own = ("id", "owner")  # those of another process could be taken here
         plain = {"arrival": 0.0, **{name: value for name, value in values.items() if name not in own}}
-        try:
-            request = msgspec.convert(plain, cls)
-        except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
-            raise ValueError(str(error)) from None
+        request = typed(plain, cls)
         if unknown := sorted(_unknown_fields(plain, request)):
             raise ValueError(f"unknown fields {unknown}")
         now = time.perf_counter()

@@ -86,14 +86,21 @@ def prepared(schema: Any) -> Any:
     if schema is True:
         schema = {}
     check_depth(schema)
-    return {**_prepared(schema, closes="allOf" not in _names(schema)), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**_prepared(schema, closes=not _uses("allOf", schema)), "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def _names(schema: object) -> set[str]:
-    """Return every key in a schema."""
-    if isinstance(schema, Mapping):
-        return {*schema, *(name for value in schema.values() for name in _names(value))}
-    return {name for value in schema for name in _names(value)} if isinstance(schema, list) else set()
+def _uses(keyword: str, schema: object) -> bool:
+    """Return whether a schema or a part of it has a keyword; names of properties do not count."""
+    if not isinstance(schema, Mapping):
+        return False
+    found = [keyword in schema]
+
+    def look(part: object) -> object:
+        found.append(_uses(keyword, part))
+        return part
+
+    with_parts(schema, look)
+    return any(found)
 
 
 def _prepared(schema: Any, closes: bool) -> Any:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from staticllm.core import Count, Size, Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.files import write_whole
+from staticllm.system.typed import json_of, typed
 
 Cost = Callable[[Variant], float]
 """Returns the seconds that one call of a variant takes."""
@@ -78,8 +78,8 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostM
         OSError: the file cannot be read.
     """
     try:
-        entries = msgspec.json.decode(Path(path).read_bytes(), type=Annotated[list[_Entry], Meta(min_length=1)])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        entries = typed(json_of(Path(path).read_bytes()), _Entries)
+    except ValueError as error:
         raise ConfigError(f"{path}: {error}; `staticllm simulate --save-costs` writes such a file") from None
     for number, entry in enumerate(entries, 1):
         if entry.sequences > entry.rows:
@@ -96,3 +96,6 @@ class _Entry:
     kv_len: Count
     seconds: Annotated[float, Meta(gt=0, lt=1e6)]
     sequences: Size = 1
+
+
+_Entries = Annotated[list[_Entry], Meta(min_length=1)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
 from staticllm.core import FinishReason
+from staticllm.system.typed import typed
 from staticllm.wire.messages import MAX_PRIORITY, Message, ProtocolError
 
 B = TypeVar("B", bound=Struct)
@@ -159,6 +159,6 @@ class Trace(Struct):
 def read_body(message: Message, kind: type[B]) -> B:
     """Return the body of a message. Raises ``ProtocolError`` (a field is missing, of a wrong type or out of bounds)."""
     try:
-        return msgspec.convert(message.body, kind)
-    except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        return typed(message.body, kind)
+    except ValueError as error:
         raise ProtocolError(f"{message.kind.name}: {error}") from None

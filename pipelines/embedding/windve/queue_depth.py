@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
@@ -18,6 +17,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import NEW_SHARE, averaged, nonnegative_least_squares
 from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.system.files import read_regular, write_whole
+from staticllm.system.typed import json_of, typed
 
 NUM_LEVELS, NUM_REPEATS = 5, 5
 """Concurrencies that are profiled, and runs at each of them. The paper says "a limited number" of runs."""
@@ -264,15 +264,21 @@ def read_estimates(path: str | os.PathLike[str], key: str | None = None) -> tupl
     """
     place = Path(path)
     try:
-        found = msgspec.json.decode(read_regular(place, MAX_BYTES), type=_Stored)
+        content = json_of(read_regular(place, MAX_BYTES))
+        if (
+            key is not None
+            and isinstance(content, dict)
+            and content.get("version") == VERSION
+            and content.get("key") != key
+        ):
+            return ()
+        found = typed(content, _Stored)
     except FileNotFoundError:
         return ()
     except OSError as error:
         raise ConfigError(f"{place.name}: cannot be read ({error.strerror or error}); {_REMEDY}") from None
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{place.name}: {error}; {_REMEDY}") from None
-    if key is not None and found.key != key:
-        return ()
     for device in found.devices:
         if device.alpha + device.beta == 0:
             raise ConfigError(f"{place.name}: alpha or beta of {device.name!r} must be more than 0; {_REMEDY}")

@@ -222,18 +222,18 @@ def test_estimates_survive_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "Invalid enum value 2 - at `$.version`"),
-        ({"devices": 3}, "Expected `array`, got `int` - at `$.devices`"),
-        ({"alpha": -1}, "Expected `float` >= 0.0 - at `$.devices[0].alpha`"),
-        ({"alpha": 10**400}, "Number out of range"),
-        ({"beta": float("nan")}, "JSON is malformed: invalid character"),
-        ({"beta": True}, "Expected `float`, got `bool` - at `$.devices[0].beta`"),
-        ({"r2": "x"}, "Expected `float`, got `str` - at `$.devices[0].r2`"),
-        ({"tuned": 1.5}, "Expected `int | null`, got `float` - at `$.devices[0].tuned`"),
-        ({"tuned": -1}, "Expected `int` >= 0 - at `$.devices[0].tuned`"),
-        ({"limit_s": 0}, "Expected `float` > 0.0 - at `$.devices[0].limit_s`"),
+        ({"version": 2}, "version is 2: must be one of 1"),
+        ({"devices": 3}, "devices is 3: must be array"),
+        ({"alpha": -1}, "devices[0].alpha is -1: must be float >= 0.0"),
+        ({"alpha": 10**400}, "devices[0].alpha is a whole number of 1329 bits: must be a number of at most 64 bits"),
+        ({"beta": float("nan")}, "devices[0].beta is NaN: must be float"),
+        ({"beta": True}, "devices[0].beta is True: must be float"),
+        ({"r2": "x"}, "devices[0].r2 is 'x': must be float"),
+        ({"tuned": 1.5}, "devices[0].tuned is 1.5: must be int | null"),
+        ({"tuned": -1}, "devices[0].tuned is -1: must be int >= 0"),
+        ({"limit_s": 0}, "devices[0].limit_s is 0: must be float > 0.0"),
         ({"alpha": 0, "beta": 0}, "alpha or beta of 'NPU' must be more than 0"),
-        ({"name": ""}, "Expected `str` of length >= 1 - at `$.devices[0].name`"),
+        ({"name": ""}, "devices[0].name is '': must be str of length >= 1"),
         ({"name": "CPU"}, "names a device twice"),
     ],
 )
@@ -248,6 +248,17 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, change, said):
     assert said in str(error.value)
     assert str(error.value).endswith("delete the file, and the queue depths are measured again")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["another", None, 5])
+def test_a_file_with_another_key_is_as_none_whatever_its_devices_are(tmp_path, key):
+    path = tmp_path / "depths.json"
+    write_estimates(path, "mine", FOUND)
+    found = json.loads(path.read_text())
+    found["key"] = key
+    found["devices"][0]["alpha"] = -1
+    path.write_text(json.dumps(found))
+    assert read_estimates(path, "mine") == ()
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"\xff", b"7" * 5000, b"[]", b'{"version": 1, "devices": [3]}'])

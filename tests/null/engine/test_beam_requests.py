@@ -12,7 +12,7 @@ from support.engine.output_queues import outputs_of
 from support.quick import examples
 
 from staticllm.errors import ClosedError, NumericalError
-from staticllm.pipelines.engine.beams import BeamRequest
+from staticllm.pipelines.engine.beams import BeamRequest, _ending_of
 from staticllm.pipelines.engine.request import EngineRequest, Finished
 from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -260,3 +260,16 @@ def test_an_error_in_the_end_of_a_cancelled_search_leaves_a_usable_engine(monkey
     run_to_end(engine, [again := fake_request(range(50), 3)])
     assert len(outputs_of(again)) == 4
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("stop", ["\u4f60\u597d", "ab", "\U0001f600"])
+@pytest.mark.parametrize("before", ["", "x", "\u4f60\u4f60\u4f60", "\U0001f642x"])
+def test_a_stop_string_is_found_whose_characters_are_several_tokens(stop, before):
+    """Tokens are bytes here, and every second one has no text at all, as special tokens have none."""
+
+    def decode(tokens):
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    has_ended = _ending_of(beam_request(range(4), 99, stop_strings=(stop,)).request, decode)
+    tokens = [token for byte in (before + stop).encode() for token in (300, byte)]
+    assert [has_ended(tokens[:count]) for count in range(1, len(tokens) + 1)] == [False] * (len(tokens) - 1) + [True]

@@ -1,5 +1,7 @@
 """Tests failures in the engine, on the fake device: a failure ends only the requests to which it belongs."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from operator import attrgetter
 
 import pytest
@@ -166,3 +168,64 @@ def test_no_reader_waits_if_ending_everything_fails_too(monkeypatch, place):
     run_to_end(engine, [third])
     assert third.tokens == fake_answer([1, 2, 3], 5)
     assert_empty(engine)
+
+
+class Turns:
+    """The device of an engine that notes whether a step of it runs now."""
+
+    is_wanted = False
+
+    def __init__(self):
+        self.is_used = False
+
+    @contextmanager
+    def turn(self, worker, limits):
+        self.is_used = True
+        yield
+        self.is_used = False
+
+    def hurry(self, priority, client):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_model_that_cannot_show_its_rotations_fails_only_requests_that_need_them(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"), starts_thread=False)
+    innocent = fake_request([1, 2, 3], 12)
+    guilty = fake_request([4, 5], 12, overflow="context_shift")
+    later = fake_request([6, 7], 12, overflow="context_shift")
+
+    def fail(*_):
+        raise RuntimeError("the device is on holiday")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.runner), "_rows_at", fail)
+        run_to_end(engine, [innocent, guilty])
+    assert "holiday" in str(outputs_of(guilty)[-1].error)
+    assert innocent.tokens == fake_answer([1, 2, 3], 12)
+    run_to_end(engine, [later])
+    assert later.tokens == fake_answer([6, 7], 12)
+    assert_empty(engine)
+
+
+def test_rotations_are_found_in_a_turn_of_the_device_and_without_the_lock_of_submit(monkeypatch):
+    engine = fake_engine(make_policy("fcfs"), starts_thread=False)
+    turns = Turns()
+    engine.share_device(turns)
+    seen = []
+    rows_at = type(engine.runner)._rows_at
+
+    def is_free():
+        with engine._wake:
+            return True
+
+    def look(runner, token, position):
+        with ThreadPoolExecutor(1) as other:
+            seen.append((turns.is_used, other.submit(is_free).result(5)))
+        return rows_at(runner, token, position)
+
+    monkeypatch.setattr(type(engine.runner), "_rows_at", look)
+    run_to_end(engine, [fake_request([4, 5], 12, overflow="context_shift")])
+    assert set(seen) == {(True, True)}

@@ -125,6 +125,8 @@ def test_schemas_get_the_assumptions_of_strict_mode():
     assert opened["additionalProperties"] is True
     assert "additionalProperties" not in prepared({"allOf": [inner, {"properties": {"y": {}}}]})["allOf"][0]
     assert "additionalProperties" not in prepared({**inner, "required": ["other"]})
+    same_name = prepared({"type": "object", "properties": {"allOf": {"type": "string"}}, "required": ["allOf"]})
+    assert same_name["additionalProperties"] is False, "allOf is the name of a property here"
     named = prepared({"type": "object", "properties": {"format": {"type": "string"}, "properties": {"type": "null"}}})
     assert set(named["properties"]) == {"format", "properties"}
     assert prepared({"const": {"properties": {"a": 1}}})["const"] == {"properties": {"a": 1}}
