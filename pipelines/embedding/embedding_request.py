@@ -70,14 +70,14 @@ class _DoneCallbacks:
 
 
 _callbacks = _DoneCallbacks()
-if hasattr(os, "register_at_fork"):  # the thread does not exist in a forked child, and the lock may be held for ever
+if hasattr(os, "register_at_fork"):  # the thread does not exist in a forked child, and the lock may be held forever
     os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc]
 
 
 class RequestFuture(Future[Vectors]):
     """A future whose done-callbacks run on a thread of their own: one that waits for the device cannot hold the device.
 
-    They run in the order in which they became due. One that waits for another callback waits for ever. As for every future, a
+    They run in the order in which they became due. One that waits for another callback waits forever. As for every future, a
     callback that is added after the end is called at once, on the thread that adds it.
     """
 
@@ -119,7 +119,7 @@ class EmbeddingRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for the texts any more: the request was cancelled, or has failed."""
+        """Whether the vectors are no longer wanted: the request was cancelled, or has failed."""
         return self.future.done()
 
     def is_late(self, now: float) -> bool:

@@ -29,7 +29,7 @@ from staticllm.properties import resolve
 MAX_LENGTH = 512
 """The most tokens of a text, unless the model or the user says less or more."""
 MOST_TOKENS = 8192
-"""The most tokens that a text can have at all: a mask has a number for each pair of them, 256 MB for so many."""
+"""The most tokens that a text can have at all: a mask has a number for each pair of them, 256 MB for this number."""
 OPTIONS = frozenset(
     ["cache_dir", "cache_mode", "cache_limit_gb", "cache_encryption_callbacks", "weights_decryption_callback", "blob_path",
      "export_blob", "integrity_key", "weights_path", "programs", "device_properties"]

@@ -372,7 +372,7 @@ class Engine:
                 self._callbacks.run()
                 with self._turn():
                     self._core.step()
-        except BaseException as error:  # a bug of ours: every request must end, or its reader would wait for ever
+        except BaseException as error:  # a bug of ours: every request must end, or its reader would wait forever
             try:
                 self._core.end_all(FinishReason.ERROR, as_ours(error))
             except Exception:

@@ -153,7 +153,7 @@ class EngineCore:
         self.feeds.end_held(reason, error)
 
     def drop_all(self, error: Exception) -> None:
-        """End every request and forget all slots, after ``end_all`` has failed itself: no reader may wait for ever."""
+        """End every request and forget all slots, after ``end_all`` has failed itself: no reader may wait forever."""
         for request in tuple(self.requests.values()):
             with suppress(Exception):
                 request.finish_from(0, FinishReason.ERROR, error)

@@ -53,7 +53,7 @@ class JobSource(Protocol):
         ...
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
-        """Run one job, and return its number of texts or other parts; 0 if there was none. It keeps errors for itself.
+        """Run one job, and return its number of texts or other parts; 0 if there was none. Errors do not leave it.
 
         ``meanwhile`` is called once the device has begun.
         """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TRIED_TOKENS = 3
 """The tokens of an answer that a new grammar is tried with, so that one that is too complex is refused at once."""
 ENDLESS = "ff_tokens"
-"""What llguidance says of tokens that must follow each other for ever; ``TokenBounds`` finds that too, and has better words."""
+"""What llguidance says of tokens that must follow each other forever; ``TokenBounds`` finds that too, and has better words."""
 MAX_KEPT = 64
 """The most grammars that are kept compiled."""
 

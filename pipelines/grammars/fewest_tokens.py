@@ -33,7 +33,7 @@ from staticllm.pipelines.grammars.translation import choices_of, tree_of
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
 
 MAX_BYTES = 1 << 16
-"""Only so many bytes of a fixed text count; longer ones do not fit into an answer."""
+"""Most bytes of a fixed text that count; longer ones do not fit into an answer."""
 MAX_VISITS = 20_000
 """The most rules and parts of schemas that are looked at. References to references can make exponentially many."""
 

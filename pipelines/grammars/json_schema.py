@@ -69,7 +69,7 @@ def prepared(schema: Any) -> Any:
 
     Objects that list their properties have no others, unless the schema says so; where parts of a schema are combined
     (``allOf`` and the like), they stay as they are, since each part would forbid the properties of the others. Formats that
-    nobody enforces are left out. Whitespace is limited.
+    are not enforced are left out. Whitespace is limited.
 
     Raises:
         GenerationConfigError: nothing satisfies it, or it is nested too deeply.
@@ -162,7 +162,7 @@ def _without_dependents(schema: Schema) -> Schema:
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 1 << 63
 STEP_DIGITS = 3
-"""An excluded whole bound becomes an included one that is further in by 10 to the power of minus so many digits more than the
+"""An excluded whole bound becomes an included one that is further in by 10 to the power of minus this many digits more than the
 other bound has, and by a millionth at most."""
 
 

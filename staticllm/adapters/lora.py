@@ -51,7 +51,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 MAX_PATTERN = 512
 _REPEATS = re.compile(r"\\.|\)[*+?{]|[*+{]")
 MAX_REPEATS = 4
-"""Repetitions in a pattern of a path. More of them, or repeated groups, could take for ever to match."""
+"""Repetitions in a pattern of a path. More of them, or repeated groups, could take forever to match."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,9 @@ def command(models: tuple[str, ...], **options: Any) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
     if options["random_key"] and options["ready_fd"] is None and options["ready_file"] is None:
-        raise click.UsageError("--random-key goes with --ready-fd or --ready-file: nobody else learns the key")
+        raise click.UsageError(
+            "--random-key goes with --ready-fd or --ready-file: otherwise the key is not known to anyone"
+        )
     if options["supervise"] and options["daemon"]:
         raise click.UsageError("--supervise and --daemon: leave one of them out")
     settings = _settings(options)

@@ -1,4 +1,4 @@
-"""Values of annotated types out of JSON that nobody has checked; an error names the place, its value, and what it must be."""
+"""Values of annotated types out of unchecked JSON; an error names the place, its value, and what it must be."""
 
 from __future__ import annotations
 

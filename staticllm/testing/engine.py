@@ -53,7 +53,7 @@ def fake_engine(
         is_recurrent: Whether the model has recurrent states.
         is_staged: Whether only a part of the programs is there at first; ``add_program`` adds the others.
         starts_thread: Whether ``submit`` starts the engine's thread. Without it, the caller serves requests with ``step``
-            or ``run_to_end``, and must not call ``run_between_steps``, which would wait for ever.
+            or ``run_to_end``, and must not call ``run_between_steps``, which would wait forever.
         text: What the engine needs of a tokenizer, for grammars and the stop strings of beams.
     """
     state_slots = fake_shape(masks, is_recurrent=is_recurrent).slots_of_states(max_seq_len)

@@ -73,7 +73,7 @@ class ChunkCache:
         self.kv = KVCache(_model_shape(shape), [variant.past for variant in variants])
         self._kept = HostPool(MOST_KEPT * MOST_TOKENS)
         self._sequence: KVSequence | None = None
-        self._owner: weakref.ref[ContinuedText] | None = None  # a text that was given up is nobody's
+        self._owner: weakref.ref[ContinuedText] | None = None  # a text that was given up has no owner
         self._previous: TokenizedText | None = None
         self._num_common = 0  # of the previous lone text and the one before it
 
@@ -207,7 +207,7 @@ def new_presents(cache: KVCache, rows: int) -> list[NDArray[Any]]:
 def chunk_variant(variants: Sequence[EncoderVariant], num_done: int, num_left: int) -> EncoderVariant:
     """Return the variant of the next chunk: the smallest that holds the rest of the text, else the largest.
 
-    Of the same rows, the one that sees the fewest rows that are empty. Raises ``ValueError`` (no variant sees so many earlier
+    Of the same rows, the one that sees the fewest rows that are empty. Raises ``ValueError`` (no variant sees that many earlier
     rows).
     """
     fitting = [variant for variant in variants if variant.past >= num_done]

@@ -139,11 +139,11 @@ class _OpenBins:
         self._by_room[found.rows - found.used].append(found)
 
     def take(self, num_rows: int) -> _Bin | None:
-        """Remove and return the one with the least room for so many rows."""
+        """Remove and return the one with the least room for that many rows."""
         return next((room.pop() for room in self._by_room[num_rows:] if room), None)
 
     def take_from(self, bins: Sequence[_Bin], num_rows: int) -> _Bin | None:
-        """Remove and return the one of ``bins`` with the least room for so many rows."""
+        """Remove and return the one of ``bins`` with the least room for that many rows."""
         fitting = [found for found in bins if found.rows - found.used >= num_rows and self._has(found)]
         found = min(fitting, key=lambda each: each.rows - each.used, default=None)
         if found is not None:

@@ -97,7 +97,7 @@ class DevicePool:
         return self.queue.has_work(device.number) and (device.queue.num_waiting > 0 or not device.num_failures)
 
     def begin(self, device: PoolDevice, now: float) -> Batch | None:
-        """Return the next batch of a device, without texts that nobody waits for any more; None if there is no work."""
+        """Return the next batch of a device, without texts that are no longer wanted; None if there is no work."""
         while self.has_work(device) and (queries := self.queue.begin(device.number, now)):
             texts = cast("tuple[Text, ...]", tuple(filter(self.queue.is_wanted, queries)))
             if texts:

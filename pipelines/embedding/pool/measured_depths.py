@@ -47,7 +47,7 @@ class MeasuredDepth:
 
 
 def run_alone(instance: Instance, length: int = LENGTH) -> Run:
-    """Return what runs so many texts of ``length`` tokens at once on an instance, and returns the seconds."""
+    """Return what runs that many texts of ``length`` tokens at once on an instance, and returns the seconds."""
     texts = _texts(instance, length)
 
     def run(concurrency: int) -> float:
@@ -66,7 +66,7 @@ def _texts(instance: Instance, length: int) -> TokenizedText:
 
 
 def run_together(runs: Sequence[Run], depths: Sequence[int]) -> list[float]:
-    """Run so many texts at once on each instance, all instances together; return the seconds of each."""
+    """Run that many texts at once on each instance, all instances together; return the seconds of each."""
     used = [device for device, count in enumerate(depths) if count]
     seconds = [0.0] * len(runs)
     if not used:

@@ -68,7 +68,7 @@ class QueueDriver(ABC):
                     self._queue.admit(request, ids[start : start + SLICE], time.perf_counter())
                     self._admitted(request, start == 0)
             self._wake()
-        except BaseException:  # also Ctrl-C: nobody waits for the texts
+        except BaseException:  # also Ctrl-C: the texts are no longer wanted
             self._refused(request)
             raise
         request.future.add_quick_callback(lambda: self._ended(request))
@@ -193,7 +193,7 @@ class JobDriver(QueueDriver):
                 self._queue.take(planned.texts)
             try:
                 self._run(planned, variant, meanwhile)
-            except BaseException as error:  # the texts of this call must end, or their readers would wait for ever
+            except BaseException as error:  # the texts of this call must end, or their readers would wait forever
                 for text in planned.texts:
                     text.request.fail(as_ours(error))
             return len(planned.texts)

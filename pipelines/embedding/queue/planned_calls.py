@@ -187,7 +187,7 @@ class CallPlanner:
         return sorted((*packed, *chunked), key=lambda planned: min(text.id for text in planned.texts))
 
     def _cheapest(self, num_tokens: int) -> EncoderVariant:
-        """Return the cheapest variant that holds a text of so many tokens."""
+        """Return the cheapest variant that holds a text of that many tokens."""
         return min((variant for variant in self._runner.variants if variant.rows >= num_tokens), key=self._runner.cost)
 
     def _variants(self, planned: Sequence[EncoderVariant]) -> Sequence[EncoderVariant]:

@@ -35,9 +35,9 @@ MAX_SECONDS = 1e6
 _REMEDY = "delete the file, and the queue depths are measured again"
 
 Run = Callable[[int], float]
-"""Runs so many queries at once on one device, and returns the seconds until the last one ends."""
+"""Runs that many queries at once on one device, and returns the seconds until the last one ends."""
 RunTogether = Callable[[Sequence[int]], Sequence[float]]
-"""Runs so many queries at once on each device, all devices together, and returns the seconds of each device."""
+"""Runs that many queries at once on each device, all devices together, and returns the seconds of each device."""
 
 
 @dataclass(frozen=True)

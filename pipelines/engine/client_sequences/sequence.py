@@ -112,7 +112,7 @@ class ClientSequence:
         def run() -> None:
             try:
                 self._core.feeds.feed(self._opened, order)
-            except BaseException as error:  # a bug of ours; the client must not wait for ever
+            except BaseException as error:  # a bug of ours; the client must not wait forever
                 on_done(FeedResult(None, as_ours(error)))
 
         return run

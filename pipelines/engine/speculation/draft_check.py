@@ -29,7 +29,7 @@ class DraftCheck:
         """Choose tokens from ``logits [1 + len(draft.tokens), vocab]``, in order, until one is not that of the draft.
 
         Each row's logits follow from the tokens before it, which are the chosen ones. So these are the tokens that the sampler
-        chooses one call at a time, with the same random numbers. Return their number: so many tokens of the call are kept.
+        chooses one call at a time, with the same random numbers. Return their number: the tokens of the call that are kept.
         """
         for line, guess in zip_longest(logits, self.draft.tokens):
             try:

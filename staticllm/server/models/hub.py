@@ -262,7 +262,7 @@ class ModelHub:
             await self._unload(min(idle, key=lambda each: each.last_used))
 
     async def _unload(self, model: ServedModel) -> None:
-        """Release a model that nobody uses. The caller holds the lock."""
+        """Release an unused model. The caller holds the lock."""
         loaded = model.loaded
         model.become(UNLOADED)
         if loaded is not None:

@@ -51,7 +51,7 @@ class Workers:
             future = self._pool.submit(function)
             at_end = stack.pop_all()
         ended = asyncio.wrap_future(future)
-        ended.add_done_callback(lambda _: at_end.close())  # the shield lets nobody cancel it
+        ended.add_done_callback(lambda _: at_end.close())  # the shield prevents its cancellation
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:

@@ -78,7 +78,7 @@ def test_a_wrong_part_of_a_field_ends_no_other_request(model, part):
 
 
 def test_a_client_cannot_choose_the_id_of_its_request(model):
-    """With the id of another request it would take that request's place, whose reader would wait for ever."""
+    """With the id of another request it would take that request's place, whose reader would wait forever."""
     other = EngineRequest(PROMPT)
     assert model.request_of(plain(id=other.id)).id != other.id
 

@@ -1,4 +1,4 @@
-"""Tests calls with more texts than a pool of devices takes at once: they are told so, instead of trying again for ever."""
+"""Tests calls with more texts than a pool of devices takes at once: they are told so, instead of trying again forever."""
 
 import math
 

@@ -34,7 +34,7 @@ def test_an_exception_during_a_fork_ends_every_answer():
     engine.enqueue([request])
     for _ in range(10):
         engine.step()
-    assert ends_of(request) == dict.fromkeys(range(4), "error"), "a reader waits for ever for an answer without an end"
+    assert ends_of(request) == dict.fromkeys(range(4), "error"), "a reader waits forever for an answer without an end"
     assert engine.is_idle
 
 

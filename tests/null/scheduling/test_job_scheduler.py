@@ -1,4 +1,4 @@
-"""Tests when a job of another model runs beside requests: alone, beside streams, beside prompts, and never for ever late."""
+"""Tests when a job of another model runs beside requests: alone, beside streams, beside prompts, and never forever late."""
 
 import warnings
 from dataclasses import replace

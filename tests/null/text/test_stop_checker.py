@@ -82,4 +82,4 @@ def test_a_request_added_during_close_does_not_delay_close():
     time.sleep(0.2)
     may_go_on.set()
     closing.join(5)
-    assert not closing.is_alive(), "close waits for ever"
+    assert not closing.is_alive(), "close waits forever"
