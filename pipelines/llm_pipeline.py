@@ -33,7 +33,7 @@ from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.snapshots import ModelSnapshots
 from staticllm.pipelines.text.handle import GenerationHandle, answers_of
-from staticllm.pipelines.text.input_processor import Call, InputProcessor, Inputs, Prompt, TokenInputs, form_of
+from staticllm.pipelines.text.input_processor import GenerateCall, InputProcessor, Inputs, Prompt, TokenInputs, form_of
 from staticllm.pipelines.text.output_processor import RequestOutput, Results, results_of
 from staticllm.pipelines.text.stop_checker import StopChecker
 from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
@@ -348,7 +348,7 @@ class StaticLLMPipeline:
         """
         self._input_processor.generation_config = config
 
-    def _take_turn(self, inputs: Inputs, call: Call, sink: TokenSink | None) -> RequestOutput:
+    def _take_turn(self, inputs: Inputs, call: GenerateCall, sink: TokenSink | None) -> RequestOutput:
         """Run one turn of ``start_chat``'s conversation. A turn that its streamer cancels is not added to it."""
         turns = self._input_processor.turns(inputs, call)
         if len(turns) != 1 or call.options.num_sequences != 1:
@@ -363,7 +363,7 @@ class StaticLLMPipeline:
                 self._chat.add(turns[0], prompt, output)
         return output
 
-    def _answers(self, prompts: Sequence[Prompt], call: Call, sink: TokenSink | None) -> list[RequestOutput]:
+    def _answers(self, prompts: Sequence[Prompt], call: GenerateCall, sink: TokenSink | None) -> list[RequestOutput]:
         """Run prompts, with a streamer one, and return their answers in order."""
         if sink is None:
             return answers_of(lambda prompt: self._begin(prompt, call), prompts)
@@ -379,7 +379,7 @@ class StaticLLMPipeline:
         if self._watch is not None:
             self._watch.check()
 
-    def _begin(self, prompt: Prompt, call: Call) -> GenerationHandle:
+    def _begin(self, prompt: Prompt, call: GenerateCall) -> GenerationHandle:
         """Check a prompt, submit it to the engine, and return the handle."""
         prepared = self._input_processor.prepare(prompt, call, self.config, self._launched.vocab_size)
         queue = OutputQueue()

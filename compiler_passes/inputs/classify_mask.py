@@ -55,7 +55,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Probe:
+class MaskProbe:
     """One evaluation of the mask subgraphs: ``past`` KV slots, ``new`` tokens."""
 
     past: int
@@ -74,7 +74,7 @@ def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict
         UnsupportedModelError: a mask is of an unknown kind; the message names it.
     """
     unique = {key_of(source): source for source in sources}
-    probes = [Probe(0, 7), Probe(3, 4), Probe(max_kv_len, 5), Probe(max_kv_len + 3, 1)]
+    probes = [MaskProbe(0, 7), MaskProbe(3, 4), MaskProbe(max_kv_len, 5), MaskProbe(max_kv_len + 3, 1)]
     evaluate = _evaluator(model, list(unique.values()))
     values, others = ([evaluate(probe, seed) for probe in probes] for seed in (0, 1))
     kinds = {}
@@ -93,12 +93,12 @@ def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict
     return kinds
 
 
-def _one_of(evaluate: Evaluate, index: int) -> Callable[[Probe], Mask]:
+def _one_of(evaluate: Evaluate, index: int) -> Callable[[MaskProbe], Mask]:
     return lambda probe: evaluate(probe)[index]
 
 
 def classify_one(
-    probes: list[Probe], masks: list[Mask], evaluate: Callable[[Probe], Mask], max_kv_len: int
+    probes: list[MaskProbe], masks: list[Mask], evaluate: Callable[[MaskProbe], Mask], max_kv_len: int
 ) -> Seen | None:
     """Classify one mask by its values on the probes, and on further probes if needed; return None if no kind fits."""
     window = _window_of(masks[2])
@@ -107,7 +107,7 @@ def classify_one(
     if _all_as_expected(probes, masks, window, linear):
         return Seen(MaskKind(window), slopes)
     if slopes:
-        table = _bias_of_keys(evaluate(Probe(max_kv_len, TABLE_STEP)), max_kv_len + TABLE_STEP)
+        table = _bias_of_keys(evaluate(MaskProbe(max_kv_len, TABLE_STEP)), max_kv_len + TABLE_STEP)
         if table is not None:
             biases = [
                 np.broadcast_to(table[:, None, : p.past + p.new], (len(table), p.new, p.past + p.new)) for p in probes
@@ -121,14 +121,14 @@ def classify_one(
     return Seen(MaskKind(table=_digest(first_seen), first_seen=tuple(first_seen.tolist())))
 
 
-def _first_seen(evaluate: Callable[[Probe], Mask], max_kv_len: int) -> NDArray[np.int64] | None:
+def _first_seen(evaluate: Callable[[MaskProbe], Mask], max_kv_len: int) -> NDArray[np.int64] | None:
     """Return the first position that each token at 0 … ``max_kv_len`` sees, ``[max_kv_len + 1]``.
 
     Return None if a token does not see all positions from there to its own.
     """
     firsts = []
     for past in range(0, max_kv_len + 1, TABLE_STEP):
-        mask = evaluate(Probe(past, TABLE_STEP))
+        mask = evaluate(MaskProbe(past, TABLE_STEP))
         total = past + TABLE_STEP
         if mask.size % (TABLE_STEP * total):
             return None
@@ -163,7 +163,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
     compiled = get_core().compile_model(part_of(sources, parameters), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
-    def evaluate(probe: Probe, seed: int = 0) -> list[NDArray[np.float32]]:
+    def evaluate(probe: MaskProbe, seed: int = 0) -> list[NDArray[np.float32]]:
         random = np.random.default_rng(seed)
         feeds = [_probe_input(node, probe, random) for node in parameters]
         return [_additive(value) for value in compiled(feeds).values()]
@@ -171,7 +171,7 @@ def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
     return evaluate
 
 
-def _probe_input(parameter: ov.Node, probe: Probe, random: np.random.Generator) -> NDArray[np.generic]:
+def _probe_input(parameter: ov.Node, probe: MaskProbe, random: np.random.Generator) -> NDArray[np.generic]:
     """Make the value of one parameter with ``past`` KV slots and ``new`` tokens. All tokens are real, and their ids random."""
     names = parameter.output(0).get_names()
     shape = parameter.get_partial_shape()
@@ -197,7 +197,7 @@ def _additive(value: NDArray[np.generic]) -> NDArray[np.float32]:
 
 
 def _all_as_expected(
-    probes: list[Probe], masks: list[Mask], window: int | None, biases: Sequence[NDArray[np.floating[Any]]]
+    probes: list[MaskProbe], masks: list[Mask], window: int | None, biases: Sequence[NDArray[np.floating[Any]]]
 ) -> bool:
     for probe, mask, bias in zip(probes, masks, biases, strict=True):
         cells = visible_cells(probe.past, probe.new, window)
@@ -222,7 +222,7 @@ def _is_as_expected(planes: NDArray[np.float32], cells: NDArray[np.bool_], bias:
     return bool(np.all(spread <= BIAS_TOLERANCE * (1 + np.abs(bias).max())))
 
 
-def _linear(probe: Probe, slopes: NDArray[np.float64]) -> NDArray[np.float64]:
+def _linear(probe: MaskProbe, slopes: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return ``slope * (key - query)``, ``[heads, new, past + new]``."""
     query = np.arange(probe.past, probe.past + probe.new)[:, None]
     key = np.arange(probe.past + probe.new)[None, :]

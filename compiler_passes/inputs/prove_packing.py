@@ -67,7 +67,7 @@ class Layouts:
 
 
 @dataclass(frozen=True)
-class Text:
+class ProofText:
     """A text in a call: its sequence, the rows of it that hold its tokens, and the tokens.
 
     The first ``num_shared`` rows are those of the text before it.
@@ -160,14 +160,14 @@ def _sizes(most: int) -> list[int]:
 
 def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.CompiledModel, layouts: Layouts) -> None:
     """Find out whether texts may share the rows of a common beginning: not if a bias goes by the distance of rows, say."""
-    texts = list[Text]()
+    texts = list[ProofText]()
     start = 0
     for length, num_shared in layouts.branches:
         own = length - num_shared
-        before = texts[-1] if texts else Text(0, np.arange(0), np.arange(0))
+        before = texts[-1] if texts else ProofText(0, np.arange(0), np.arange(0))
         rows = np.concatenate((before.rows[:num_shared], np.arange(start, start + own)))
         ids = np.concatenate((before.ids[:num_shared], random_ids(graph.original, (own,), seed=10 + len(texts))))
-        texts.append(Text(0, rows, ids, num_shared))
+        texts.append(ProofText(0, rows, ids, num_shared))
         start += own
     worst = _difference(run_alone(graph, original, texts), _together(graph, program, texts, layouts.rows))
     graph.shares_prefixes = worst <= TOLERANCE
@@ -175,13 +175,13 @@ def _prove_branches(graph: EncoderGraph, original: ov.Model, program: ov.Compile
     graph.note(STAGE, f"common beginnings of texts are {how}: within {worst:.0e} of the original")
 
 
-def _placed(graph: EncoderGraph, layout: Sequence[Sequence[int]]) -> list[Text]:
-    found: list[Text] = []
+def _placed(graph: EncoderGraph, layout: Sequence[Sequence[int]]) -> list[ProofText]:
+    found: list[ProofText] = []
     for sequence, lengths in enumerate(layout):
         start = 0
         for length in lengths:
             rows = np.arange(start, start + length)
-            found.append(Text(sequence, rows, random_ids(graph.original, (length,), seed=len(found))))
+            found.append(ProofText(sequence, rows, random_ids(graph.original, (length,), seed=len(found))))
             start += length
     return found
 
@@ -209,7 +209,7 @@ def _until(model: ov.Model, end: ov.Node) -> ov.Model:
     return part_of([copy.get_ordered_ops()[place].output(0)], copy.get_parameters())
 
 
-def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) -> list[Vectors]:
+def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[ProofText]) -> list[Vectors]:
     """Return what the original computes for each text: the hidden states ``[length, width]``, or the scores ``[1, labels]``.
 
     The longest text is the first to run: OpenVINO 2026.4's fused attention without a mask, if it has seen one token before
@@ -227,7 +227,7 @@ def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[Text]) ->
     return [found[index] for index in range(len(texts))]
 
 
-def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Text], rows: int) -> list[Vectors]:
+def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[ProofText], rows: int) -> list[Vectors]:
     """Return what the lowered graph computes for each text in sequences of ``rows`` rows, as ``run_alone`` does."""
     batch = 1 + texts[-1].sequence
     feeds = {
@@ -247,7 +247,7 @@ def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[Te
     return [np.array(values[text.sequence, text.rows]) for text in texts]
 
 
-def _mask(kind: EncoderMask, batch: int, texts: Sequence[Text], rows: int) -> Vectors:
+def _mask(kind: EncoderMask, batch: int, texts: Sequence[ProofText], rows: int) -> Vectors:
     """Return the mask ``[batch, 1, rows, rows]`` of texts: idle rows see themselves."""
     sees = np.broadcast_to(np.eye(rows, dtype=np.bool_), (batch, rows, rows)).copy()
     for text in texts:

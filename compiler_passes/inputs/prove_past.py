@@ -17,7 +17,7 @@ from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.graph.step_graph import part_of
 from staticllm.compiler_passes.inputs.expose_encoder_mask import visible
 from staticllm.compiler_passes.inputs.expose_past import ROW_AXIS, continued_graph
-from staticllm.compiler_passes.inputs.prove_packing import MOST_ROWS, TOLERANCE, Text, run_alone
+from staticllm.compiler_passes.inputs.prove_packing import MOST_ROWS, TOLERANCE, ProofText, run_alone
 from staticllm.devices import get_core
 from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
 
@@ -64,7 +64,7 @@ def _difference_in_chunks(graph: EncoderGraph) -> float:
         original = graph.original
     length = min(graph.num_rows, MOST_ROWS)
     ids = random_ids(graph.original, (length,), seed=21)
-    (wanted,) = run_alone(graph, original, [Text(0, np.arange(length), ids)])
+    (wanted,) = run_alone(graph, original, [ProofText(0, np.arange(length), ids)])
     program = get_core().compile_model(continued_graph(graph, end), "CPU", EXACT)
     found = list[NDArray[np.float32]]()
     past = dict[str, NDArray[np.float32]]()

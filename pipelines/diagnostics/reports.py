@@ -433,7 +433,7 @@ class ChosenSettings:
 
 
 @dataclass(frozen=True)
-class ProbeTimes:
+class TokenTimes:
     """The ms of the calibration's products with this number of rows, by the name of each setting."""
 
     rows: int

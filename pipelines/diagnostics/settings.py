@@ -11,7 +11,7 @@ import openvino as ov
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
 from staticllm.devices import get_core, is_present, kind, type_name
-from staticllm.pipelines.diagnostics.reports import ChosenSettings, ProbeTimes
+from staticllm.pipelines.diagnostics.reports import ChosenSettings, TokenTimes
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe, repeated_matrices
 from staticllm.pipelines.programs.bind import BoundPrograms
@@ -56,7 +56,7 @@ def candidates(core: ov.Core, options: CompileOptions) -> dict[str, Mapping[str,
     return {label_of(core, options.device, each): each for each in (*grid, *options.properties.values())}
 
 
-def probe_times(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> Iterator[ProbeTimes]:
+def probe_times(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> Iterator[TokenTimes]:
     """Yield the times of one product with each shape of matrix that the model repeats, with each setting and number of rows.
 
     The calibration chooses by the same products (``pipelines/programs/autotune.py``). The candidates run in turn, and no cache
@@ -72,7 +72,7 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
         settings = {label: each for label, each in settings.items() if each.get(GROUP_SIZE) != LARGE_GROUP}
     for rows in PROBED_ROWS:
         seconds = probe.seconds(rows, list(settings.values()), is_cold=True)
-        yield ProbeTimes(rows, {label: 1e3 * time for label, time in zip(settings, seconds, strict=True)})
+        yield TokenTimes(rows, {label: 1e3 * time for label, time in zip(settings, seconds, strict=True)})
 
 
 def _of_program(compiled: ov.CompiledModel, variants: list[Variant]) -> ChosenSettings:

@@ -26,7 +26,7 @@ from staticllm.pipelines.embedding.encoder_calls import check_ports, random_text
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind, Source, properties_text
+from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind, properties_text
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.layout import program_mode
 from staticllm.ports import INPUT_IDS
@@ -162,7 +162,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled."""
         check_kind(model, directory, "encoder", self.can_embed)
 
-    def lower(self, job: AnyJob, source: Source, start: StartWith) -> EncoderPlan:
+    def lower(self, job: AnyJob, source: OpenedModel, start: StartWith) -> EncoderPlan:
         """Lower the model, and choose its variants; all of its programs are there from the start."""
         del start
         given = self.chosen

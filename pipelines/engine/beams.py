@@ -14,7 +14,7 @@ from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
-from staticllm.pipelines.generation.beam_search import BeamSearch, Ending, Hypothesis, Limits, Successor
+from staticllm.pipelines.generation.beam_search import BeamLimits, BeamSearch, Ending, Hypothesis, Successor
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.scheduling.interface import RequestStatus
@@ -46,7 +46,7 @@ class BeamRequest(RequestState):
         super().__init__(request, vocab_size, queue, clock=clock)
         self._first_mask = grammar_mask
         assert request.beams is not None, "not a beam search"
-        limits = Limits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
+        limits = BeamLimits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
         self._beams: list[ClientState] = []
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token

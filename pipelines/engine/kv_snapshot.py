@@ -16,7 +16,7 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 Result = TypeVar("Result")
 
 
-class Owner(Protocol):
+class SnapshotEngine(Protocol):
     """What a snapshot needs of an engine."""
 
     @property
@@ -28,7 +28,7 @@ class Owner(Protocol):
     def run_between_steps(self, function: Callable[[], Result]) -> Result: ...
 
 
-def save_snapshot(engine: Owner, tokens: list[int], target: SnapshotTarget) -> int:
+def save_snapshot(engine: SnapshotEngine, tokens: list[int], target: SnapshotTarget) -> int:
     """Save a snapshot as ``EngineClient.save_snapshot`` says. Any thread may call."""
 
     def find() -> StoredSequence | None:
@@ -41,7 +41,7 @@ def save_snapshot(engine: Owner, tokens: list[int], target: SnapshotTarget) -> i
     return len(stored.tokens)
 
 
-def load_snapshot(engine: Owner, target: SnapshotTarget) -> int:
+def load_snapshot(engine: SnapshotEngine, target: SnapshotTarget) -> int:
     """Read a snapshot into the host pool as ``EngineClient.load_snapshot`` says. Any thread may call."""
     num_slots = engine.kv_manager.host_pool.num_slots
     stored = load(target.path, target.identity, engine.runner.cache.layout, num_slots, target.key)

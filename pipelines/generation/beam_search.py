@@ -25,7 +25,7 @@ Ending = Callable[[Sequence[int]], bool]
 """Takes the tokens of an answer, and returns whether a stop string ends it."""
 
 
-class Mask(Protocol):
+class BeamMask(Protocol):
     """What may follow one beam."""
 
     def process(self, logits: Logits, /) -> None:
@@ -54,7 +54,7 @@ class BeamParams:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BeamLimits:
     """Where answers end.
 
     ``max_new_tokens`` is None without a limit. None of ``stop_token_ids`` is among the first ``min_new_tokens`` tokens.
@@ -141,7 +141,9 @@ class BeamSearch:
         ending: Finds stop strings; None without any.
     """
 
-    def __init__(self, params: BeamParams, prompt: Sequence[int], limits: Limits, ending: Ending | None = None) -> None:
+    def __init__(
+        self, params: BeamParams, prompt: Sequence[int], limits: BeamLimits, ending: Ending | None = None
+    ) -> None:
         self._params = params
         self._prompt = tuple(prompt)
         self._limits = limits
@@ -167,7 +169,7 @@ class BeamSearch:
         """Whether ``take`` got the logits after every beam in progress."""
         return len(self._tables) + len(self._tokens) == len(self._beams)
 
-    def take(self, index: int, logits: Logits, mask: Mask | None = None) -> None:
+    def take(self, index: int, logits: Logits, mask: BeamMask | None = None) -> None:
         """Keep what may follow beam ``index`` in progress.
 
         Args:

@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.grammars.nodes import (
+    FixedText,
     Node,
     Pattern,
     Reference,
     Repeat,
-    Text,
     in_order,
     one_of,
     walk,
@@ -93,12 +93,12 @@ class _Parser:
             if _RULE.match(self._text, self._place):
                 break
             parts.append(self._repeated(self._atom()))
-        return in_order(parts) if parts else Text("")
+        return in_order(parts) if parts else FixedText("")
 
     def _atom(self) -> Node:
         char = self._text[self._place]
         if char == '"':
-            return Text(self._string())
+            return FixedText(self._string())
         if char == "[":
             return Pattern(self._class())
         if char == ".":

@@ -18,14 +18,14 @@ except ImportError:
 
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.nodes import (
-    Choice,
+    Alternatives,
+    FixedText,
     Node,
     Reference,
     Repeat,
     Rules,
     Schema,
     Shortest,
-    Text,
     Token,
 )
 from staticllm.pipelines.grammars.schema_facts import InexpressibleError, SchemaFacts
@@ -139,7 +139,7 @@ class _Bounds:
     def of(self, node: Node) -> float:
         """Return the bound of a node."""
         match node:
-            case Text(text):
+            case FixedText(text):
                 bound = self._bounds.covering(text.encode())
             case Shortest(ends):
                 bound = min(self._bounds.covering(end.encode()) for end in ends)
@@ -149,7 +149,7 @@ class _Bounds:
                 bound = self._of_rule[name]
             case Token():
                 bound = 1
-            case Choice(parts):
+            case Alternatives(parts):
                 bound = min(map(self.of, parts))
             case Repeat(part, least):
                 bound = repeated(self.of(part), least)

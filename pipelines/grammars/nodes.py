@@ -46,7 +46,7 @@ Rules: TypeAlias = Mapping[str, Node]
 
 
 @dataclass(frozen=True)
-class Text(Node):
+class FixedText(Node):
     """Exactly this text. ``is_plain``: also where it has the text of a special token, it is written with other tokens."""
 
     text: str
@@ -59,7 +59,7 @@ class Text(Node):
         if self.is_plain or not self.text:
             return self
         pieces = split_at(self.text, special)
-        return in_order([Text(piece) if isinstance(piece, str) else Token(piece) for piece in pieces])
+        return in_order([FixedText(piece) if isinstance(piece, str) else Token(piece) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Shortest(Node):
         for end in self.ends:
             pieces = split_at(end, special)
             if pieces and isinstance(pieces[0], int):
-                ends.append(Sequence((Pattern(self._before), Text(end).with_special_tokens(special))))
+                ends.append(Sequence((Pattern(self._before), FixedText(end).with_special_tokens(special))))
             else:
                 ends.append(Shortest((end,), self.least, self.most))
         return self if all(isinstance(each, Shortest) for each in ends) else one_of(ends)
@@ -184,7 +184,7 @@ class Sequence(Node):
 
 
 @dataclass(frozen=True)
-class Choice(Node):
+class Alternatives(Node):
     """One of the parts."""
 
     parts: tuple[Node, ...]
@@ -203,7 +203,7 @@ class Choice(Node):
         return f"({' | '.join(map(writer.rule_text, [*([one_of(regular)] if regular else []), *others]))})"
 
     def with_special_tokens(self, special: Mapping[str, int]) -> Node:
-        return Choice(tuple(part.with_special_tokens(special) for part in self.parts))
+        return Alternatives(tuple(part.with_special_tokens(special) for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 def one_of(parts: list[Node]) -> Node:
     """Return a choice; the part itself if there is one."""
-    return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+    return parts[0] if len(parts) == 1 else Alternatives(tuple(parts))
 
 
 def in_order(parts: list[Node]) -> Node:
@@ -289,7 +289,7 @@ def regular_rules(rules: Rules) -> frozenset[str]:
 
 def without_tail_calls(name: str, body: Node) -> Node:
     """Return the body of a rule with a repetition in place of calls of itself at an end of its alternatives."""
-    options = body.parts if isinstance(body, Choice) else (body,)
+    options = body.parts if isinstance(body, Alternatives) else (body,)
     me = Reference(name)
     for place in (-1, 0):
         calls = [each for each in options if isinstance(each, Sequence) and each.parts and each.parts[place] == me]
@@ -326,7 +326,7 @@ class LarkWriter:
         """Return what stands for a node in a rule: of a regular one, the name of its terminal; the empty text has none."""
         if not self.is_regular(node):
             return node.rule(self)
-        if isinstance(node, Reference) or (isinstance(node, Text) and not node.text):
+        if isinstance(node, Reference) or (isinstance(node, FixedText) and not node.text):
             return node.terminal(self)
         return self.named("T", node, lambda: node.terminal(self), "T{}: {}")
 

@@ -14,13 +14,13 @@ from staticllm.errors import GenerationConfigError, shown
 from staticllm.pipelines.grammars.json_schema import prepared
 from staticllm.pipelines.grammars.nodes import (
     AllOf,
+    FixedText,
     Node,
     Pattern,
     Repeat,
     Schema,
     Sequence,
     Shortest,
-    Text,
     escaped,
     one_of,
 )
@@ -216,7 +216,7 @@ def plain_text(schema: Mapping[str, Any], excluded: str) -> Node:
     """
     texts = _listed_texts(schema, excluded)
     if texts is not None and not any(name in schema for name in LIMITS):
-        return one_of([Text(text, is_plain=True) for text in texts])
+        return one_of([FixedText(text, is_plain=True) for text in texts])
     limits = limited_text(schema, excluded)
     return limits if texts is None else AllOf(("|".join(map(escaped, texts)) or "()", *limits.regexes), excluded)
 
@@ -290,8 +290,8 @@ def xml_parameters(schema: Any) -> Node:
         raise GenerationConfigError("parameters in XML need the schema of an object with properties: add them")
     parts: list[Node] = []
     for parameter in listed_parameters(schema, _OWNER):
-        name = Text(parameter.name, is_plain=True)
-        body = Sequence((SPACE, Text("<parameter="), name, Text(">"), *_value(parameter.schema)))
+        name = FixedText(parameter.name, is_plain=True)
+        body = Sequence((SPACE, FixedText("<parameter="), name, FixedText(">"), *_value(parameter.schema)))
         parts.append(body if parameter.is_required else Repeat(body, 0, 1))
     return Sequence((*parts, SPACE))
 
@@ -299,10 +299,10 @@ def xml_parameters(schema: Any) -> Node:
 def _value(schema: Mapping[str, Any]) -> tuple[Node, ...]:
     """Return a value and the end of its parameter."""
     if not is_plain(schema) or "enum" in schema or "const" in schema:
-        return SPACE, Schema(prepared(dict(schema))), SPACE, Text(END)
+        return SPACE, Schema(prepared(dict(schema))), SPACE, FixedText(END)
     if "pattern" in schema:
         limits = limited_text({name: value for name, value in schema.items() if name != "pattern"}, END)
-        return AllOf((*limits.regexes, rust_regex(str(schema["pattern"]))), END), Text(END)
+        return AllOf((*limits.regexes, rust_regex(str(schema["pattern"]))), END), FixedText(END)
     if "format" in schema:
-        return limited_text(schema, END), Text(END)
+        return limited_text(schema, END), FixedText(END)
     return (Shortest((END,), int(schema.get("minLength", 0)), schema.get("maxLength")),)

@@ -9,7 +9,7 @@ from typing import Any
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.json_schema import OVERLAPPING
 from staticllm.pipelines.grammars.matcher import first_line
-from staticllm.pipelines.grammars.nodes import Choice, Node, Reference, Repeat, Rules, Schema
+from staticllm.pipelines.grammars.nodes import Alternatives, Node, Reference, Repeat, Rules, Schema
 from staticllm.pipelines.grammars.regex import python_reason, with_place
 from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS
 from staticllm.pipelines.grammars.translation import SyntaxTree
@@ -177,7 +177,7 @@ def _can_end(node: Node, ending: set[str]) -> bool:
             return name in ending
         case Repeat(least=0):
             return True
-        case Choice():
+        case Alternatives():
             return any(ways)
     return all(ways)
 

@@ -18,7 +18,8 @@ from staticllm.pipelines.grammars.ebnf import ROOT, parse_ebnf
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.json_schema import json_value, prepared, read_schema
 from staticllm.pipelines.grammars.nodes import (
-    Choice,
+    Alternatives,
+    FixedText,
     LarkWriter,
     Node,
     Pattern,
@@ -28,7 +29,6 @@ from staticllm.pipelines.grammars.nodes import (
     Schema,
     Sequence,
     Shortest,
-    Text,
     one_of,
 )
 from staticllm.pipelines.grammars.parameters import plain_text, xml_parameters
@@ -56,7 +56,7 @@ def tree_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> Synta
     if grammar.kind == "regex":
         return SyntaxTree(Pattern(rust_regex(grammar.text)))
     if grammar.kind == "choice":
-        return SyntaxTree(one_of([Text(text) for text in choices_of(grammar)]))
+        return SyntaxTree(one_of([FixedText(text) for text in choices_of(grammar)]))
     if grammar.kind == "ebnf":
         return SyntaxTree(Reference(ROOT), parse_ebnf(grammar.text))
     if grammar.kind == "structural_tag":
@@ -103,8 +103,8 @@ class StructuralTag:
         self._depth = 0
         self._num_grammars = 0
         self._writers: dict[str, Callable[[Format, Ends], Node]] = {
-            "const_string": lambda form, ends: Text(_text(form, "value")),
-            "plain_string": lambda form, ends: Text(_text(form, "value"), is_plain=True),
+            "const_string": lambda form, ends: FixedText(_text(form, "value")),
+            "plain_string": lambda form, ends: FixedText(_text(form, "value"), is_plain=True),
             "json_schema": lambda form, ends: self._schema(form),
             "qwen_xml_parameter": lambda form, ends: xml_parameters(_schema_of(form)),
             "string": lambda form, ends: plain_text(_schema_of(form), _text(form, "excluded")),
@@ -178,9 +178,9 @@ class StructuralTag:
     def _tag(self, form: Format, begin: str | None = None) -> Node:
         """Return a tag; ``begin`` replaces its beginning."""
         ends = _ends(form)
-        start = Text(_text(form, "begin", True) if begin is None else begin)
+        start = FixedText(_text(form, "begin", True) if begin is None else begin)
         if not is_free(form["content"]):
-            return Sequence((start, self._node(form["content"], ()), one_of([Text(end) for end in ends])))
+            return Sequence((start, self._node(form["content"], ()), one_of([FixedText(end) for end in ends])))
         if not all(ends):
             raise GenerationConfigError("a tag with free text has an empty end: give its end, at which the text stops")
         return Sequence((start, self._node(form["content"], ends)))
@@ -212,17 +212,17 @@ class StructuralTag:
             Sequence((Shortest((trigger,)), one_of(bodies))) for trigger, bodies in after.items() if bodies
         ]
         rest: Node = Shortest(ends) if ends else FREE_TEXT
-        close = one_of([Text(end) for end in ends]) if ends else Text("")
+        close = one_of([FixedText(end) for end in ends]) if ends else FixedText("")
         if at_least_one and stops:
             return Sequence((one_of([self._tag(tag) for tag in tags]), close))
         if stops:
-            return Choice((*(Sequence((each, close)) for each in free), rest))
+            return Alternatives((*(Sequence((each, close)) for each in free), rest))
         loop = Sequence((Repeat(one_of(free), 0, None), rest))
         return Sequence((one_of([self._tag(tag) for tag in tags]), loop)) if at_least_one else loop
 
     def _separated(self, form: Format) -> Node:
         tag = one_of([self._tag(tag) for tag in _tags(form)])
-        more = Repeat(Sequence((Text(_text(form, "separator", True)), tag)), 0, None)
+        more = Repeat(Sequence((FixedText(_text(form, "separator", True)), tag)), 0, None)
         body: Node = tag if form.get("stop_after_first") else Sequence((tag, more))
         return body if form.get("at_least_one") else Repeat(body, 0, 1)
 

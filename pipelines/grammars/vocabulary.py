@@ -18,7 +18,7 @@ MAX_KEPT = 4096
 """The most texts whose ids are kept."""
 
 
-class TextTokenizer(Protocol):
+class VocabularyTokenizer(Protocol):
     """What is used of ``openvino_genai.Tokenizer``."""
 
     def get_vocab(self) -> Mapping[bytes, int]:
@@ -60,7 +60,7 @@ class Vocabulary:
         return {self.tokens[id].decode(errors="replace"): id for id in self.special if self.tokens[id]}
 
 
-def read_vocabulary(tokenizer: TextTokenizer) -> Vocabulary:
+def read_vocabulary(tokenizer: VocabularyTokenizer) -> Vocabulary:
     """Return the vocabulary of a tokenizer. For 150,000 tokens this takes about a second.
 
     GenAI gives the bytes of tokens as its detokenizer has them: final for byte-level vocabularies, but with ``▁`` for a space and
@@ -78,14 +78,14 @@ def read_vocabulary(tokenizer: TextTokenizer) -> Vocabulary:
     return Vocabulary(tokens, special, None if end < 0 else end, TokenEncoder(tokenizer, tokens, special))
 
 
-def _decoded(tokenizer: TextTokenizer, rows: np.ndarray[Any, Any], skips_special: bool) -> list[str]:
+def _decoded(tokenizer: VocabularyTokenizer, rows: np.ndarray[Any, Any], skips_special: bool) -> list[str]:
     """Return the texts of ``rows [n, k]`` of ids."""
     import openvino as ov
 
     return list(tokenizer.decode(ov.Tensor(np.ascontiguousarray(rows)), skip_special_tokens=skips_special))
 
 
-def _without_anchor(tokenizer: TextTokenizer, ids: np.ndarray[Any, Any], shown: list[str]) -> list[str]:
+def _without_anchor(tokenizer: VocabularyTokenizer, ids: np.ndarray[Any, Any], shown: list[str]) -> list[str]:
     """Return the text of each token after another one; at the beginning of a text its space may be lost."""
     anchor = next((id for id, text in enumerate(shown) if len(text) == 1 and text.isascii() and text.isalnum()), None)
     if anchor is None:
@@ -116,7 +116,7 @@ def _bytes_of(raw: bytes | None, text: str) -> bytes:
 class TokenEncoder:
     """Encodes text without special tokens, such that the tokens' bytes are exactly those of the text."""
 
-    def __init__(self, tokenizer: TextTokenizer, tokens: Sequence[bytes], special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: VocabularyTokenizer, tokens: Sequence[bytes], special: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokens
         self._special = special

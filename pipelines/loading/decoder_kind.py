@@ -28,7 +28,7 @@ from staticllm.devices import check_device, default_kv_type, get_core, merges_pr
 from staticllm.model_dir import check_model_dir, weights_size
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.loading.kind import Loaded, LoadJob, ProgramKind, Source, probes_of, properties_text
+from staticllm.pipelines.loading.kind import Loaded, LoadJob, OpenedModel, ProgramKind, probes_of, properties_text
 from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
 from staticllm.pipelines.programs.bind import HostMemory, allocating
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
@@ -82,7 +82,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         """Check that the model has logits for every token; else the error says what it is."""
         check_kind(model, directory, "decoder")
 
-    def lower(self, job: DecoderJob, source: Source, start: StartWith) -> DecoderPlan:
+    def lower(self, job: DecoderJob, source: OpenedModel, start: StartWith) -> DecoderPlan:
         """Lower the model, choose its variants, and probe how their programs are best compiled.
 
         Raises as ``ProgramKind.lower``, and ``AdapterError`` (an adapter does not fit the model).

@@ -50,7 +50,7 @@ K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenedModel:
     """A model as it was read, and the weights that its graph maps."""
 
     model: ov.Model
@@ -87,7 +87,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
             raise ValueError("the properties or the type of KV slots are not those of this kind of model")
 
     @abstractmethod
-    def lower(self, job: Job[V, S, R], source: Source, start: StartWith) -> CompilePlan[V, S]:
+    def lower(self, job: Job[V, S, R], source: OpenedModel, start: StartWith) -> CompilePlan[V, S]:
         """Lower the model, and choose the variants of its programs. ``start``: those that are compiled before it serves.
 
         Raises ``UnsupportedModelError`` (a pass cannot lower it) and ``ConfigError`` (an option is impossible for this model).
@@ -117,7 +117,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         self.check_graph(model, job.directory)
         if for_blobs:
             keep_small_constants(model)
-        source = Source(model, MappedWeights(model))
+        source = OpenedModel(model, MappedWeights(model))
         read = time.perf_counter()
         job.on_progress(ProgressEvent("read", 1, 1, read - begin))
         plan = self.lower(job, source, start)

@@ -39,7 +39,7 @@ class Entries:
     has_more: bool = False
 
 
-class CallLog:
+class RecentCalls:
     """The last calls and ended answers as JSON objects, numbered from 1 on. Any thread may call the methods."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class CallWatch:
         self._ring = ring
         self._clock = clock
         self._name = secrets.token_hex(8)  # of the numbers: another process begins again
-        self._log = CallLog()
+        self._log = RecentCalls()
         self._taken = 0
         self._lock = threading.Lock()
         self._last_tokens: dict[int, float] = {}  # the moment of each request's last token

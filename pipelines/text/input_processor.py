@@ -89,7 +89,7 @@ def form_of(inputs: object) -> Form:
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """The checked arguments of one call. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
 
     form: Form
@@ -133,7 +133,7 @@ class PreparedRequest:
     """
 
     request: EngineRequest
-    call: Call
+    call: GenerateCall
     encoded: float
     template_seconds: float | None = None
     processors: UserProcessors = ()
@@ -212,7 +212,7 @@ class InputProcessor:
         overflow: OverflowRule = "stop",
         priority: int = 0,
         deadline_ms: float | None = None,
-    ) -> Call:
+    ) -> GenerateCall:
         """Merge and check the arguments of one call. ``deadline_ms`` counts from now.
 
         Raises:
@@ -230,9 +230,9 @@ class InputProcessor:
         rule = overflow_rule(overflow)
         if options.beams is not None and rule != "stop":
             raise GenerationConfigError(f"overflow={shown(rule)} with num_beams: beams cannot be shortened; use 'stop'")
-        return Call(form, options, rule, priority, deadline, started)
+        return GenerateCall(form, options, rule, priority, deadline, started)
 
-    def encode(self, inputs: Inputs, call: Call) -> list[Prompt]:
+    def encode(self, inputs: Inputs, call: GenerateCall) -> list[Prompt]:
         """Return the token ids of every prompt. ``call.form`` is the form of ``inputs``, as ``form_of`` returns it.
 
         Raises:
@@ -259,7 +259,7 @@ class InputProcessor:
         template = self._tools.tool_template
         return [encode_messages(tokenizer, [{"role": "user", "content": text}], asked, template) for text in texts]
 
-    def turns(self, inputs: Inputs, call: Call) -> list[str | Prompt]:
+    def turns(self, inputs: Inputs, call: GenerateCall) -> list[str | Prompt]:
         """Return the turns for a chat: texts unchanged, because the template needs the whole conversation, else token ids.
 
         Raises:
@@ -270,7 +270,7 @@ class InputProcessor:
             return [*_texts_of(inputs, call.form)]
         return [*self.encode(inputs, call)]
 
-    def prepare(self, prompt: Prompt, call: Call, config: StaticLLMConfig, vocab_size: int) -> PreparedRequest:
+    def prepare(self, prompt: Prompt, call: GenerateCall, config: StaticLLMConfig, vocab_size: int) -> PreparedRequest:
         """Return a request for the engine, with a checked prompt, a seed and a maximum number of new tokens.
 
         Raises:

@@ -58,7 +58,7 @@ def command(
         from staticllm.pipelines.diagnostics.kinds import job_in, verify_set
         from staticllm.pipelines.loading.export import export_set
 
-        job = job_in(model, options["device"], read_properties(options), Steps(shown))
+        job = job_in(model, options["device"], read_properties(options), CompileSteps(shown))
         if adapters:
             job = _with_adapters(job, adapters, is_verified)
         manifest = export_set(job, Path(target))
@@ -141,7 +141,7 @@ def _report(manifest: Manifest, target: str) -> None:
         click.echo(f"{verdict}: {text} ({found['against']})")
 
 
-class Steps:
+class CompileSteps:
     """Shows the progress on stderr: a bar on a terminal, else one line per program that is compiled or written."""
 
     def __init__(self, shown: Progress) -> None:

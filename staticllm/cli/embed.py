@@ -26,7 +26,7 @@ from staticllm.cli.options import (
     value,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.texts import Batch, TextSource, text_options
+from staticllm.cli.texts import TextBatch, TextSource, text_options
 from staticllm.errors import ConfigError, StaticLLMError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _load(model: str, options: dict[str, Any], shown: Progress) -> StaticEmbeddi
 def _embed(
     pipe: StaticEmbeddingPipeline,
     source: TextSource,
-    batches: Iterator[Batch],
+    batches: Iterator[TextBatch],
     form: str,
     options: dict[str, Any],
     shown: Progress,
@@ -142,12 +142,12 @@ class Embedder:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    def run(self, batches: Iterator[Batch], write: Write) -> None:
+    def run(self, batches: Iterator[TextBatch], write: Write) -> None:
         """Embed all batches. After an exception, also Ctrl-C, no thread is left.
 
         Raises ``StaticLLMError`` (a text cannot be embedded).
         """
-        running: deque[tuple[Batch, Future[NDArray[Any]]]] = deque()
+        running: deque[tuple[TextBatch, Future[NDArray[Any]]]] = deque()
         with ThreadPoolExecutor(IN_FLIGHT, "staticllm-embed") as pool:
             try:
                 for batch in batches:
@@ -161,11 +161,11 @@ class Embedder:
                 for _, future in running:
                     future.cancel()
 
-    def _write(self, write: Write, batch: Batch, future: Future[NDArray[Any]]) -> None:
+    def _write(self, write: Write, batch: TextBatch, future: Future[NDArray[Any]]) -> None:
         write(batch.entries, future.result())
         self._share = batch.share or 0.0
 
-    def _encode(self, batch: Batch) -> NDArray[Any]:
+    def _encode(self, batch: TextBatch) -> NDArray[Any]:
         done = 0
 
         def tell(num_done: int, total: int) -> None:
@@ -202,7 +202,7 @@ def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as
     with source.batches() as batches:
         entries = [entry for batch in batches for entry in batch.entries]
     with progress("loading") as shown:
-        ranking = _rank(model, query, Batch(entries, 1.0), source, encoder_arguments(options), shown)[:top_n]
+        ranking = _rank(model, query, TextBatch(entries, 1.0), source, encoder_arguments(options), shown)[:top_n]
     for index, score in ranking:
         text = entries[index].text
         if as_json:
@@ -212,7 +212,7 @@ def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as
 
 
 def _rank(
-    model: str, query: str, batch: Batch, source: TextSource, arguments: dict[str, Any], shown: Progress
+    model: str, query: str, batch: TextBatch, source: TextSource, arguments: dict[str, Any], shown: Progress
 ) -> list[tuple[int, float]]:
     from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline, ranking
 

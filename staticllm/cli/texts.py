@@ -26,7 +26,7 @@ BATCH_TEXTS, BATCH_CHARS = 1024, 1 << 22
 
 
 @dataclass(frozen=True)
-class Entry:
+class TextEntry:
     """One text, the number of its line from 1, and the fields of the JSON object that it came in."""
 
     text: str
@@ -35,10 +35,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Texts that follow one another, and the share of the whole input that ends with them; None if its size is unknown."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[TextEntry]
     share: float | None
 
     @property
@@ -88,14 +88,14 @@ class TextSource:
         self.name = "the arguments" if arguments else "standard input" if self._path is None else str(path)
 
     @contextmanager
-    def batches(self) -> Iterator[Iterator[Batch]]:
+    def batches(self) -> Iterator[Iterator[TextBatch]]:
         """Open the source while a block runs, and give its texts in order, in batches.
 
         Raises ``PromptError`` (there is no text at all, or a line is not what it must be) and ``OSError`` (the file cannot be
         read).
         """
         if self._arguments:
-            yield _batches((Entry(text, i, {}) for i, text in enumerate(self._arguments, 1)), lambda: 1.0)
+            yield _batches((TextEntry(text, i, {}) for i, text in enumerate(self._arguments, 1)), lambda: 1.0)
         elif self._path is None:
             if sys.stdin is None:
                 raise click.UsageError("standard input is closed: give TEXTS or --file")
@@ -105,19 +105,19 @@ class TextSource:
                 size = self._path.stat().st_size if self._path.is_file() else 0
                 yield self._checked(_batches(self._entries(file), lambda: file.tell() / size if size else None))
 
-    def located(self, error: StaticLLMError, batch: Batch) -> StaticLLMError:
+    def located(self, error: StaticLLMError, batch: TextBatch) -> StaticLLMError:
         """Return an error of a batch with the line of its text in place of the index; others are returned as they are."""
         found = batch.line_of(error)
         return error if found is None else StaticLLMError(f"{self._place(found[0])}: {found[1]}")
 
-    def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _checked(self, batches: Iterator[TextBatch]) -> Iterator[TextBatch]:
         first = next(batches, None)
         if first is None:
             raise PromptError(f"{self.name} is empty: give one text per line, or JSON lines")
         yield first
         yield from batches
 
-    def _entries(self, stream: BinaryIO) -> Iterator[Entry]:
+    def _entries(self, stream: BinaryIO) -> Iterator[TextEntry]:
         number = 0
         while data := self._line(stream, number + 1):
             number += 1
@@ -125,7 +125,7 @@ class TextSource:
                 raise self._error(number, f"has more than {MAX_LINE_BYTES} bytes: break it into several")
             line = self._decoded(data, number)
             if self._field is None:
-                yield Entry(line, number, {})
+                yield TextEntry(line, number, {})
             elif line.strip():
                 yield self._entry(line, number, self._field)
 
@@ -145,7 +145,7 @@ class TextSource:
             raise self._error(number, "is binary (it has a zero byte): give text in UTF-8")
         return line.rstrip("\n").removesuffix("\r")
 
-    def _entry(self, line: str, number: int, field: str) -> Entry:
+    def _entry(self, line: str, number: int, field: str) -> TextEntry:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -160,7 +160,7 @@ class TextSource:
             raise self._error(number, f"field {field!r} holds a {type(text).__name__}: must be a string")
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise self._error(number, f"field {field!r} holds half a character (a lone surrogate): write it whole")
-        return Entry(text, number, found)
+        return TextEntry(text, number, found)
 
     def _error(self, number: int, text: str) -> PromptError:
         return PromptError(f"{self._place(number)}: {text}")
@@ -169,15 +169,15 @@ class TextSource:
         return f"{self.name}, {'text' if self._arguments else 'line'} {number}"
 
 
-def _batches(entries: Iterator[Entry], share: Callable[[], float | None]) -> Iterator[Batch]:
-    held: list[Entry] = []
+def _batches(entries: Iterator[TextEntry], share: Callable[[], float | None]) -> Iterator[TextBatch]:
+    held: list[TextEntry] = []
     num_chars = 0
     for entry in entries:
         held.append(entry)
         num_chars += len(entry.text)
         if len(held) == BATCH_TEXTS or num_chars >= BATCH_CHARS:
-            yield Batch(held, share())
+            yield TextBatch(held, share())
             held = []
             num_chars = 0
     if held:
-        yield Batch(held, share())
+        yield TextBatch(held, share())

@@ -14,7 +14,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.cli.texts import Entry
+from staticllm.cli.texts import TextEntry
 from staticllm.errors import ConfigError
 from staticllm.system.files import whole_file
 
@@ -22,7 +22,7 @@ SUFFIXES = {".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 EMBEDDING = "embedding"
 """The field of JSON lines that holds the vector."""
 
-Write = Callable[[Sequence[Entry], NDArray[np.float32]], None]
+Write = Callable[[Sequence[TextEntry], NDArray[np.float32]], None]
 """Writes the vectors ``[n, width]`` of ``n`` texts; called for one batch after another."""
 
 
@@ -71,7 +71,7 @@ def vector_writer(output: str | None, form: str) -> Iterator[Write]:
 def _lines_to(file: BinaryIO) -> Write:
     """Return a function that writes one object per text: that of the input, or one with ``text``, and the vector."""
 
-    def write(entries: Sequence[Entry], vectors: NDArray[np.float32]) -> None:
+    def write(entries: Sequence[TextEntry], vectors: NDArray[np.float32]) -> None:
         for entry, vector in zip(entries, vectors.tolist(), strict=True):
             fields = {**(entry.fields or {"text": entry.text})}
             fields.pop(EMBEDDING, None)
@@ -90,7 +90,7 @@ class NpyFile:
         self._num_rows = 0
         self._width = 0
 
-    def write(self, entries: Sequence[Entry], vectors: NDArray[np.float32]) -> None:
+    def write(self, entries: Sequence[TextEntry], vectors: NDArray[np.float32]) -> None:
         """Write the vectors; the texts are not kept."""
         del entries
         if not self._num_rows:

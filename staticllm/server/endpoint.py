@@ -29,7 +29,7 @@ _LENGTHS = ("too_long", "too_short")
 _FORMS = {"str", "int", "float", "bool", "list", "dict"}
 
 
-class Call:
+class ApiCall:
     """One request of a client."""
 
     def __init__(self, state: ServerState, request: Request) -> None:
@@ -64,7 +64,7 @@ class Call:
         await (acquiring if model.is_ready else self.connected(acquiring))  # one that is ready takes no time
 
 
-Handler = Callable[[Call, Body], Awaitable[Response]]
+Handler = Callable[[ApiCall, Body], Awaitable[Response]]
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -72,7 +72,7 @@ def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> An
     """Return the function of a route that takes a JSON body of this ``kind``."""
 
     async def run(request: Request) -> Response:
-        call = Call(state, request)
+        call = ApiCall(state, request)
 
         async def answer() -> Response:
             data = await read_body(request, state.settings.max_body, state.settings.body_seconds)

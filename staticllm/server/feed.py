@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.errors import ClosedError
-from staticllm.pipelines.profiling.call_watch import CallLog
+from staticllm.pipelines.profiling.call_watch import RecentCalls
 from staticllm.pipelines.profiling.records import RequestProgress
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.server.models.served import ServedModel
@@ -43,7 +43,7 @@ class Mirror:
     """
 
     def __init__(self, origin: float) -> None:
-        self.log = CallLog()
+        self.log = RecentCalls()
         self._origin = origin
         self._lock = threading.Lock()
         self._name = ""

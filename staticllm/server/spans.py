@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from starlette.datastructures import Headers
 
-from staticllm.server.telemetry import OPERATIONS, RequestRecord
+from staticllm.server.telemetry import OPERATIONS, HttpRecord
 
 PROVIDER = "staticllm"
 FAILED = 500
@@ -37,7 +37,7 @@ class Spans:
         self._provider = provider
         self._tracer = provider.get_tracer("staticllm.server")
 
-    def begin(self, record: RequestRecord, headers: Headers) -> Callable[[], None]:
+    def begin(self, record: HttpRecord, headers: Headers) -> Callable[[], None]:
         """Start the span of a request, and return the function that ends it."""
         operation = OPERATIONS.get(record.path)
         if operation is None:
@@ -66,7 +66,7 @@ class Spans:
         self._provider.shutdown()
 
 
-def attributes_of(record: RequestRecord) -> dict[str, Any]:
+def attributes_of(record: HttpRecord) -> dict[str, Any]:
     """Return the attributes of a request that has ended. There is no text of prompts or answers among them."""
     found: dict[str, Any] = {"http.request.method": record.method, "http.response.status_code": record.status}
     for name, value in record.parameters.items():

@@ -38,7 +38,7 @@ OPERATIONS = {
 MAX_PATH = 200
 PARAMETERS = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "max_tokens",
               "max_completion_tokens", "max_output_tokens", "num_predict", "stream", "n", "dimensions")  # fmt: skip
-_CURRENT: ContextVar[RequestRecord | None] = ContextVar("staticllm_request", default=None)
+_CURRENT: ContextVar[HttpRecord | None] = ContextVar("staticllm_request", default=None)
 STANDARD_ERROR = "-"
 SESSION = "x-session-affinity"
 MAX_SESSION = 200
@@ -46,7 +46,7 @@ MAX_SESSION = 200
 
 
 @dataclass
-class RequestRecord:
+class HttpRecord:
     """One HTTP request. Moments are those of ``time.perf_counter``, ``began_at`` is in seconds since 1970.
 
     ``session`` is what the client said in ``x-session-affinity``. ``parameters`` are those of ``PARAMETERS`` that it gave. Tokens
@@ -90,13 +90,13 @@ class RequestRecord:
         self.finish_reasons += [str(output.finish_reason.value) for output in outputs]
 
 
-def current_record() -> RequestRecord:
+def current_record() -> HttpRecord:
     """Return the record of the request that this task belongs to; outside of one, a new record that is not read."""
     found = _CURRENT.get()
-    return RequestRecord("", "") if found is None else found
+    return HttpRecord("", "") if found is None else found
 
 
-def set_current(record: RequestRecord) -> None:
+def set_current(record: HttpRecord) -> None:
     """Make a record that of the calling task, and of the tasks that it starts."""
     _CURRENT.set(record)
 
@@ -120,7 +120,7 @@ class AccessLog:
         self._listener = logging.handlers.QueueListener(lines, handler)
         self._listener.start()
 
-    def begin(self, record: RequestRecord, headers: Headers) -> Callable[[], None]:
+    def begin(self, record: HttpRecord, headers: Headers) -> Callable[[], None]:
         """Return the function that writes the line of a request."""
         return lambda: self._queue.emit(logging.makeLogRecord({"msg": line_of(record)}))
 
@@ -130,7 +130,7 @@ class AccessLog:
         self._handler.close()
 
 
-def line_of(record: RequestRecord) -> str:
+def line_of(record: HttpRecord) -> str:
     """Return the line of a request. Unknown fields, such as tokens of a request that was refused, are left out."""
     now = time.perf_counter()
     found: dict[str, object] = {
@@ -166,7 +166,7 @@ def line_of(record: RequestRecord) -> str:
 class Sink(Protocol):
     """What takes the records of requests. Its methods run on the event loop and must not wait."""
 
-    def begin(self, record: RequestRecord, headers: Headers) -> Callable[[], None]:
+    def begin(self, record: HttpRecord, headers: Headers) -> Callable[[], None]:
         """Note that a request has begun. The function that is returned is called at its end."""
         ...
 
@@ -188,7 +188,7 @@ class TelemetryMiddleware:
             return
         headers = Headers(scope=scope)
         session = headers.get(SESSION)
-        record = RequestRecord(
+        record = HttpRecord(
             scope["method"], scope["path"][:MAX_PATH], session=None if session is None else session[:MAX_SESSION]
         )
         ends = [sink.begin(record, headers) for sink in self._sinks]

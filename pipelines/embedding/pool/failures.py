@@ -10,9 +10,9 @@ from typing import cast
 from staticllm.errors import DeviceError
 from staticllm.pipelines.costs.model import NEW_SHARE, averaged
 from staticllm.pipelines.embedding.pool.instances import Instance, WorkerLostError
-from staticllm.pipelines.embedding.queue.device_queue import Busy, DeviceQueue, Health, Text
+from staticllm.pipelines.embedding.queue.device_queue import Busy, DeviceQueue, Health, QueuedText
 from staticllm.pipelines.embedding.queue.loads import Costs, load_of
-from staticllm.pipelines.embedding.queue.text_queue import REST_SECONDS, Ending, Moved, TextQueue
+from staticllm.pipelines.embedding.queue.text_queue import REST_SECONDS, Moved, RequestEnding, TextQueue
 from staticllm.pipelines.embedding.windve.queue_depth import Recalibration
 
 HANG_SECONDS, HANG_RATIO = 30.0, 20.0
@@ -58,11 +58,11 @@ class PoolDevice:
 
 
 @dataclass(frozen=True)
-class Batch:
+class DeviceBatch:
     """What a device runs now. Times are in seconds."""
 
     call: int
-    texts: tuple[Text, ...]
+    texts: tuple[QueuedText, ...]
     begin: float
     predicted: float
 
@@ -96,19 +96,19 @@ class DevicePool:
         """
         return self.queue.has_work(device.number) and (device.queue.num_waiting > 0 or not device.num_failures)
 
-    def begin(self, device: PoolDevice, now: float) -> Batch | None:
+    def begin(self, device: PoolDevice, now: float) -> DeviceBatch | None:
         """Return the next batch of a device, without texts that are no longer wanted; None if there is no work."""
         while self.has_work(device) and (queries := self.queue.begin(device.number, now)):
-            texts = cast("tuple[Text, ...]", tuple(filter(self.queue.is_wanted, queries)))
+            texts = cast("tuple[QueuedText, ...]", tuple(filter(self.queue.is_wanted, queries)))
             if texts:
                 device.call += 1
                 predicted = device.queue.left(now)
                 device.ends_by = now + max(self._hang_seconds, HANG_RATIO * predicted)
-                return Batch(device.call, texts, now, predicted)
+                return DeviceBatch(device.call, texts, now, predicted)
             self.queue.finish(device.number)
         return None
 
-    def take(self, device: PoolDevice, batch: Batch, texts: Sequence[Text]) -> bool:
+    def take(self, device: PoolDevice, batch: DeviceBatch, texts: Sequence[QueuedText]) -> bool:
         """Take texts of a batch that are embedded; return False if other devices have them by now."""
         if device.call != batch.call:
             return False
@@ -116,7 +116,7 @@ class DevicePool:
             text.is_done = True
         return True
 
-    def finish(self, device: PoolDevice, batch: Batch, now: float) -> None:
+    def finish(self, device: PoolDevice, batch: DeviceBatch, now: float) -> None:
         """End a batch all of whose texts are embedded."""
         if device.call != batch.call:  # the device was thought to hang
             self._revive(device, now)
@@ -142,8 +142,8 @@ class DevicePool:
             device.queue.depth = device.recalibration.estimate.depth
 
     def fail(
-        self, device: PoolDevice, batch: Batch, part: Sequence[Text], error: Exception, now: float
-    ) -> list[Ending]:
+        self, device: PoolDevice, batch: DeviceBatch, part: Sequence[QueuedText], error: Exception, now: float
+    ) -> list[RequestEnding]:
         """Take a device out of use until it recovers, after it failed with a part of its batch."""
         device.is_recovering = True
         device.is_lost = device.is_lost or isinstance(error, WorkerLostError)
@@ -154,17 +154,17 @@ class DevicePool:
             text.num_failures += 1
         return list(self._take_out(device, Health.RECOVERING, error, now))
 
-    def hangs(self, device: PoolDevice, now: float) -> list[Ending]:
+    def hangs(self, device: PoolDevice, now: float) -> list[RequestEnding]:
         """Take a device of this process out of use whose call does not return. If it does later, the device is used again."""
         error = DeviceError(f"{device.instance.name} has not answered for {self._hang_seconds:g} s")
-        for text in cast("tuple[Text, ...]", device.queue.running):
+        for text in cast("tuple[QueuedText, ...]", device.queue.running):
             text.num_failures += 1
         ends = list(self._take_out(device, Health.DEAD, error, now))
         if not any(other.may_work for other in self.queue.devices):
             ends += self._ends_of_held(error)
         return ends
 
-    def recovered(self, device: PoolDevice, problem: Exception | None, now: float) -> list[Ending]:
+    def recovered(self, device: PoolDevice, problem: Exception | None, now: float) -> list[RequestEnding]:
         """Take the result of an attempt to recover: None, or the problem.
 
         After ``MAX_FAILURES`` the device is dead. A worker process, which may have been killed from outside, rests after
@@ -191,32 +191,32 @@ class DevicePool:
         """Return the moment of the next deadline or limit of a batch; infinite if there is none."""
         return min(self.queue.next_deadline(), *(device.ends_by for device in self.devices))
 
-    def _ends_of_held(self, error: Exception) -> list[Ending]:
-        return [Ending(text.request, error) for text in cast("tuple[Text, ...]", self.queue.held)]
+    def _ends_of_held(self, error: Exception) -> list[RequestEnding]:
+        return [RequestEnding(text.request, error) for text in cast("tuple[QueuedText, ...]", self.queue.held)]
 
-    def _take_out(self, device: PoolDevice, health: Health, error: Exception, now: float) -> Iterator[Ending]:
+    def _take_out(self, device: PoolDevice, health: Health, error: Exception, now: float) -> Iterator[RequestEnding]:
         """Give what a device ran and what waited for it to the others, or to itself later."""
         device.call += 1
         device.ends_by = math.inf
         device.num_failures += 1
         for moved in self.queue.take_out(device.number, health, error, now):
-            text = cast("Text", moved.query)
+            text = cast("QueuedText", moved.query)
             if not self.queue.is_wanted(text) or text.request.is_over:
                 self.queue.cancel(text.id)
             elif text.num_failures >= MAX_RUNS:
                 self.queue.cancel(text.id)
-                yield Ending(text.request, error)
+                yield RequestEnding(text.request, error)
             elif isinstance(moved.place, Busy):
                 yield from self._move_late(text, moved, error, now)
 
-    def _move_late(self, text: Text, moved: Moved, error: Exception, now: float) -> Iterator[Ending]:
+    def _move_late(self, text: QueuedText, moved: Moved, error: Exception, now: float) -> Iterator[RequestEnding]:
         """Place a text that no device can embed in time any more without a limit, or answer busy.
 
         A worker process loses nothing: its texts run late. What a dead device leaves is answered busy, if another one works.
         """
         assert isinstance(moved.place, Busy)
         if any(device.is_alive for device in self.queue.devices) and not isinstance(error, WorkerLostError):
-            yield Ending(text.request, moved.place.error())
+            yield RequestEnding(text.request, moved.place.error())
         elif isinstance(self.queue.place_late(text, now), Busy):
             self.queue.hold(text)
 

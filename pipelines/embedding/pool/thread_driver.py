@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from staticllm.errors import PromptError, as_ours
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.pool.failures import Batch, DevicePool, PoolDevice
-from staticllm.pipelines.embedding.queue.device_queue import Text
+from staticllm.pipelines.embedding.pool.failures import DeviceBatch, DevicePool, PoolDevice
+from staticllm.pipelines.embedding.queue.device_queue import QueuedText
 from staticllm.pipelines.embedding.queue.drivers import QueueDriver, carry_out, hand_out
 from staticllm.system.threads import check_process, owned_device, start_thread
 
@@ -139,7 +139,7 @@ class ThreadDriver(QueueDriver):
             while device.is_recovering and not self._is_closing:
                 self._recover(device)
 
-    def _next_batch(self, device: PoolDevice) -> Batch | None:
+    def _next_batch(self, device: PoolDevice) -> DeviceBatch | None:
         """Return the next batch of a device, or None at the end."""
         with self._lock:
             while not self._is_closing and device.queue.is_alive:
@@ -151,7 +151,7 @@ class ThreadDriver(QueueDriver):
                 self._wakes[device.number].wait()
         return None
 
-    def _run(self, device: PoolDevice, batch: Batch) -> bool:
+    def _run(self, device: PoolDevice, batch: DeviceBatch) -> bool:
         """Run a batch; return whether the device embedded all its texts. Texts with which a device failed run alone."""
         others = [text for text in batch.texts if not text.num_failures]
         for part in [others, *([text] for text in batch.texts if text.num_failures)]:
@@ -170,7 +170,7 @@ class ThreadDriver(QueueDriver):
                 hand_out(text, vector)
         return True
 
-    def _fail(self, device: PoolDevice, batch: Batch, part: Sequence[Text], error: Exception) -> None:
+    def _fail(self, device: PoolDevice, batch: DeviceBatch, part: Sequence[QueuedText], error: Exception) -> None:
         with self._lock:
             ends = [] if self._is_closing else self.pool.fail(device, batch, part, error, time.perf_counter())
             self._notify()

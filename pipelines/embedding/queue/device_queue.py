@@ -37,7 +37,7 @@ class Query:
 
 
 @dataclass(eq=False, slots=True)
-class Text(Query):
+class QueuedText(Query):
     """One text of a request.
 
     ``num_failures``: the calls that failed with it. ``chunk``: its progress, if it runs in several calls. ``is_done``: its vector
@@ -51,7 +51,7 @@ class Text(Query):
     is_done: bool = False
 
     @classmethod
-    def of(cls, request: EmbeddingRequest, index: int, id: int) -> Text:
+    def of(cls, request: EmbeddingRequest, index: int, id: int) -> QueuedText:
         """Return the text with this index of a request."""
         num_tokens = len(request.texts[index])
         return cls(id, request.arrival, num_tokens, request.priority, request.deadline, request=request, index=index)

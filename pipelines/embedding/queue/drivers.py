@@ -15,11 +15,11 @@ from staticllm.errors import ClosedError, NumericalError, as_ours, pipeline_clos
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, Text
+from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, QueuedText
 from staticllm.pipelines.embedding.queue.loads import load_of
 from staticllm.pipelines.embedding.queue.planned_calls import BatchingDelay, CallPlanner, PlannedCall
 from staticllm.pipelines.embedding.queue.policies import OneDevice
-from staticllm.pipelines.embedding.queue.text_queue import Ending, TextQueue
+from staticllm.pipelines.embedding.queue.text_queue import RequestEnding, TextQueue
 from staticllm.pipelines.engine.jobs import new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
 from staticllm.system.threads import start_thread
@@ -237,7 +237,7 @@ class JobDriver(QueueDriver):
                 suspects.append(text)
         self._wait_again(suspects)
 
-    def _wait_again(self, texts: Sequence[Text]) -> None:
+    def _wait_again(self, texts: Sequence[QueuedText]) -> None:
         """Let these texts be the next ones of their priorities, each in a call of its own."""
         if not texts:
             return
@@ -250,7 +250,7 @@ class JobDriver(QueueDriver):
         if is_closing:
             self._end(self._queue.waiting_requests)
 
-    def _note_served(self, texts: Sequence[Text], begin: float) -> None:
+    def _note_served(self, texts: Sequence[QueuedText], begin: float) -> None:
         """Note a call that began at the moment ``begin``, before its clients are told: they may ask again at once."""
         with self._lock:
             now = time.perf_counter()
@@ -258,13 +258,13 @@ class JobDriver(QueueDriver):
             self._delay.serve(num_requests, now - begin, not self._queue.num_waiting, now)
 
 
-def carry_out(ends: Iterable[Ending]) -> None:
+def carry_out(ends: Iterable[RequestEnding]) -> None:
     """End requests, without a lock."""
     for end in ends:
         end.carry_out()
 
 
-def hand_out(text: Text, vector: Vectors) -> None:
+def hand_out(text: QueuedText, vector: Vectors) -> None:
     """Give a vector to the request of its text, or an error if it is not finite."""
     if np.isfinite(vector).all():
         text.request.put(text.index, vector)

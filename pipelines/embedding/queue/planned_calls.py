@@ -12,7 +12,7 @@ from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, calls_of
 from staticllm.pipelines.embedding.packing.chunks import ContinuedText
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, Text
+from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, QueuedText
 from staticllm.pipelines.scheduling.device_share import TimeCredit
 
 WINDOW = 512
@@ -31,14 +31,14 @@ DELAY_SHARE, LONGEST_DELAY = 0.15, 0.02
 class PlannedCall:
     """A call of ``variant`` with packed texts, as its ``sequences`` say; or the next call of one text that runs in chunks."""
 
-    texts: list[Text]
+    texts: list[QueuedText]
     variant: EncoderVariant | None = None
     sequences: Sequence[Sequence[TokenizedText]] = ()
     chunk: ContinuedText | None = None
 
 
 @dataclass
-class Plan:
+class CallPlan:
     """The next calls of one priority.
 
     ``alone``: texts that have begun, or whose vectors were not finite beside others; they run first, each in calls of its own.
@@ -73,7 +73,7 @@ class CallPlanner:
     def __init__(self, device: DeviceQueue, runner: EncoderRunner) -> None:
         self._device = device
         self._runner = runner
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, CallPlan] = {}
         self._credit = TimeCredit()
         self._max_seconds: float | None = None
 
@@ -122,13 +122,13 @@ class CallPlanner:
         assert planned.variant is not None
         return planned.variant
 
-    def run_alone(self, texts: Iterable[Text]) -> None:
+    def run_alone(self, texts: Iterable[QueuedText]) -> None:
         """Let texts that are back in the queue be the next ones of their priority, the first one first, each by itself."""
         variants = self._variants(())
         for text in reversed(list(texts)):
             is_begun = text.chunk is not None
             calls = [PlannedCall([text], chunk=text.chunk)] if is_begun else self._packed([text], variants)
-            self._plans.setdefault(text.priority, Plan()).alone.extendleft(calls)
+            self._plans.setdefault(text.priority, CallPlan()).alone.extendleft(calls)
 
     def _turn(self) -> int | None:
         """Return the priority whose next call runs, after planning it; None if no text waits."""
@@ -145,7 +145,7 @@ class CallPlanner:
 
     def _plan(self, priority: int) -> None:
         """Plan the next texts of a priority, unless its plan is still good."""
-        plan = self._plans.setdefault(priority, Plan())
+        plan = self._plans.setdefault(priority, CallPlan())
         variants = self._variants(plan.variants)
         if plan.is_stale or variants != plan.variants:
             plan.calls.clear()
@@ -160,11 +160,11 @@ class CallPlanner:
             plan.pop()
             plan.calls.extendleft(reversed(self._packed(waiting, variants)))
 
-    def _window(self, priority: int) -> list[Text]:
-        texts = cast("list[Text]", self._device.first_bulk(priority, WINDOW))
+    def _window(self, priority: int) -> list[QueuedText]:
+        texts = cast("list[QueuedText]", self._device.first_bulk(priority, WINDOW))
         return [text for text in texts if not text.runs_alone] or texts[:1]
 
-    def _packed(self, texts: list[Text], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
+    def _packed(self, texts: list[QueuedText], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self._runner
         most = max((variant.rows for variant in allowed), default=0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from staticllm.errors import BusyError, DeviceError, PromptError, StaticLLMError
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.queue.device_queue import DOCUMENT, Busy, DeviceQueue, Health, Query, Text
+from staticllm.pipelines.embedding.queue.device_queue import DOCUMENT, Busy, DeviceQueue, Health, Query, QueuedText
 from staticllm.pipelines.embedding.queue.policies import QueuePolicy
 
 REST_SECONDS = 30.0
@@ -34,7 +34,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Ending:
+class RequestEnding:
     """A request that ends with an error. Its caller ends it without a lock, because that runs functions of the user."""
 
     request: EmbeddingRequest
@@ -76,11 +76,11 @@ class TextQueue:
     def waiting_requests(self) -> set[EmbeddingRequest]:
         """Return the requests with texts that have not begun."""
         waiting = [*self.held, *(query for device in self.devices for query in device.waiting())]
-        return {query.request for query in waiting if isinstance(query, Text)}
+        return {query.request for query in waiting if isinstance(query, QueuedText)}
 
     def is_wanted(self, query: Query) -> bool:
         """Whether the result of a text that waits or runs is still wanted."""
-        return not isinstance(query, Text) or (not query.is_done and query.request.id in self._requests)
+        return not isinstance(query, QueuedText) or (not query.is_done and query.request.id in self._requests)
 
     def number(self, request: EmbeddingRequest, now: float) -> range:
         """Take a new request, and return the ids of its texts.
@@ -115,7 +115,7 @@ class TextQueue:
             del self._coming[request.id]
         try:
             for text_id in ids:
-                text = Text.of(request, text_id - first, text_id)
+                text = QueuedText.of(request, text_id - first, text_id)
                 place = self.place(text, now)
                 if isinstance(place, Busy):
                     self.check_works()
@@ -207,12 +207,12 @@ class TextQueue:
                 self._policy.learn(query, now)
         return batch
 
-    def take(self, texts: Iterable[Text]) -> None:
+    def take(self, texts: Iterable[QueuedText]) -> None:
         """Remove texts that wait, because they run now in a call of their own."""
         for text in texts:
             self.cancel(text.id)
 
-    def put_back(self, text: Text) -> bool:
+    def put_back(self, text: QueuedText) -> bool:
         """Let a text that was taken wait again for the first device, before later ones. Return False if its request is over."""
         if not self.is_wanted(text):
             return False
@@ -251,14 +251,14 @@ class TextQueue:
                 expired.append(late)
         return expired
 
-    def end_late(self, now: float) -> list[Ending]:
+    def end_late(self, now: float) -> list[RequestEnding]:
         """Remove texts that wait after their deadlines, and return the ends of their requests, also of those that run."""
         late = [
             *self.expire(now),
             *(query for query in self._running_with_deadline() if (query.deadline or 0.0) <= now),
         ]
-        requests = {query.request.id: query.request for query in late if isinstance(query, Text)}
-        return [Ending(request, StaticLLMError(_LATE)) for request in requests.values()]
+        requests = {query.request.id: query.request for query in late if isinstance(query, QueuedText)}
+        return [RequestEnding(request, StaticLLMError(_LATE)) for request in requests.values()]
 
     def next_deadline(self) -> float:
         """Return the moment for the next ``end_late``; infinite if there is none."""
@@ -287,7 +287,7 @@ class TextQueue:
 
     def _check_size(self, request: EmbeddingRequest) -> None:
         """Raise an error for texts that even idle devices refuse: trying again would never end."""
-        texts = (Text.of(request, index, index) for index in range(len(request.texts)))
+        texts = (QueuedText.of(request, index, index) for index in range(len(request.texts)))
         excess = self.excess(texts, [number for number, device in enumerate(self.devices) if device.may_work])
         if excess is None:
             return

@@ -25,7 +25,7 @@ from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
-from staticllm.pipelines.loading.kind import Source
+from staticllm.pipelines.loading.kind import OpenedModel
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import StartWith
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
@@ -48,7 +48,7 @@ class PackedKind(DecoderKind):
 
     compiles_in_background = False
 
-    def lower(self, job: DecoderJob, source: Source, start: StartWith) -> DecoderPlan:
+    def lower(self, job: DecoderJob, source: OpenedModel, start: StartWith) -> DecoderPlan:
         """Lower the model and add variants with all logits. Raises ``UnsupportedModelError`` also for recurrent states."""
         plan = super().lower(job, source, "all programs")
         if plan.lowered.shape.needs_real_rows:

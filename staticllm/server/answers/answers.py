@@ -17,7 +17,7 @@ from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
 from staticllm.server.answers.asks import Ask
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
@@ -252,7 +252,7 @@ Stream = Callable[[Answers, Close], Response]
 
 
 async def respond(
-    call: Call, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
+    call: ApiCall, model: ServedModel, asks: Sequence[Ask], field: str, whole: Whole, stream: Stream | None
 ) -> Response:
     """Run answers on a model that the caller has acquired, and release it at the end, however the request ends.
 

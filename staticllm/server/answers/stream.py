@@ -13,7 +13,7 @@ import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from staticllm.server.endpoint import Call, count_cancelled, count_refusal
+from staticllm.server.endpoint import ApiCall, count_cancelled, count_refusal
 from staticllm.server.http.errors import ApiError, api_error_of, forget_frames, to_json
 
 SEPARATOR = "\n"
@@ -88,7 +88,7 @@ class ChunkStream(EventSourceResponse):
     END_MARK = "[DONE]"
 
     def __init__(
-        self, call: Call, batches: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], Awaitable[None]]
+        self, call: ApiCall, batches: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], Awaitable[None]]
     ) -> None:
         settings = call.state.settings
         super().__init__(

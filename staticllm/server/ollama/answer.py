@@ -24,7 +24,7 @@ from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers.answers import AnswerDelta, Part
 from staticllm.server.answers.results import token_logprobs
 from staticllm.server.answers.stream import ChunkStream
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.ollama.fields import nanoseconds, timestamp
 
@@ -184,7 +184,7 @@ class LineStream(ChunkStream):
     END_MARK = ""
 
     def __init__(
-        self, call: Call, batches: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], Awaitable[None]]
+        self, call: ApiCall, batches: AsyncGenerator[list[dict[str, Any]], None], close: Callable[[], Awaitable[None]]
     ) -> None:
         super().__init__(call, batches, close)
         self.ping_interval = 0

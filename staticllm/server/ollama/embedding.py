@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
 from staticllm.server.ollama.fields import (
@@ -21,7 +21,7 @@ from staticllm.server.ollama.fields import (
 from staticllm.server.openai.encoders import finished, on_model, submitted
 
 
-async def embed(call: Call, body: OllamaEmbedRequest) -> Response:
+async def embed(call: ApiCall, body: OllamaEmbedRequest) -> Response:
     """Embed one text or several."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     begin = time.perf_counter()
@@ -36,14 +36,14 @@ async def embed(call: Call, body: OllamaEmbedRequest) -> Response:
     return await call.state.workers.run(lambda: json_response(answer))
 
 
-async def embeddings(call: Call, body: OllamaEmbeddingsRequest) -> Response:
+async def embeddings(call: ApiCall, body: OllamaEmbeddingsRequest) -> Response:
     """Embed one text, in the older form."""
     vectors, _, _ = await _vectors(call, body, [body.prompt] if body.prompt else [], None)
     return json_response({"embedding": vectors[0] if vectors else []})
 
 
 async def _vectors(
-    call: Call, body: OllamaEmbedRequest | OllamaEmbeddingsRequest, texts: list[str], dimensions: int | None
+    call: ApiCall, body: OllamaEmbedRequest | OllamaEmbeddingsRequest, texts: list[str], dimensions: int | None
 ) -> tuple[list[list[float]], int, float]:
     """Return the vectors, the number of tokens, and the moment at which the model was loaded.
 

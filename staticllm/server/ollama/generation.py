@@ -13,7 +13,7 @@ from starlette.responses import Response
 from staticllm.server.answers.answers import Answers, Close, Handles, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
 from staticllm.server.catalog import ModelFacts, current_facts
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
 from staticllm.server.ollama.answer import AnswerForm, Form, LineStream, without_answer
@@ -106,14 +106,14 @@ def _template_message(message: OllamaMessage, index: int) -> dict[str, Any]:
     return found
 
 
-async def chat(call: Call, body: OllamaChatRequest) -> Response:
+async def chat(call: ApiCall, body: OllamaChatRequest) -> Response:
     """Answer a conversation."""
     if not body.messages:
         return await _without_answer(call, body, "chat")
     return await _answer(call, body, "chat", template_messages(body.messages), body.tools)
 
 
-async def generate(call: Call, body: OllamaGenerateRequest) -> Response:
+async def generate(call: ApiCall, body: OllamaGenerateRequest) -> Response:
     """Continue a prompt: as the user's message in a conversation, or as it stands (``raw``)."""
     for name, value in (("suffix", body.suffix), ("template", body.template), ("images", body.images)):
         if value:
@@ -130,7 +130,7 @@ async def generate(call: Call, body: OllamaGenerateRequest) -> Response:
     return await _answer(call, body, "generate", [*system, {"role": "user", "content": body.prompt}])
 
 
-def find_chat_model(call: Call, name: str) -> ServedModel:
+def find_chat_model(call: ApiCall, name: str) -> ServedModel:
     """Return the chat model of a request.
 
     Raises ``ApiError`` (there is none of this name (404), or it is of another kind (400)).
@@ -139,7 +139,7 @@ def find_chat_model(call: Call, name: str) -> ServedModel:
 
 
 async def _answer(
-    call: Call,
+    call: ApiCall,
     body: OllamaGeneration,
     form: Form,
     inputs: Any,
@@ -191,7 +191,7 @@ async def _pieces(maker: AnswerForm, answers: Answers) -> AsyncGenerator[list[di
                 yield ready
 
 
-async def _without_answer(call: Call, body: OllamaGeneration, form: Form) -> Response:
+async def _without_answer(call: ApiCall, body: OllamaGeneration, form: Form) -> Response:
     """Load a model, or with ``keep_alive`` 0 unload it as soon as it is unused."""
     hub = call.state.hub
     model = find_chat_model(call, body.model)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from staticllm.server.catalog import ARCHITECTURE, ModelFacts, context_length, current_facts, listed_facts
-from staticllm.server.endpoint import Answer, Call, bodiless
+from staticllm.server.endpoint import Answer, ApiCall, bodiless
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
 from staticllm.server.ollama.embedding import embed, embeddings
@@ -62,7 +62,7 @@ def running(state: ServerState) -> dict[str, Any]:
     return {"models": found}
 
 
-async def show(call: Call, body: OllamaShowRequest) -> Response:
+async def show(call: ApiCall, body: OllamaShowRequest) -> Response:
     """Return what is known about one model."""
     name = body.model or body.name
     state = call.state

@@ -23,7 +23,7 @@ from staticllm.server.answers.asks import AnswerFields, Ask, schema_of
 from staticllm.server.answers.fields import Fields, Function, MessageFields
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, token_logprobs
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
 from staticllm.server.openai.generation import Chunk, Chunks, Decode, SamplingFields, head_of, stream_of
@@ -102,7 +102,7 @@ class ChatRequest(SamplingFields):
         )
 
 
-async def chat_completions(call: Call, body: ChatRequest) -> Response:
+async def chat_completions(call: ApiCall, body: ChatRequest) -> Response:
     """Answer a conversation."""
     model = call.state.hub.find(body.model, "chat")
     messages = template_messages(body.messages)

@@ -16,7 +16,7 @@ from staticllm.server.answers.answers import AnswerEnd, Answers, Close, Handles,
 from staticllm.server.answers.asks import Ask
 from staticllm.server.answers.fields import Ids
 from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
 from staticllm.server.openai.generation import Chunk, Chunks, Decode, SamplingFields, head_of, stream_of
@@ -40,7 +40,7 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
 
 
-async def completions(call: Call, body: CompletionRequest) -> Response:
+async def completions(call: ApiCall, body: CompletionRequest) -> Response:
     """Continue prompts."""
     model = call.state.hub.find(body.model, "chat")
     _check(body)

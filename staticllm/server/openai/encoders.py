@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle
 from staticllm.server.answers.fields import Fields, IgnoredFields, Text
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
 from staticllm.server.telemetry import current_record
@@ -59,7 +59,7 @@ class RerankRequest(IgnoredFields):
     return_documents: bool = False
 
 
-async def embeddings(call: Call, body: EmbeddingsRequest) -> Response:
+async def embeddings(call: ApiCall, body: EmbeddingsRequest) -> Response:
     """Embed texts."""
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [text for text in given if isinstance(text, str)]
@@ -86,7 +86,7 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Response:
     return await on_model(call, model, run)
 
 
-async def rerank(call: Call, body: RerankRequest) -> Response:
+async def rerank(call: ApiCall, body: RerankRequest) -> Response:
     """Sort texts by a query."""
     model = call.state.hub.find(body.model, "rerank")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
@@ -116,7 +116,7 @@ async def rerank(call: Call, body: RerankRequest) -> Response:
     return await on_model(call, model, run)
 
 
-async def on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[Result]]) -> Result:
+async def on_model(call: ApiCall, model: ServedModel, run: Callable[[], Awaitable[Result]]) -> Result:
     """Run a request in its turn on a loaded model; it ends if the client goes."""
 
     async def admitted() -> Result:
@@ -133,7 +133,7 @@ async def on_model(call: Call, model: ServedModel, run: Callable[[], Awaitable[R
     return await call.connected(admitted())
 
 
-async def submitted(call: Call, submit: Callable[[], Handle]) -> Handle:
+async def submitted(call: ApiCall, submit: Callable[[], Handle]) -> Handle:
     """Return the handle of texts that ``submit`` enqueues, in a thread."""
     return await call.state.workers.run(submit, lambda handle: handle.cancel())
 

@@ -19,7 +19,7 @@ from staticllm.server.answers.asks import AnswerFields, numbers_of
 from staticllm.server.answers.fields import Fields, IgnoredFields, Priority, Stop, Text, number_fields
 from staticllm.server.answers.results import PromptProgress, timings_of, with_progress
 from staticllm.server.answers.stream import ChunkStream
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
 
@@ -122,7 +122,7 @@ def head_of(prefix: str, kind: str, model: str) -> Chunk:
 
 
 def stream_of(
-    call: Call, body: SamplingFields, model: ServedModel, answers: Answers, close: Close, chunks: Chunks
+    call: ApiCall, body: SamplingFields, model: ServedModel, answers: Answers, close: Close, chunks: Chunks
 ) -> Response:
     """Return the stream of a request's answers, which ends with a chunk about tokens if the request has asked for it."""
 

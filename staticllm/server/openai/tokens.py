@@ -17,7 +17,7 @@ from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.input_processor import check_ids, encode_messages
 from staticllm.server.answers.fields import Fields, Text, TokenId
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response, to_json
 from staticllm.server.models.served import ServedModel
 from staticllm.server.models.workers import Workers
@@ -55,7 +55,7 @@ class DetokenizeRequest(Fields):
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 20)]
 
 
-async def tokenize(call: Call, body: TokenizeRequest) -> Response:
+async def tokenize(call: ApiCall, body: TokenizeRequest) -> Response:
     """Return token ids."""
     given = [value for value in (body.content, body.prompt, body.messages) if value is not None]
     if len(given) != 1:
@@ -108,7 +108,7 @@ def _shown(ids: list[int], pieces: dict[int, str] | None) -> str:
     return to_json(shown)[1:-1]
 
 
-async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
+async def detokenize(call: ApiCall, body: DetokenizeRequest) -> Response:
     """Return the text of token ids."""
 
     def run(model: ServedModel) -> Response:
@@ -125,7 +125,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Response:
 
 
 async def _on_model(
-    call: Call, name: str | None, answer: Callable[[ServedModel], Coroutine[Any, Any, Response]]
+    call: ApiCall, name: str | None, answer: Callable[[ServedModel], Coroutine[Any, Any, Response]]
 ) -> Response:
     model = call.state.hub.find(name, "chat")
 

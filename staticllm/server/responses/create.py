@@ -17,7 +17,7 @@ from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_
 from staticllm.server.answers.results import finish_reason
 from staticllm.server.answers.stream import ChunkStream, EventFrame
 from staticllm.server.catalog import context_length
-from staticllm.server.endpoint import Call
+from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.models.served import ServedModel
 from staticllm.server.responses.events import EventMaker
@@ -28,7 +28,7 @@ from staticllm.server.responses.store import ResponseStore, StoredResponse
 _TOOL = {"name", "description", "parameters"}
 
 
-async def create(store: ResponseStore, call: Call, body: ResponsesRequest) -> Response:
+async def create(store: ResponseStore, call: ApiCall, body: ResponsesRequest) -> Response:
     """Answer, in the conversation of ``previous_response_id`` or in a new one."""
     model = call.state.hub.find(body.model, "chat")
     before: tuple[Message, ...] = ()
@@ -219,7 +219,7 @@ class ResponseStream(ChunkStream):
     END_MARK = ""
 
     def __init__(
-        self, call: Call, maker: ResponseMaker, answers: Answers, close: Callable[[], Awaitable[None]]
+        self, call: ApiCall, maker: ResponseMaker, answers: Answers, close: Callable[[], Awaitable[None]]
     ) -> None:
         self._maker = maker
         self._number = 0
@@ -235,7 +235,7 @@ class ResponseStream(ChunkStream):
         return {"type": "response.failed", "response": self._maker.unfinished(described)}
 
 
-async def _events(call: Call, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
+async def _events(call: ApiCall, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
     begun = maker.unfinished()
     events = EventMaker()
     yield [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]

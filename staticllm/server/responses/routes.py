@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from staticllm.server.endpoint import Answer, Call, bodiless, endpoint
+from staticllm.server.endpoint import Answer, ApiCall, bodiless, endpoint
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.responses.create import create
 from staticllm.server.responses.fields import ResponsesRequest
@@ -60,7 +60,7 @@ def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str
 
 def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     async def run(request: Request) -> Response:
-        client = Call(state, request).client
+        client = ApiCall(state, request).client
         id = request.path_params["response_id"]
         query = request.query_params
         return await state.workers.run(lambda: json_response(find(store, id, client, query)))

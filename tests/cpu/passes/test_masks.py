@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from staticllm.compiler_passes.inputs.classify_mask import Probe, _linear, classify_one, visible_cells
+from staticllm.compiler_passes.inputs.classify_mask import MaskProbe, _linear, classify_one, visible_cells
 from staticllm.core import MaskKind
 
-PROBES = [Probe(0, 7), Probe(3, 4), Probe(256, 5), Probe(259, 1)]
+PROBES = [MaskProbe(0, 7), MaskProbe(3, 4), MaskProbe(256, 5), MaskProbe(259, 1)]
 KV_LEN = PROBES[2].past
 
 

@@ -179,9 +179,9 @@ def test_spans_have_the_attributes_of_the_conventions(collector):
 def test_names_of_attributes_are_those_of_the_conventions():
     names = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
     from staticllm.server.spans import attributes_of
-    from staticllm.server.telemetry import PARAMETERS, RequestRecord
+    from staticllm.server.telemetry import PARAMETERS, HttpRecord
 
-    record = RequestRecord(
+    record = HttpRecord(
         "POST", "/v1/completions", model="demo", session="s", prompt_tokens=3, output_tokens=2, first_token=1e9,
         finish_reasons=["stop"], parameters=dict.fromkeys(PARAMETERS, 2),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from support.quick import examples
 from staticllm.errors import ClosedError, NumericalError
 from staticllm.pipelines.engine.beams import BeamRequest, _ending_of
 from staticllm.pipelines.engine.request import EngineRequest, Finished
-from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
+from staticllm.pipelines.generation.beam_search import BeamLimits, BeamParams, BeamSearch
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import FAKE_VARIANTS, POISON, assert_empty, fake_engine, fake_request, fake_runner, run_to_end
 from staticllm.testing.device import VOCAB_SIZE, fake_next_token
@@ -29,7 +29,7 @@ def logits_after(tokens, masks=MASKS):
 
 def expected(request, masks=MASKS):
     """Return the answers of a search without an engine: the best ``num_sequences`` lists of tokens."""
-    limits = Limits(request.max_new_tokens, request.stop_token_ids)
+    limits = BeamLimits(request.max_new_tokens, request.stop_token_ids)
     search, beams = BeamSearch(request.beams, request.prompt, limits), [list(request.prompt)]
     while beams:
         steps = advanced(search, [logits_after(beam, masks) for beam in beams])

@@ -18,7 +18,7 @@ from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
-from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits
+from staticllm.pipelines.generation.beam_search import BeamLimits, BeamParams, BeamSearch
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
@@ -52,7 +52,7 @@ def request_of(pattern, num_beams=3, count=2, max_new_tokens=20, prompt=range(9)
 
 
 def search(request, seed):
-    limits = Limits(request.max_new_tokens, request.stop_token_ids)
+    limits = BeamLimits(request.max_new_tokens, request.stop_token_ids)
     found, beams = BeamSearch(request.beams, request.prompt, limits), [((), mask_for(request, VOCAB_SIZE, COMPILER))]
     while beams:
         logits = [logprobs_after(tokens, seed)[0].astype(np.float32) for tokens, _ in beams]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.engine.beam_steps import advanced
 from support.quick import examples
 
-from staticllm.pipelines.generation.beam_search import BeamParams, BeamSearch, Limits, repeating_tokens
+from staticllm.pipelines.generation.beam_search import BeamLimits, BeamParams, BeamSearch, repeating_tokens
 
 VOCAB = 7
 STOP = 6
@@ -45,7 +45,7 @@ def total_of(tokens, seed):
 @settings(max_examples=examples(100), deadline=None)
 def test_with_enough_beams_the_best_of_all_answers_are_found(seed, length, penalty):
     params = BeamParams(VOCAB**length, length_penalty=penalty, stop_criteria="never")
-    found, _ = search(params, seed, Limits(length))
+    found, _ = search(params, seed, BeamLimits(length))
     listed = {tokens: total_of(tokens, seed) for tokens in itertools.product(range(VOCAB), repeat=length)}
     hypotheses = found.hypotheses()
     assert {hypothesis.tokens for hypothesis in hypotheses} == set(listed)
@@ -69,7 +69,7 @@ def test_with_enough_beams_the_best_of_all_answers_are_found(seed, length, penal
 def test_every_answer_keeps_the_rules(seed, group_size, groups, length, min_new, criteria, penalty, ngram):
     params = BeamParams(group_size * groups, groups, 0.7 if groups > 1 else 0.0, penalty, ngram, criteria)
     min_new, prompt = min(min_new, length), (1, 2, 3)
-    found, sizes = search(params, seed, Limits(length, {STOP}, min_new), prompt)
+    found, sizes = search(params, seed, BeamLimits(length, {STOP}, min_new), prompt)
     assert all(size <= params.num_beams for size in sizes)
     assert len(sizes) <= length
     assert len(found.hypotheses()) <= params.num_beams
@@ -91,7 +91,7 @@ def test_every_answer_keeps_the_rules(seed, group_size, groups, length, min_new,
 
 
 def test_a_single_beam_is_greedy_decoding():
-    found, _ = search(BeamParams(1), 5, Limits(6))
+    found, _ = search(BeamParams(1), 5, BeamLimits(6))
     greedy = ()
     for _ in range(6):
         greedy = (*greedy, int(logits_after(greedy, 5).argmax()))
@@ -99,10 +99,10 @@ def test_a_single_beam_is_greedy_decoding():
 
 
 def test_groups_avoid_the_tokens_of_groups_before_them():
-    found, _ = search(BeamParams(3, 3, diversity_penalty=50.0), 1, Limits(1))
+    found, _ = search(BeamParams(3, 3, diversity_penalty=50.0), 1, BeamLimits(1))
     order = np.argsort(-logits_after((), 1))
     assert {hypothesis.tokens[0] for hypothesis in found.hypotheses()} == set(order[:3].tolist())
-    plain, _ = search(BeamParams(3, 3, diversity_penalty=1e-9), 1, Limits(1))
+    plain, _ = search(BeamParams(3, 3, diversity_penalty=1e-9), 1, BeamLimits(1))
     assert {hypothesis.tokens[0] for hypothesis in plain.hypotheses()} == {int(order[0])}
 
 
@@ -111,21 +111,21 @@ def test_early_ends_with_the_first_answers_and_never_looks_for_better_ones():
     for criteria in ("early", "never"):
         total = 0
         for seed in range(40):
-            _, sizes = search(BeamParams(2, length_penalty=2.0, stop_criteria=criteria), seed, Limits(12, {STOP}))
+            _, sizes = search(BeamParams(2, length_penalty=2.0, stop_criteria=criteria), seed, BeamLimits(12, {STOP}))
             total += len(sizes)
         lengths[criteria] = total
     assert lengths["early"] < lengths["never"]
 
 
 def test_a_text_that_ends_an_answer():
-    found, _ = search(BeamParams(2), 3, Limits(9), ending=lambda tokens: len(tokens) >= 2 and sum(tokens[-2:]) == 7)
+    found, _ = search(BeamParams(2), 3, BeamLimits(9), ending=lambda tokens: len(tokens) >= 2 and sum(tokens[-2:]) == 7)
     ended = [hypothesis for hypothesis in found.hypotheses() if hypothesis.reason == "stop"]
     assert ended
     assert all(sum(hypothesis.tokens[-2:]) == 7 for hypothesis in ended)
 
 
 def test_an_end_from_outside_gives_the_beams_so_far():
-    beams = BeamSearch(BeamParams(3), (), Limits(None))
+    beams = BeamSearch(BeamParams(3), (), BeamLimits(None))
     steps = advanced(beams, [logits_after((), 2)])
     advanced(beams, [logits_after((step.token,), 2) for step in steps])
     beams.end("cancelled")
@@ -146,4 +146,4 @@ def test_repeating_tokens_against_a_definition(tokens, size):
 
 
 def test_scores_of_long_answers_are_finite():
-    assert math.isfinite(search(BeamParams(2, length_penalty=0.0), 0, Limits(30))[0].hypotheses()[0].score)
+    assert math.isfinite(search(BeamParams(2, length_penalty=0.0), 0, BeamLimits(30))[0].hypotheses()[0].score)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staticllm.core import FinishReason, Variant
-from staticllm.pipelines.profiling.call_watch import KEPT, CallLog, CallWatch
+from staticllm.pipelines.profiling.call_watch import KEPT, CallWatch, RecentCalls
 from staticllm.pipelines.profiling.records import KEPT_RECORDS, EngineProgress, JobRecord, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 
@@ -130,7 +130,7 @@ def test_what_nobody_reads_is_dropped_and_counted():
 
 
 def test_a_hole_between_entries_is_counted_in_its_page_only():
-    log = CallLog()
+    log = RecentCalls()
     log.add({"id": 1})
     log.skip(5)
     log.add({"id": 2})

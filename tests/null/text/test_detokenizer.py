@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.input_processor import Call, PreparedRequest
+from staticllm.pipelines.text.input_processor import GenerateCall, PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor, TextDelta, joined
 from staticllm.pipelines.text.tokenizer_tools import JoinedDecoder
 
@@ -105,7 +105,9 @@ def prepared(form="tokens", decode=decode, **changes):
     """Return a request for one answer with the options that an output processor reads."""
     defaults = {"stop_strings": frozenset(), "include_stop_str_in_output": False, "stop_token_ids": frozenset()}
     options = SimpleNamespace(**{"echo": False, "beams": None, **defaults, **changes})
-    return PreparedRequest(EngineRequest((104, 105)), Call(form, options, "stop", 0, None, 0.0), 0.0, decode=decode)
+    return PreparedRequest(
+        EngineRequest((104, 105)), GenerateCall(form, options, "stop", 0, None, 0.0), 0.0, decode=decode
+    )
 
 
 def test_tokens_are_not_decoded_unless_text_is_read():
