@@ -126,7 +126,7 @@ def test_long_inputs_are_read_in_batches_and_keep_their_order(directory, pipe, m
 
 
 def test_batches_end_with_many_characters():
-    entries = (texts.Entry("x" * (texts.BATCH_CHARS // 3 + 1), i, {}) for i in range(7))
+    entries = (texts.TextEntry("x" * (texts.BATCH_CHARS // 3 + 1), i, {}) for i in range(7))
     assert [len(batch.entries) for batch in texts._batches(entries, lambda: None)] == [3, 3, 1]
 
 
