@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult
+from staticllm.pipelines.engine.client_sequences.state import BeamState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.beam_search import BeamLimits, BeamSearch, Ending, Hypothesis, Successor
@@ -48,7 +48,7 @@ class BeamRequest(RequestState):
         assert request.beams is not None, "not a beam search"
         limits = BeamLimits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
-        self._beams: list[ClientState] = []
+        self._beams: list[BeamState] = []
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
         self._choosing_seconds = 0.0
         self._device_seconds = 0.0  # since the last token
@@ -58,7 +58,7 @@ class BeamRequest(RequestState):
         """Begin the search in a core: run the prompt."""
         core.searches[self.request.id] = self
         self._core = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
-        self._beams = [core.feeds.open(self.priority, True, self.request.adapters, self.request.owner)]
+        self._beams = [core.feeds.open_beam(self.priority, self.request.adapters, self.request.owner)]
         self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 
@@ -146,7 +146,7 @@ class BeamRequest(RequestState):
         """Give each new beam a sequence: its parent's for the first child, a fork for the others. Close what has no child."""
         before = self._beams
         taken = set[int]()
-        beams = list[ClientState]()
+        beams = list[BeamState]()
         for successor in successors:
             parent = before[successor.parent]
             beams.append(feeds.fork(parent) if successor.parent in taken else parent)
@@ -197,7 +197,7 @@ def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
     return has_ended
 
 
-def _masks_after(before: Sequence[ClientState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
+def _masks_after(before: Sequence[BeamState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
     """Return what may follow each new beam."""
     masks: list[GrammarMask | None] = []
     for successor in successors:

@@ -12,7 +12,7 @@ from staticllm.kvcache.rotation import KeyRotations
 from staticllm.kvcache.sequence import KVSequence, common_prefix
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import averaged
-from staticllm.pipelines.engine.client_sequences.state import ClientState
+from staticllm.pipelines.engine.client_sequences.state import ClientState, State
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import SINKS, shorten
 from staticllm.pipelines.engine.sequence import SequenceState
@@ -78,7 +78,7 @@ class IdleSequences:
     def __contains__(self, state: ClientState) -> bool:
         return state.id in self._states
 
-    def fork(self, source: ClientState) -> ClientState:
+    def fork(self, source: State) -> State:
         """Add a copy of an idle sequence; both share the slots."""
         forked = source.forked()
         if source.kv.sequence is not None:

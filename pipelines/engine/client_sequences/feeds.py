@@ -10,10 +10,12 @@ from staticllm.core import FinishReason
 from staticllm.errors import PromptError
 from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.engine.client_sequences.state import (
+    BeamState,
     ClientState,
     FeedOrder,
     FeedRequest,
     FeedResult,
+    State,
     closed_error,
 )
 
@@ -34,15 +36,20 @@ class Feeds:
         self._held: list[tuple[ClientState, FeedOrder]] = []
         self._running: dict[int, ClientState] = {}  # the sequences with a feed in progress
 
-    def open(
-        self, priority: int = 0, is_internal: bool = False, adapters: AdapterScales = (), owner: int = 0
-    ) -> ClientState:
-        """Return a new sequence, which is idle; ``is_internal`` as in ``ClientState``, the others as in ``EngineRequest``."""
-        state = ClientState(self._core.vocab_size, priority, None, is_internal, adapters, owner, self._core.clock)
+    def open(self, priority: int = 0, adapters: AdapterScales = (), owner: int = 0) -> ClientState:
+        """Return a new sequence, which is idle; the arguments are as in ``EngineRequest``."""
+        return self._opened(ClientState, priority, adapters, owner)
+
+    def open_beam(self, priority: int, adapters: AdapterScales, owner: int) -> BeamState:
+        """Return the first beam of a search, which is idle; the arguments are as in ``EngineRequest``."""
+        return self._opened(BeamState, priority, adapters, owner)
+
+    def _opened(self, kind: type[State], priority: int, adapters: AdapterScales, owner: int) -> State:
+        state = kind(self._core.vocab_size, priority, None, adapters, owner, self._core.clock)
         self._core.device.kv_manager.idle.add(state)
         return state
 
-    def fork(self, source: ClientState) -> ClientState:
+    def fork(self, source: State) -> State:
         """Return another sequence with the tokens and slots of ``source``, which is idle."""
         return self._core.device.kv_manager.idle.fork(source)
 
@@ -60,7 +67,7 @@ class Feeds:
         if state.is_closed:  # while the feed waited
             order.on_done(FeedResult(None, closed_error(FinishReason.CANCELLED)))
             return
-        if self.is_holding and not state.is_internal:
+        if self.is_holding and state.can_wait:
             self._held.append((state, order))
             return
         state.begin(order)
@@ -75,7 +82,7 @@ class Feeds:
         state = self._running.pop(id)
         self._core.device.kv_manager.leave(state)
         del self._core.requests[state.id]
-        if state.is_internal:
+        if not state.can_wait:
             state.post()
         if state.is_closed and state in self._core.device.kv_manager.idle:  # the search ended while the call ran
             self._core.device.kv_manager.idle.close(state, is_reusable=False)
@@ -122,7 +129,7 @@ class Feeds:
         state.is_closed = True
         if state in self._core.device.kv_manager.idle:
             self._core.device.kv_manager.idle.close(state, is_reusable)
-            if not state.is_internal:
+            if state.is_recorded:
                 self._core.profiler.record(state.record(FinishReason.STOP))
         elif state.id in self._core.requests:
             self._core.requests[state.id].cancel()

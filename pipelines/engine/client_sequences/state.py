@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -81,21 +81,23 @@ class ThinkTime:
         self._mean = averaged(self._mean, seconds, SMOOTHING)
 
 
+State = TypeVar("State", bound="ClientState")
+
+
 class ClientState(SequenceState):
     """A client sequence inside the engine. While a feed is in progress, it is a request of the table; otherwise it is *idle*.
 
-    ``tokens`` are those of all feeds. ``is_internal``: whether the engine itself chooses the tokens, as for beams; then results
-    are handed over at once, not while the next call runs, and the sequence is not in the statistics.
-
-    Used on the engine's thread.
+    ``tokens`` are those of all feeds. Used on the engine's thread.
     """
+
+    can_wait: ClassVar[bool] = True
+    """Whether its results may wait until the next call runs, and its feeds until another runner was installed."""
 
     def __init__(
         self,
         vocab_size: int,
         priority: int = 0,
         think: ThinkTime | None = None,
-        is_internal: bool = False,
         adapters: AdapterScales = (),
         owner: int = 0,
         clock: Clock = time.perf_counter,
@@ -104,11 +106,9 @@ class ClientState(SequenceState):
         info = RequestInfo(new_id(), now, 0, priority, is_client_driven=True)
         super().__init__(info, info.id, (), clock, owner, adapters)
         self.think = think or ThinkTime()
-        self.is_internal = is_internal
         self.idle_since = now
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
         self.is_closed = False
-        self.mask: GrammarMask | None = None  # what may follow, where a grammar governs a beam
         self._vocab_size = vocab_size
         self._first_sent_at = now
         self._num_prompt = 0  # tokens of the first feed
@@ -122,15 +122,11 @@ class ClientState(SequenceState):
         self._is_answering = False  # the client has had logits
 
     def prepare(self) -> None:
-        """Find what may follow, while the device runs."""
-        if self.mask is not None:
-            self.mask.prepare()
+        """Do nothing: the client chooses."""
 
-    def forked(self) -> ClientState:
+    def forked(self: State) -> State:
         """Return another sequence of the same client with the same tokens, and without slots."""
-        other = ClientState(
-            self._vocab_size, self.info.priority, self.think, self.is_internal, self.adapters, self.owner, self.clock
-        )
+        other = type(self)(self._vocab_size, self.info.priority, self.think, self.adapters, self.owner, self.clock)
         other._first_sent_at = self._first_sent_at
         other._num_prompt = self._num_prompt
         other.tokens = list(self.tokens)
@@ -142,8 +138,7 @@ class ClientState(SequenceState):
     def ready_at(self) -> float | None:
         """The moment by which the next feed is expected; None if it cannot be known."""
         expected = self.think.expected
-        is_known = expected is not None and self._is_answering and not self.is_internal
-        return self.idle_since + (expected or 0.0) if is_known else None
+        return self.idle_since + expected if expected is not None and self._is_answering else None
 
     @property
     def view(self) -> IdleView:
@@ -186,8 +181,8 @@ class ClientState(SequenceState):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the profiler records its end: it is closed, and no beam, whose search is recorded."""
-        return self.is_closed and not self.is_internal
+        """Whether the profiler records its end: only when it is closed."""
+        return self.is_closed
 
     def add_call(self, seconds: float) -> None:
         """Add the ``seconds`` of a device call that the feed was part of."""
@@ -250,6 +245,28 @@ class ClientState(SequenceState):
         assert self._order is not None, "no feed"
         queued = (self.started or self.clock()) - self._order.sent_at
         return FeedResult(logits, error, is_finite, self._device_seconds, queued)
+
+
+class BeamState(ClientState):
+    """A beam of a search, which chooses its tokens on the engine's thread. ``mask``: what may follow; None for anything."""
+
+    can_wait = False
+    mask: GrammarMask | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Never: its search is recorded."""
+        return False
+
+    @property
+    def ready_at(self) -> float | None:
+        """Never known: the search feeds it when all beams have run."""
+        return None
+
+    def prepare(self) -> None:
+        """Find what may follow, while the device runs."""
+        if self.mask is not None:
+            self.mask.prepare()
 
 
 class FeedRequest(ActiveRequest):
