@@ -21,7 +21,8 @@ from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_sendable, remote_launcher
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.request import OutputQueue, OverflowRule
+from staticllm.pipelines.engine.overflow import OverflowRule
+from staticllm.pipelines.engine.request import OutputQueue
 from staticllm.pipelines.launch.arguments import named_in_memory, positional, resolve_candidates, source_of
 from staticllm.pipelines.launch.draft_source import take_draft_source, use_draft
 from staticllm.pipelines.launch.engine import Launched, launch

@@ -14,7 +14,7 @@ from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import averaged
 from staticllm.pipelines.engine.client_sequences.state import ClientState, State
 from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import SINKS, shorten
+from staticllm.pipelines.engine.overflow import SINKS, shorten
 from staticllm.pipelines.engine.sequence import SequenceState
 from staticllm.pipelines.scheduling.interface import IdleView
 from staticllm.pipelines.scheduling.request_table import RequestTable

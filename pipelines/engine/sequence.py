@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from staticllm.core import Clock, FinishReason
 from staticllm.kvcache.sequence import AdapterScales, KVSequence
-from staticllm.pipelines.engine.request import OverflowRule
+from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import SegmentResult
 from staticllm.pipelines.scheduling.request_table import RequestInfo

@@ -31,7 +31,8 @@ from staticllm.pipelines.conversation.chat_template import render
 from staticllm.pipelines.conversation.formats import MessageFormat, format_beside
 from staticllm.pipelines.conversation.required_calls import answer_grammar
 from staticllm.pipelines.engine.client import UserProcessors
-from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest, OverflowRule, overflow_rule, shorten
+from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
+from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.logits_processors import copies_for

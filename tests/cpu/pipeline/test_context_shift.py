@@ -8,7 +8,7 @@ from support.helpers import EXACT, tokens_of
 
 from staticllm import StaticLLMPipeline
 from staticllm.kvcache.groups import place_of
-from staticllm.pipelines.engine.request import SINKS
+from staticllm.pipelines.engine.overflow import SINKS
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -9,7 +9,7 @@ from staticllm.core import Variant
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.snapshot import load, save
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.request import shorten
+from staticllm.pipelines.engine.overflow import shorten
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import (
     FAKE_VARIANTS,
