@@ -102,7 +102,7 @@ class PlainRequest:
         self._inputs[index] = tensor.data
 
     def set_priority(self, priority: int) -> None:
-        """Do nothing: every call brings its priority, and ``Devices.raise_priority`` changes that of waiting calls."""
+        """Do nothing: every call brings its priority, and ``Devices.set_priority`` changes that of waiting calls."""
 
     def reset(self) -> None:
         self._request.reset_state()

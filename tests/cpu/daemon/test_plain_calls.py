@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.wire.messages import Kind, Message
-from tests.support.attach.daemons import RawClient
+from tests.support.attach.daemons import RawClient, wait_for
 
 
 @pytest.fixture
@@ -47,3 +50,19 @@ def test_two_requests_of_a_model_do_not_share_their_inputs(daemon, plain_model):
                 for request, given in ((one, first), (two, second)):
                     ((_, found),) = request.channel.tensors_of(request.channel.receive())
                     np.testing.assert_array_equal(found, native(given)[0])
+
+
+@pytest.mark.parametrize("changed", [-3, 60])
+def test_a_call_that_waits_has_the_priority_that_its_program_has_now(changed, daemon, plain_model):
+    with RawClient(priority=100 + 50) as client, client.request(client.model(plain_model).body["model"]) as request:
+        scheduler = daemon.devices.scheduler("CPU")
+        held = DeviceRequest(ClientId(99), 0.001)
+        scheduler.acquire(held)
+        thread = threading.Thread(target=request.infer, args=(np.ones((2, 8), np.float32),))
+        thread.start()
+        wait_for(lambda: scheduler.is_wanted)
+        assert client.ask(Kind.HINT, priority=100 + changed).kind is Kind.OK
+        priorities = [each.priority for each in scheduler._waiting]
+        scheduler.release(held, 0.001)
+        thread.join()
+    assert priorities == [changed]
