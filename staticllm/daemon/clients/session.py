@@ -109,13 +109,16 @@ class Session:
         return model
 
     def set_priority(self, priority: int) -> None:
-        """Change the priority of the client's calls, also of those that wait or run in an engine."""
+        """Change the priority of the client's calls, also of those that wait or run in an engine.
+
+        A step that an engine waits for keeps a higher priority until it has run: it may be that of another client.
+        """
         self.priority = priority
-        self._devices.set_priority(self.client, priority)
         with self._lock:
             followers = tuple(self._followers.values())
         for follow in followers:
             follow(priority)
+        self._devices.set_priority(self.client, priority)  # calls that began meanwhile have it
 
     def follow(self, key: object, on_priority: Callable[[int], None] | None) -> None:
         """Call ``on_priority`` whenever the priority changes; None ends that. ``key`` names the follower."""

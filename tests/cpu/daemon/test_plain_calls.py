@@ -8,6 +8,7 @@ import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm.daemon.models.plain import PlainRequest
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import RawClient, wait_for
@@ -66,3 +67,18 @@ def test_a_call_that_waits_has_the_priority_that_its_program_has_now(changed, da
         scheduler.release(held, 0.001)
         thread.join()
     assert priorities == [changed]
+
+
+def test_a_priority_that_changes_while_a_call_begins_counts_for_it(daemon, plain_model, monkeypatch):
+    with RawClient() as client, client.request(client.model(plain_model).body["model"]) as request:
+        scheduler = daemon.devices.scheduler("CPU")
+        asked, acquire, set_input = [], scheduler.acquire, PlainRequest._set_input
+
+        def set_input_slowly(*given):
+            assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
+            set_input(*given)
+
+        monkeypatch.setattr(PlainRequest, "_set_input", set_input_slowly)
+        monkeypatch.setattr(scheduler, "acquire", lambda ask: (asked.append(ask.priority), acquire(ask))[1])
+        request.infer(np.ones((2, 8), np.float32))
+    assert asked == [7]
