@@ -97,9 +97,9 @@ def generation_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``generate`` for those of ``staticllm run``."""
     chosen = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "rng_seed"}
     generation = {name: options[key] for key, name in chosen.items() if options[key] is not None}
-    if generation.get("temperature") == 0:  # as everywhere else: greedy
-        generation = {}
-    if generation:
+    if generation.get("temperature") == 0:  # greedy as everywhere else, also if the model's own config samples
+        generation = {"do_sample": False}
+    elif generation:
         generation["do_sample"] = True
     return {**generation, "max_new_tokens": options["max_new_tokens"], "apply_chat_template": not options["raw"]}
 

@@ -19,7 +19,7 @@ HELP = {
     "/help": "list the commands",
     "/exit": "leave the chat, like Ctrl-D",
     "/clear": "begin a new conversation",
-    "/regenerate": "answer the last message again (with the same text, unless --temperature is set)",
+    "/regenerate": "answer the last message again (with the same text, unless it is sampled)",
     "/system TEXT": "begin a new conversation with this system message; without TEXT, show it",
     "/save FILE": "write the conversation to a JSON file",
     "/load FILE": "continue a saved conversation",

@@ -53,7 +53,7 @@ OF_PIPELINES = (
 @api_key_option
 @value("-n --max-new-tokens", Whole(1), "Longest answer, in tokens.", 256)
 @click.option("--system", default="", help="System message.")
-@value("--temperature", Number(0, 1e6), "Sample at this temperature; greedy without it.")
+@value("--temperature", Number(0, 1e6), "0 is greedy; without it the model's generation_config.json decides.")
 @value("--top-p", Number(0, 1, min_open=True), "Sample from the smallest set with this probability.")
 @value("--top-k", Whole(0), "Sample from this many tokens.")
 @value("--seed", Whole(0), "Seed for sampling.")

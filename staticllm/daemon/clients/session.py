@@ -56,6 +56,7 @@ class Session:
         self._devices = devices
         self._limits = limits
         self._models: dict[int, HeldModel] = {}
+        self._num_compiling = 0  # they count as models
         self._handles = count(1)
         self._num_requests = 0
         self._block_bytes = 0
@@ -66,12 +67,18 @@ class Session:
     def hold(self, source: Source) -> tuple[int, ServedModel]:
         """Compile a model, or share one that is compiled, and return its handle and the model. Raises ``BusyError``."""
         with self._lock:
-            if len(self._models) >= self._limits.models:
-                raise BusyError(
-                    f"this program has {len(self._models)} models, the limit is {self._limits.models}: drop one"
-                )
-        key, model = self._table.acquire(source)
+            num_models = len(self._models) + self._num_compiling
+            if num_models >= self._limits.models:
+                raise BusyError(f"this program has {num_models} models, the limit is {self._limits.models}: drop one")
+            self._num_compiling += 1
+        try:
+            key, model = self._table.acquire(source)
+        except BaseException:
+            with self._lock:
+                self._num_compiling -= 1
+            raise
         with self._lock:
+            self._num_compiling -= 1
             if not self._is_closed:
                 handle = next(self._handles)
                 self._models[handle] = HeldModel(key, model)
@@ -102,13 +109,16 @@ class Session:
         return model
 
     def set_priority(self, priority: int) -> None:
-        """Change the priority of the client's calls, also of those that wait or run in an engine."""
+        """Change the priority of the client's calls, also of those that wait or run in an engine.
+
+        A step that an engine waits for keeps a higher priority until it has run: it may be that of another client.
+        """
         self.priority = priority
-        self._devices.raise_priority(self.client, priority)
         with self._lock:
             followers = tuple(self._followers.values())
         for follow in followers:
             follow(priority)
+        self._devices.set_priority(self.client, priority)  # calls that began meanwhile have it
 
     def follow(self, key: object, on_priority: Callable[[int], None] | None) -> None:
         """Call ``on_priority`` whenever the priority changes; None ends that. ``key`` names the follower."""

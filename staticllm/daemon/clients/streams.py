@@ -65,7 +65,8 @@ class OutputStream:
         request = model.request_of(values)
         asked = request.priority
         session = self._session
-        request = replace(request, priority=asked + session.priority, owner=session.client.number)
+        priority = session.priority
+        request = replace(request, priority=asked + priority, owner=session.client.number)
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._add(number, output))
         self._running[number] = Running(model, request.id, asked, request.num_sequences, time.perf_counter())
@@ -74,6 +75,8 @@ class OutputStream:
         except BaseException:
             del self._running[number]
             raise
+        if session.priority != priority:  # it changed before the engine knew the request
+            self.set_priority(session.priority)
         return outputs.compile_times
 
     def cancel(self, number: int, index: int | None, reason: FinishReason) -> None:

@@ -64,9 +64,11 @@ class PlainRequest:
         self._client = client
         self._guard = StateGuard(request) if model.mode == "stateful" else None
         self._given: dict[str, Array] = {}  # the inputs of a model with states, which stay until others are given
+        self._priority = 0
         self._inputs: dict[int, Array] = {}  # the memory of its input tensors
 
     def call(self, inputs: Mapping[int, Array], priority: int = 0, wants_last: bool = False) -> CallResult:
+        self._priority = priority
         model = self._model
         request = self._request
         if self._guard is not None:
@@ -75,7 +77,7 @@ class PlainRequest:
             self._set_input(index, array)
         shapes = tuple(array.shape for array in inputs.values())
         use = DeviceRequest(
-            self._client, model.costs.expected(shapes), priority, model.id, model.width, num_bytes=model.num_bytes
+            self._client, model.costs.expected(shapes), self._priority, model.id, model.width, num_bytes=model.num_bytes
         )
         with model.scheduler.use(use) as call:
             start = time.perf_counter()
@@ -102,7 +104,8 @@ class PlainRequest:
         self._inputs[index] = tensor.data
 
     def set_priority(self, priority: int) -> None:
-        """Do nothing: every call brings its priority, and ``Devices.raise_priority`` changes that of waiting calls."""
+        """Change the priority of a call that begins; ``Devices.set_priority`` changes that of one that waits."""
+        self._priority = priority
 
     def reset(self) -> None:
         self._request.reset_state()

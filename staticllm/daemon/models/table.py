@@ -155,12 +155,11 @@ class ModelTable:
         """Drop idle models, the oldest first, until the weights fit. The caller holds the lock. Raises ``BusyError``."""
         limit = self._limits.model_bytes
         wanted = source.num_bytes
-        idle = sorted(
-            (slot.free_since, key) for key, slot in self._slots.items() if not slot.num_users and slot.compiled.done()
-        )
+        idle = [key for key, slot in self._slots.items() if not slot.num_users and slot.compiled.done()]
+        idle.sort(key=lambda key: self._slots[key].free_since)
         used = sum(slot.num_bytes for slot in self._slots.values())
         while used + wanted > limit and idle:
-            slot = self._slots.pop(idle.pop(0)[1])
+            slot = self._slots.pop(idle.pop(0))
             used -= slot.num_bytes
             slot.compiled.result().close()
         if used + wanted > limit:

@@ -189,7 +189,7 @@ class PackedRequest:
         self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
         self._replay: Replay | None = None
-        self._in_call: Sequence[ClientSequence] = ()  # by the call in progress
+        self._in_call: Sequence[ClientSequence] = ()  # of the call in progress
         self._is_running = threading.Lock()
 
     def set_priority(self, priority: int) -> None:
@@ -229,6 +229,8 @@ class PackedRequest:
                     return self._in_engine(self._checked(inputs, wanted))
                 except UnusualCallError as error:
                     self._fall_back(str(error))
+                finally:
+                    self._in_call = ()
             return self._on_original(lambda replay: replay.infer(inputs, wanted))
 
     def reset(self) -> None:
@@ -287,6 +289,8 @@ class PackedRequest:
         assert engine is not None, "there is no engine"
         sequences, unused = self._continued(call, engine)
         self._in_call = sequences
+        for sequence in sequences:  # the priority may have changed since they were opened
+            sequence.set_priority(self._caller.priority)
         try:
             self._caller.check()
             results = _feed(engine, sequences, call)

@@ -254,6 +254,14 @@ class DeviceScheduler:
             for each in self._waiting:  # until when they wait has changed
                 each.wake()
 
+    def set_priority(self, owner: Owner, priority: int) -> None:
+        """Change the priority of the waiting requests of ``owner``."""
+        with self._lock:
+            for request in self._waiting:
+                if request.owner == owner:
+                    request.priority = priority
+            self._grant()
+
     def raise_priority(self, owner: Owner, priority: int, payers: Sequence[ClientId]) -> None:
         """Give a request of ``owner`` that waits with a lower priority this one, and its payers."""
         with self._lock:

@@ -191,10 +191,10 @@ class Devices:
         for each in self._all_schedulers():
             each.forget(owner)
 
-    def raise_priority(self, owner: ClientId, priority: int) -> None:
-        """Give the calls of a client that wait for a device a higher priority."""
+    def set_priority(self, owner: ClientId, priority: int) -> None:
+        """Change the priority of the calls of a client that wait for a device."""
         for each in self._all_schedulers():
-            each.raise_priority(owner, priority, ())
+            each.set_priority(owner, priority)
 
     def _all_schedulers(self) -> tuple[DeviceScheduler, ...]:
         with self._lock:

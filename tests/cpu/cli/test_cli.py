@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_a_full_disk_is_reported_without_a_traceback(llama):
 def test_temperature_zero_is_greedy(llama, staticllm):
     runs = [staticllm("run", "hello", "-m", llama, "-n", 8, *extra).stdout for extra in ((), ("--temperature", 0))]
     assert runs[0] == runs[1]
+
+
+def test_without_a_temperature_the_models_own_config_decides_and_zero_is_greedy_all_the_same(
+    llama, tmp_path, staticllm
+):
+    for file in llama.iterdir():
+        shutil.copyfile(file, tmp_path / file.name)
+    own = {"eos_token_id": 1, "do_sample": True, "temperature": 3.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    greedy = staticllm("run", "hello", "-m", llama, "-n", 24).stdout
+    command = ("run", "hello", "-m", tmp_path, "-n", 24)
+    assert staticllm(*command, "--temperature", 0).stdout == greedy
+    assert staticllm(*command, "--temperature", 0, "--top-k", 5, "--seed", 3).stdout == greedy
+    assert staticllm(*command).stdout != greedy
 
 
 def test_run_can_print_json(llama, staticllm):

@@ -354,3 +354,20 @@ def test_a_program_of_higher_priority_goes_first(daemon, monkeypatch):
                 thread.join()
             assert order[0] == "high"
             running.cancel()
+
+
+def test_a_priority_that_changes_while_a_request_is_submitted_counts_for_it(daemon, monkeypatch):
+    with load(daemon=True) as pipe:
+        ((_, model),) = daemon.models.served()
+        (session,) = daemon._sessions.values()
+        submit = model.engine.submit
+
+        def submit_slowly(*given):
+            daemon.set_priority(session, 7)
+            return submit(*given)
+
+        monkeypatch.setattr(model.engine, "submit", submit_slowly)
+        handle = pipe.submit(PROMPT, max_new_tokens=60, ignore_eos=True, priority=2)
+        next(iter(handle))
+        assert [each.priority for each in model.engine.progress().requests] == [7 + 2]
+        handle.cancel()

@@ -9,6 +9,7 @@ import openvino as ov
 import pytest
 
 import staticllm
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
 
@@ -168,6 +169,54 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
             del asked[:]
             request.infer(*call_of(native, [[1]], len(PROMPT[0])))
             assert {ask.priority for ask in asked if ask.payers} == {7}
+
+
+def test_the_priority_of_an_idle_program_does_not_raise_the_step_of_another(daemon, native, path):
+    with RawClient(program="idle") as idle, RawClient(program="busy") as busy:
+        requests = [client.request(client.model(path, config=CONFIG).body["model"]) for client in (idle, busy)]
+        for request in requests:
+            request.infer(*call_of(native, PROMPT, 0))
+        scheduler = daemon.devices.scheduler("CPU")
+        held, third = (DeviceRequest(ClientId(number), 0.001, priority=50) for number in (98, 99))
+        scheduler.acquire(held)
+        step = call_of(native, [[1]], len(PROMPT[0]))
+        threads = [
+            threading.Thread(target=requests[1].infer, args=step),
+            threading.Thread(target=scheduler.acquire, args=(third,)),
+        ]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            wait_for(lambda number=number: len(scheduler._waiting) == number)
+        assert idle.ask(Kind.HINT, priority=100 + 100).kind is Kind.OK
+        priorities = sorted(each.priority for each in scheduler._waiting)
+        scheduler.release(held, 0.001)
+        is_first = third in scheduler._running
+        wait_for(lambda: third.is_granted)
+        scheduler.release(third, 0.001)
+        for thread in threads:
+            thread.join()
+        for request in requests:
+            request.close()
+    assert priorities == [0, 50]
+    assert is_first
+
+
+def test_a_priority_that_changes_while_a_call_begins_counts_for_its_sequences(daemon, native, path, monkeypatch):
+    with RawClient() as client:
+        handle = client.model(path, config=CONFIG).body["model"]
+        engine = daemon.models.served()[0][1].engine
+        open_sequence = engine.open_sequence
+
+        def open_slowly(*given):
+            sequence = open_sequence(*given)
+            assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
+            return sequence
+
+        monkeypatch.setattr(engine, "open_sequence", open_slowly)
+        with client.request(handle) as request:
+            request.infer(*call_of(native, PROMPT, 0))
+            (state,) = engine.kv_manager.idle._states.values()
+            assert state.info.priority == 7
 
 
 def test_a_priority_counts_for_all_clients_of_a_process(daemon):

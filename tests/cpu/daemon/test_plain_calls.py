@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm.daemon.models.plain import PlainRequest
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.wire.messages import Kind, Message
-from tests.support.attach.daemons import RawClient
+from tests.support.attach.daemons import RawClient, wait_for
 
 
 @pytest.fixture
@@ -47,3 +51,34 @@ def test_two_requests_of_a_model_do_not_share_their_inputs(daemon, plain_model):
                 for request, given in ((one, first), (two, second)):
                     ((_, found),) = request.channel.tensors_of(request.channel.receive())
                     np.testing.assert_array_equal(found, native(given)[0])
+
+
+@pytest.mark.parametrize("changed", [-3, 60])
+def test_a_call_that_waits_has_the_priority_that_its_program_has_now(changed, daemon, plain_model):
+    with RawClient(priority=100 + 50) as client, client.request(client.model(plain_model).body["model"]) as request:
+        scheduler = daemon.devices.scheduler("CPU")
+        held = DeviceRequest(ClientId(99), 0.001)
+        scheduler.acquire(held)
+        thread = threading.Thread(target=request.infer, args=(np.ones((2, 8), np.float32),))
+        thread.start()
+        wait_for(lambda: scheduler.is_wanted)
+        assert client.ask(Kind.HINT, priority=100 + changed).kind is Kind.OK
+        priorities = [each.priority for each in scheduler._waiting]
+        scheduler.release(held, 0.001)
+        thread.join()
+    assert priorities == [changed]
+
+
+def test_a_priority_that_changes_while_a_call_begins_counts_for_it(daemon, plain_model, monkeypatch):
+    with RawClient() as client, client.request(client.model(plain_model).body["model"]) as request:
+        scheduler = daemon.devices.scheduler("CPU")
+        asked, acquire, set_input = [], scheduler.acquire, PlainRequest._set_input
+
+        def set_input_slowly(*given):
+            assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
+            set_input(*given)
+
+        monkeypatch.setattr(PlainRequest, "_set_input", set_input_slowly)
+        monkeypatch.setattr(scheduler, "acquire", lambda ask: (asked.append(ask.priority), acquire(ask))[1])
+        request.infer(np.ones((2, 8), np.float32))
+    assert asked == [7]

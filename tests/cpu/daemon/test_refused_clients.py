@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -74,6 +75,23 @@ def test_a_client_has_at_most_so_many_models_requests_and_bytes(honest, plain_mo
         assert requests[0].infer(ROWS)[0].shape == (3, 4)
         for request in requests:
             request.close()
+
+
+def test_models_that_are_compiled_at_once_count_for_the_limit(honest, plain_model, daemon, tmp_path):
+    with RawClient() as client, contextlib.ExitStack() as stack:
+        for _ in range(3):  # what cannot be compiled takes no place
+            assert "that exists" in client.model(tmp_path / "no.xml").body["reason"]
+        others = [stack.enter_context(RawClient(client.session)) for _ in range(6)]
+        with daemon.devices.compiling:
+            for streams, other in enumerate(others, 1):
+                body = {"path": str(plain_model), "device": "CPU", "config": {"NUM_STREAMS": streams}, "mode": "auto"}
+                other.channel.send(Message(Kind.MODEL, body=body))
+        answers = [other.channel.receive() for other in others]
+        refused = [answer for answer in answers if answer.kind is not Kind.OK]
+        assert len(refused) == 4
+        assert {answer.body["reason"] for answer in refused} == {"this program has 2 models, the limit is 2: drop one"}
+        client.ask(Kind.RELEASE, next(answer for answer in answers if answer.kind is Kind.OK).body["model"])
+        assert client.model(plain_model).kind is Kind.OK
 
 
 def test_a_client_has_at_most_so_many_connections(honest, daemon):

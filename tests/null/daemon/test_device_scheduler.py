@@ -285,6 +285,20 @@ def test_an_engine_that_waits_asks_again_for_a_request_of_a_higher_priority(worl
     assert world.running == [other]
 
 
+def test_waiting_calls_of_a_client_go_by_the_priority_that_it_has_now(world):
+    held = world.ask(1, 1.0)
+    lowered, other = world.ask(2, 1.0, priority=50), world.ask(3, 1.0, priority=20)
+    world.scheduler.set_priority(2, 0)
+    world.give(held)
+    assert world.running == [other]
+    raised = world.ask(4, 1.0, priority=-1)
+    world.scheduler.set_priority(4, 1)
+    world.give(other)
+    assert world.running == [raised]
+    world.give(raised)
+    assert world.running == [lowered]
+
+
 def test_owners_who_are_as_new_are_forgotten(world):
     for owner in (*range(1, 200), 1, 1):
         world.give(world.ask(owner, 1.0))
