@@ -1,4 +1,4 @@
-"""Tests that the whole numbers of encoders' options may be those of numpy, and become plain ones, which can be stored and sent."""
+"""Tests that the whole numbers of encoders' options may be those of numpy, and become plain ones, which can be sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import pytest
 from staticllm.errors import ConfigError
 from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig, RerankConfig, resolved_config
 
-FIELDS = [(EmbeddingConfig, "max_length"), (EmbeddingConfig, "batch_size"), (RerankConfig, "max_length"), (RerankConfig, "top_n")]
+FIELDS = [
+    (EmbeddingConfig, "max_length"),
+    (EmbeddingConfig, "batch_size"),
+    (RerankConfig, "max_length"),
+    (RerankConfig, "top_n"),
+]
 
 
 @pytest.mark.parametrize("value", [np.int64(32), np.uint8(32), np.float64(32), 32.0])
