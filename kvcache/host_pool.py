@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from staticllm.kvcache.stored import StoredSequence
 
 _Key = tuple[AdapterScales, tuple[int, ...]]
 MAX_CLAIMS = 64
-"""The most sessions that may claim a conversation each; the oldest claims are dropped."""
+"""The most sessions that may claim a conversation each; the oldest claims of the owner with the most are dropped."""
 
 
 @dataclass
@@ -47,21 +47,27 @@ class HostPool:
         self._state_slots = state_slots
         self._swapped: dict[int, StoredSequence] = {}
         self._kept: OrderedDict[_Key, StoredSequence] = OrderedDict()
-        self._claims: OrderedDict[str, _Claim] = OrderedDict()  # the newest last
+        self._claims: OrderedDict[tuple[str, str], _Claim] = OrderedDict()  # by owner and session, the newest last
         self.num_swapped_slots = 0
         self.num_kept_slots = 0
 
-    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
+    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = (), owner: str = "") -> None:
         """Drop the conversation that begins with ``tokens`` only after those that no session has claimed.
 
-        It replaces the session's earlier claim.
+        It replaces the earlier claim of this session of ``owner``. Owners have equal shares of the claims that count.
         """
-        self._claims.pop(session, None)
+        self._claims.pop((owner, session), None)
         claim = _Claim(np.array(tokens, np.int64), adapters)
-        self._claims[session] = claim
+        self._claims[owner, session] = claim
         claim.keys = {key for key, stored in self._kept.items() if claim.covers(stored)}
         if len(self._claims) > MAX_CLAIMS:
-            self._claims.popitem(last=False)
+            counts = Counter(owner for owner, _ in self._claims)
+            del self._claims[max(self._claims, key=lambda name: counts[name[0]])]  # the oldest among equals
+
+    def drop_claims(self, owner: str) -> None:
+        """Drop all claims of an owner; its conversations are kept like others."""
+        for name in [name for name in self._claims if name[0] == owner]:
+            del self._claims[name]
 
     @property
     def free_slots(self) -> int:
@@ -146,10 +152,18 @@ class HostPool:
             self._drop(key)
 
     def _claimed(self) -> set[_Key]:
-        """Return the conversations that sessions have claimed, of the newest claims as many as fit into half of the slots."""
+        """Return the conversations that sessions have claimed, as many as fit into half of the slots.
+
+        The newest claim of each owner comes first, then the second of each, the newest first among equals.
+        """
         found: set[_Key] = set()
         num_left = self.num_slots // 2
-        for claim in reversed(self._claims.values()):
+        ranks: Counter[str] = Counter()
+        ranked: list[tuple[int, _Claim]] = []
+        for (owner, _), claim in reversed(self._claims.items()):
+            ranked.append((ranks[owner], claim))
+            ranks[owner] += 1
+        for _, claim in sorted(ranked, key=lambda each: each[0]):
             claim.keys &= self._kept.keys()
             for key in claim.keys - found:
                 if self._size(key[1]) <= num_left:

@@ -47,8 +47,8 @@ def schedulers() -> tuple[str, ...]:
 
 
 def as_whole(value: Any) -> Any:
-    """Return a float that is a whole number as an int, and other values unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Return a float that is a whole number, and an integer of numpy, as an int; other values unchanged."""
+    return int(value) if is_whole(value) or (isinstance(value, float) and value.is_integer()) else value
 
 
 def is_whole(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:

@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Protocol
 
 from staticllm.children.answers import check
-from staticllm.errors import DeviceError, ProcessLostError
+from staticllm.errors import ConfigError, DeviceError, ProcessLostError
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel, Joined, join_daemon
 from staticllm.wire.endpoint import EndpointError, GoneError, SilenceWatch, SilentError
-from staticllm.wire.messages import Message, ProtocolError
+from staticllm.wire.messages import MAX_FRAME, Message, ProtocolError
 
 GONE = (
     "the process that runs the model has ended, and with it this request: send it again, which starts another process"
+)
+
+TOO_LONG = (
+    f"a message of more than {MAX_FRAME} bytes cannot go to the daemon: shorten what the model is loaded with, or load it in "
+    "this program (daemon=False, STATICLLM_ATTACH=off)"
 )
 
 
@@ -54,8 +59,17 @@ class DaemonLink:
             raise
 
     def ask(self, message: Message) -> Message:
-        """Send a message, and return the answer. Raises ``StaticLLMError`` (the daemon refused it, or it has gone)."""
-        return ask(self.connection, message)
+        """Send a message, and return the answer.
+
+        Raises ``ProcessLostError`` (the daemon has gone, or its answer is damaged; another one may be started) and what ``ask``
+        raises.
+        """
+        try:
+            answer = _answer(self.connection, message)
+        except ProtocolError as error:
+            raise ProcessLostError(_damaged(error)) from error
+        check(answer)
+        return answer
 
     def check_silence(self) -> None:
         """Return if the daemon answers new connections, or has ended. Raises ``SilentError`` (it does not answer)."""
@@ -101,17 +115,30 @@ def _priority() -> int:
 def ask(channel: Channel, message: Message) -> Message:
     """Send a message and return the answer.
 
-    Raises ``ProcessLostError`` (the daemon has gone), ``DeviceError`` (it does not answer, or its answer is damaged) and
-    another ``StaticLLMError`` (it refused).
+    Raises ``ConfigError`` (the message is too long), ``ProcessLostError`` (the daemon has gone), ``DeviceError`` (it does not
+    answer, or its answer is damaged) and another ``StaticLLMError`` (it refused).
     """
     try:
-        channel.send(message)
-        answer = channel.receive()
+        answer = _answer(channel, message)
+    except ProtocolError as error:
+        raise DeviceError(_damaged(error)) from error
+    check(answer)
+    return answer
+
+
+def _answer(channel: Channel, message: Message) -> Message:
+    """Send a message and return the answer, unchecked. Raises ``ProtocolError`` (it is damaged) and as ``ask``."""
+    try:
+        try:
+            channel.send(message)
+        except ProtocolError:
+            raise ConfigError(TOO_LONG) from None
+        return channel.receive()
     except SilentError as error:
         raise DeviceError(f"the daemon cannot be reached: {error}") from error
     except (EOFError, OSError) as error:
         raise ProcessLostError(GONE) from error
-    except ProtocolError as error:
-        raise DeviceError(f"the daemon's answer is damaged: {error}") from error
-    check(answer)
-    return answer
+
+
+def _damaged(error: ProtocolError) -> str:
+    return f"the daemon's answer is damaged: {error}"

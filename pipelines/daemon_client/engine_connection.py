@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,13 +12,22 @@ from queue import SimpleQueue
 
 from staticllm.children.answers import check
 from staticllm.core import FinishReason
-from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError, as_ours, pipeline_closed
+from staticllm.errors import (
+    ClosedError,
+    ConfigError,
+    ProcessLostError,
+    StaticLLMError,
+    as_ours,
+    last_line,
+    pipeline_closed,
+)
 from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
 from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, output_from_dict
 from staticllm.system.threads import start_thread
 from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
 
+log = logging.getLogger(__name__)
 QUESTION = 1 << 62
 """Numbers from here on are those of questions; smaller ones are those of requests."""
 TOO_LONG = (
@@ -141,7 +150,10 @@ class EngineConnection:
         return answer
 
     def tell(self, message: Message) -> None:
-        """Send a message about the model soon; a daemon that has ended is ignored. Takes no lock, so finalizers may call."""
+        """Send a message about the model soon; takes no lock, so finalizers may call.
+
+        A daemon that has ended is ignored, and a message that cannot be sent is logged.
+        """
         self._notices.put(Message(message.kind, self._handle, QUESTION + next(self._numbers), body=message.body))
 
     def close(self) -> None:
@@ -160,8 +172,15 @@ class EngineConnection:
 
     def _send_notices(self) -> None:
         while (message := self._notices.get()) is not None:
-            with contextlib.suppress(OSError, ProtocolError, SilentError), self._sending:
-                self._channel.send(message)
+            try:
+                with self._sending:
+                    self._channel.send(message)
+            except SilentError:
+                self._channel.shut()  # half of the message may have been sent
+            except OSError:
+                pass  # the thread that reads sees it as well
+            except Exception as error:  # of this message: it is too long, or not JSON
+                log.warning("%s was not sent to the daemon: %s", message.kind.name, last_line(error))
 
     def _read(self) -> None:
         """Read outputs and answers until the connection ends; then end everything that waits."""

@@ -206,13 +206,17 @@ class Engine:
         """Return what the engine has done since the call or answer of this number: ``CallWatch.after`` says how."""
         return self._calls.after(number, self.progress(), self.stats())
 
-    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
-        """Keep the conversation that begins with ``tokens`` longer than those that no session has claimed.
+    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = (), owner: str = "") -> None:
+        """Keep the conversation that begins with ``tokens`` longer than those that no session of an ``owner`` has claimed.
 
         Raises:
             ClosedError: the engine was closed.
         """
-        self.call_soon(lambda: self.kv_manager.host_pool.claim(session, tokens, adapters))
+        self.call_soon(lambda: self.kv_manager.host_pool.claim(session, tokens, adapters, owner))
+
+    def drop_claims(self, owner: str) -> None:
+        """Drop what the sessions of an owner have claimed, soon. Raises ``ClosedError`` (the engine was closed)."""
+        self.call_soon(lambda: self.kv_manager.host_pool.drop_claims(owner))
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Record every step of a ``with`` block.

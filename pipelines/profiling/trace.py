@@ -104,7 +104,7 @@ def recording(profiler: Profiler, max_records: int = MAX_RECORDS) -> Iterator[Tr
         raise ConfigError(f"max_records={max_records!r}: must be a whole number, 1 or more")
     if profiler.trace is not None:
         raise StaticLLMError("a trace is being recorded already: end that one first")
-    trace = Trace(max_records=max_records)
+    trace = Trace(max_records=int(max_records))
     profiler.trace = trace
     try:
         yield trace

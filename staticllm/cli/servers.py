@@ -28,8 +28,14 @@ UNLOADING: dict[str, tuple[str, dict[str, object]]] = {
 }
 """The endpoint and the body of a request that unloads a model of each kind, with ``keep_alive`` 0."""
 BAR = 24
-FIELDS = frozenset(["model", "models", "now", "cursor", "waiting_ms", "requests", "totals", "limits"])
+ADDED = ("calls", "ended", "dropped")
+"""The fields of the feed of the scheduler that are of one page; the others are of the whole scheduler."""
+FIELDS = frozenset(["model", "models", "now", "cursor", "waiting_ms", "requests", "totals", "limits", *ADDED])
 """The fields that are read of the feed of the scheduler."""
+PAGE = 1024
+"""Calls and ended answers of a page that the next one continues, ``MAX_ENTRIES`` of the server's feed."""
+MAX_PAGES = 16
+"""Pages of one look; a server keeps 8 of them."""
 MAX_REQUESTS = 20
 """The requests that are listed; more are counted."""
 
@@ -119,11 +125,20 @@ def _described(client: ServerClient, model: str) -> dict[str, Any]:
 def top(client: ServerClient, model: str | None, interval: float, count: int | None, as_json: bool) -> None:
     """Show which requests wait, prefill and decode in MODEL (by default the first chat model), and how the device is used."""
 
-    def look(before: dict[str, Any] | None) -> dict[str, Any]:
-        query: dict[str, str | int] = {"after": before["cursor"] if before else 0}
+    def page_after(cursor: int) -> dict[str, Any]:
+        query: dict[str, str | int] = {"after": cursor}
         found = client.get("/api/scheduler", **query, **({} if model is None else {"model": model}))
         if not found.keys() >= FIELDS:
             raise client.foreign()
+        return found
+
+    def look(before: dict[str, Any] | None) -> dict[str, Any]:
+        found = page = page_after(before["cursor"] if before else 0)
+        for _ in range(MAX_PAGES - 1):
+            if len(page["calls"]) + len(page["ended"]) < PAGE:
+                break
+            page = page_after(page["cursor"])
+            found = {**page, **{name: found[name] + page[name] for name in ADDED}}
         return found
 
     look_again(look, partial(lines_of, client.url), interval, count, as_json)

@@ -118,13 +118,13 @@ class SchedulerFeed:
 
         It may run in any thread, and waits for the process of the model.
         """
-        pause = 0.0 if model.home is None else PULL_SECONDS
         mirror = self._mirrors.setdefault(model.spec.name, Mirror(self._origin))
         source = model.calls_after
         loaded = model.loaded
         now = time.perf_counter()
         if loaded is None:
             return lambda: self._document(mirror, after)
+        pause = 0.0 if loaded.home is None else PULL_SECONDS
         waiting = [round((now - since) * 1e3, 3) for since in loaded.admission.waiting_since]
         limits = loaded.admission.limits
         bounds = {

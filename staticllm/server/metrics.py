@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from staticllm.errors import ProcessLostError
+from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.models.served import ServedModel
 
@@ -109,7 +109,7 @@ class _Engines(Collector):
                 continue
             try:
                 stats = pipeline.stats()
-            except ProcessLostError:  # it is loaded again soon
+            except ClosedError:  # it is loaded again soon, or is being unloaded
                 continue
             slots.add_metric([name], stats.slots_in_use)
             seconds.add_metric([name, "prefill"], stats.device_seconds * stats.prefill_share)

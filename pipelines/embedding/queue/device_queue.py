@@ -262,6 +262,7 @@ class DeviceQueue:
         self._bulk = {}
         self._bulk_tokens = 0
         self._num_bulk = 0
+        self._credit = TimeCredit()
         self._clear_timed()
         return everything
 

@@ -219,7 +219,7 @@ class RequestHandlers:
         return Message(Kind.OK, body={"tokens": model.snapshot(read_body(message, bodies.Snapshot))})
 
     def _claim(self, message: Message) -> Message:
-        self._session.language_model(message.handle).claim(self._session.token, read_body(message, bodies.Claim))
+        self._session.claim(message.handle, read_body(message, bodies.Claim))
         return Message(Kind.OK)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
+from staticllm.daemon.bodies import Claim
 from staticllm.daemon.limits import Limits
 from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.daemon.models.plain import PlainModel
@@ -57,6 +58,7 @@ class Session:
         self._limits = limits
         self._models: dict[int, HeldModel] = {}
         self._num_compiling = 0  # they count as models
+        self._claiming: dict[int, LanguageModel] = {}  # those with claims of this client, by handle
         self._handles = count(1)
         self._num_requests = 0
         self._block_bytes = 0
@@ -108,6 +110,14 @@ class Session:
             raise ConfigError(f"model {handle} takes no requests: it was not loaded as a language model")
         return model
 
+    def claim(self, handle: int, asked: Claim) -> None:
+        """Keep a conversation of a session longer than others while the client holds the model. Raises ``ConfigError``."""
+        model = self.language_model(handle)
+        with self._lock:
+            if handle in self._models:
+                self._claiming[handle] = model
+                model.claim(self.token, asked)
+
     def set_priority(self, priority: int) -> None:
         """Change the priority of the client's calls, also of those that wait or run in an engine.
 
@@ -131,6 +141,9 @@ class Session:
         """Give a model back; an unknown handle is ignored."""
         with self._lock:
             held = self._models.pop(handle, None)
+            claiming = self._claiming.pop(handle, None)
+            if claiming is not None and claiming not in self._claiming.values():
+                claiming.drop_claims(self.token)
         if held is not None:
             self._table.release(held.key)
 
@@ -159,6 +172,9 @@ class Session:
             self._is_closed = True
             held = list(self._models.values())
             self._models.clear()
+            for model in self._claiming.values():
+                model.drop_claims(self.token)
+            self._claiming.clear()
         for each in held:
             self._table.release(each.key)
         self._devices.forget(self.client)

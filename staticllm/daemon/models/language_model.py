@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from staticllm.daemon.models.sources import LanguageSource
 from staticllm.daemon.sharing.device_scheduler import EngineId
 from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices
-from staticllm.errors import ConfigError, ModelError, PromptError, StaticLLMError, last_line
+from staticllm.errors import ClosedError, ConfigError, ModelError, PromptError, StaticLLMError, last_line
 from staticllm.pipelines.daemon_client.request_checks import check_fields, check_scales
 from staticllm.pipelines.engine.client import SnapshotTarget
 from staticllm.pipelines.engine.request import EngineRequest, EngineText
@@ -100,7 +101,12 @@ class LanguageModel:
         if not self._are_tokens(asked.tokens):
             raise ConfigError("CLAIM: tokens must be those of the model")
         check_scales(asked.adapters, self._num_adapters)
-        self.engine.claim(f"{client}\n{asked.session}", asked.tokens, tuple(asked.adapters))
+        self.engine.claim(asked.session, asked.tokens, tuple(asked.adapters), owner=client)
+
+    def drop_claims(self, client: str) -> None:
+        """Drop what the sessions of ``client`` have claimed."""
+        with contextlib.suppress(ClosedError):
+            self.engine.drop_claims(client)
 
     def close(self) -> None:
         self.launched.close()

@@ -161,37 +161,44 @@ class ServedModel:
     @property
     def loaded(self) -> Loaded | None:
         """The state of a model that is loaded."""
-        return self.state if isinstance(self.state, Loaded) else None
+        state = self.state  # read once: it may change meanwhile
+        return state if isinstance(state, Loaded) else None
 
     @property
     def progress(self) -> ProgressEvent | None:
         """The last part of its loading, while it is being loaded."""
-        return self.state.progress if isinstance(self.state, Loading) else None
+        state = self.state
+        return state.progress if isinstance(state, Loading) else None
 
     @property
     def is_ready(self) -> bool:
         """Whether it is loaded and can be used now."""
-        return self.loaded is not None and not self.is_lost
+        loaded = self.loaded
+        return loaded is not None and not loaded.is_lost
 
     @property
     def is_lost(self) -> bool:
         """Whether it was loaded in another process that has ended, and is not started again by itself."""
-        return self.loaded is not None and self.loaded.is_lost
+        loaded = self.loaded
+        return loaded is not None and loaded.is_lost
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline of a model that is loaded."""
-        return None if self.loaded is None else self.loaded.pipeline
+        loaded = self.loaded
+        return None if loaded is None else loaded.pipeline
 
     @property
     def admission(self) -> Admission | None:
         """Which requests enter a model that is loaded."""
-        return None if self.loaded is None else self.loaded.admission
+        loaded = self.loaded
+        return None if loaded is None else loaded.admission
 
     @property
     def home(self) -> ModelHome | None:
         """The other process in which a chat model is loaded."""
-        return None if self.loaded is None else self.loaded.home
+        loaded = self.loaded
+        return None if loaded is None else loaded.home
 
     @property
     def chat(self) -> StaticLLMPipeline:
@@ -209,22 +216,26 @@ class ServedModel:
         return cast(StaticRerankPipeline, self._loaded())
 
     def _loaded(self) -> Pipeline:
-        assert self.loaded is not None, "it is not loaded"
-        return self.loaded.pipeline
+        loaded = self.loaded
+        assert loaded is not None, "it is not loaded"
+        return loaded.pipeline
 
     @property
     def local_engine(self) -> Engine | None:
         """The engine of a chat model that is loaded; None if it is in another process."""
-        return self.chat.engine if self.home is None else None
+        loaded = self.loaded
+        assert loaded is not None, "it is not loaded"
+        return cast(StaticLLMPipeline, loaded.pipeline).engine if loaded.home is None else None
 
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
         Raises ``ClosedError`` (it is not loaded, or its process has ended).
         """
-        if self.loaded is None:
+        loaded = self.loaded
+        if loaded is None:
             raise ClosedError("the model is not loaded")
-        engine = self.chat.engine if self.home is None else self.home.engine
+        engine = cast(StaticLLMPipeline, loaded.pipeline).engine if loaded.home is None else loaded.home.engine
         return engine.calls_after(number)
 
 

@@ -7,6 +7,7 @@ import http.server
 import json
 import threading
 import time
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -18,7 +19,9 @@ from support.attach.daemons import wait_for  # noqa: E402
 from support.server.served import serving  # noqa: E402
 
 from staticllm.cli import cli  # noqa: E402
+from staticllm.cli.servers import FIELDS, MAX_PAGES  # noqa: E402
 from staticllm.cli.terminal import printable  # noqa: E402
+from staticllm.server.feed import MAX_ENTRIES  # noqa: E402
 
 PROMPT = "What is an NPU?"
 KEY = "only-this-one"
@@ -196,6 +199,58 @@ def test_top_shows_the_scheduler(served):
     assert "tokens/s" in text
     assert "TTFT" in text
     assert "KV slots" in text
+
+
+@contextlib.contextmanager
+def feeding(num_entries, is_stuck=False):
+    """Serve the feed of a scheduler with so many entries in pages, and yield its URL and the list of the cursors asked for."""
+    asked = []
+
+    class Feed(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            after = int(parse_qs(urlsplit(self.path).query)["after"][0])
+            asked.append(after)
+            first = 0 if is_stuck else after
+            numbers = range(first + 1, min(first + MAX_ENTRIES, num_entries) + 1)
+            feed = dict.fromkeys(FIELDS) | {
+                "model": "demo", "models": [], "now": float(len(asked)), "cursor": first + len(numbers),
+                "calls": [{"number": each} for each in numbers if each % 2],
+                "ended": [{"number": each} for each in numbers if not each % 2],
+                "dropped": 0 if after else 3,
+            }  # fmt: skip
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(feed).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Feed) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+def test_top_reads_on_at_once_while_a_page_of_the_feed_is_full():
+    count = 2 * MAX_ENTRIES + 7
+    with feeding(count) as (url, asked):
+        looks = [
+            json.loads(line) for line in ok("top", "--json", "--count", 2, "--interval", 0.1, server=url).splitlines()
+        ]
+        assert asked == [0, MAX_ENTRIES, 2 * MAX_ENTRIES, count]
+    assert [call["number"] for call in looks[0]["calls"]] == list(range(1, count + 1, 2))
+    assert [answer["number"] for answer in looks[0]["ended"]] == list(range(2, count + 1, 2))
+    assert looks[0]["dropped"] == 3
+    assert looks[0]["cursor"] == count
+    assert looks[0]["now"] == 3.0, "the rest is of the last page"
+    assert looks[1]["calls"] == []
+
+
+def test_top_does_not_read_for_ever():
+    with feeding(MAX_ENTRIES, is_stuck=True) as (url, asked):
+        assert "nothing is loaded" in ok("top", "--count", 1, server=url)
+        assert len(asked) == MAX_PAGES
 
 
 def test_top_lists_requests_and_lost_models():

@@ -25,6 +25,7 @@ from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine
 from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue
 from staticllm.wire.channel import Channel
+from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
 from tests.support.attach.daemons import wait_for
 from tests.support.attach.peers import Peer
@@ -83,6 +84,18 @@ def test_a_finalizer_in_the_middle_of_a_send_does_not_stop_it(peer, monkeypatch)
     assert peer.is_closed
 
 
+@pytest.mark.parametrize("body", [{"tokens": "x" * MAX_FRAME}, {"tokens": {1, 2}}], ids=["too long", "no JSON"])
+def test_a_notice_that_cannot_be_sent_is_logged_and_the_next_ones_go_on(peer, caplog, body):
+    connection = EngineConnection(peer, 1, lambda: None)
+    connection.tell(Message(Kind.CLAIM, body=body))
+    connection.tell(Message(Kind.CANCEL, body={"request": 7}))
+    assert peer.answer().body == {"request": 7}
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("CLAIM was not sent to the daemon: ")
+    connection.close()
+
+
 def test_outputs_are_read_while_a_send_waits(peer):
     connection = EngineConnection(peer, 1, lambda: None)
     queue = accepted(connection, peer)
@@ -136,6 +149,22 @@ def test_a_loss_that_a_send_sees_first_is_a_loss(peer):
     wait_for(lambda: lost == [True])
     engine.close()
     second.channel.close()
+
+
+class Silent(Deaf):
+    """A channel to a daemon that does not answer."""
+
+    def send(self, message):
+        raise SilentError("it is silent")
+
+
+def test_a_notice_to_a_silent_daemon_ends_the_connection_as_half_of_it_may_have_been_sent(peer):
+    peer.ours = silent = Silent(Pipe()[0])
+    connection = EngineConnection(peer, 1, lambda: None)
+    connection.tell(Message(Kind.CANCEL))
+    assert silent.is_shut.wait(SECONDS)
+    wait_for(lambda: not connection.is_alive)
+    connection.close()
 
 
 def test_a_closed_connection_is_not_a_lost_one(peer):

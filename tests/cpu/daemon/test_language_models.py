@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -225,7 +226,10 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
         assert pipe.load_snapshot(tmp_path / "snapshot") == count
 
 
-def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon):
+@pytest.mark.parametrize(
+    "leave", [StaticLLMPipeline.close, lambda pipe: pipe._engine._connection.ask(Message(Kind.RELEASE))]
+)
+def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon, leave):
     with load(daemon=True) as first, load(daemon=True) as second:
         (served,) = (model for _, model in daemon.models.served())
         claims = served.engine.kv_manager.host_pool._claims
@@ -234,6 +238,10 @@ def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(dae
             handle.result()
             handle.keep(session)
         wait_for(lambda: len(claims) == 3)
+        leave(first)
+        wait_for(lambda: len(claims) == 1)
+        assert [session for _, session in claims] == [hashlib.sha256(b"talk").hexdigest()]
+    wait_for(lambda: not claims)
     with pytest.raises(ClosedError):
         handle.keep("talk")
 

@@ -10,12 +10,12 @@ import threading
 import pytest
 
 from staticllm.daemon.process import lifetime
-from staticllm.errors import DeviceError, StaticLLMError
+from staticllm.errors import ConfigError, DeviceError, ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.pipelines.daemon_client.remote_engine import UserDaemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import SilenceWatch
-from staticllm.wire.messages import Kind, Message, encode
+from staticllm.wire.messages import MAX_FRAME, Kind, Message, encode
 from tests.support.helpers import one_line
 
 
@@ -118,6 +118,40 @@ def test_damaged_statistics_are_not_taken_for_a_daemon_that_does_not_run(silent)
         lifetime.status(endpoint.runtime_folder())
     one_line(caught)
     thread.join(10)
+
+
+def link_to(listener, key, *answers):
+    """Return a link to a daemon, and the thread that gives it these answers after the greeting."""
+
+    def answer():
+        with listener.accept() as accepted:
+            endpoint.welcome(accepted, key)
+            for data in (encode(Message(Kind.WELCOME, body={"pid": 1})), *answers):
+                accepted.recv_bytes()
+                accepted.send_bytes(data)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    return DaemonLink(Home()), thread
+
+
+def test_a_damaged_answer_to_a_pipeline_is_a_loss_so_that_the_next_try_has_another_daemon(silent):
+    link, thread = link_to(*silent, bytes(99))
+    with pytest.raises(ProcessLostError, match="the daemon's answer is damaged: ") as caught:
+        link.ask(Message(Kind.MODEL))
+    one_line(caught)
+    thread.join(10)
+    link.close()
+
+
+def test_a_message_that_is_too_long_is_not_the_daemons_fault(silent):
+    link, thread = link_to(*silent, encode(Message(Kind.OK, body={"is": "there"})))
+    with pytest.raises(ConfigError, match=f"of more than {MAX_FRAME} bytes cannot go to the daemon") as caught:
+        link.ask(Message(Kind.MODEL, body={"directory": "x" * MAX_FRAME}))
+    one_line(caught)
+    assert link.ask(Message(Kind.PING)).body == {"is": "there"}
+    thread.join(10)
+    link.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems refuse who comes when too many wait")

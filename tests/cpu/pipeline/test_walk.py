@@ -11,6 +11,7 @@ import pytest
 
 from staticllm.testing import fake_answer, fake_pipeline
 
+MAX_HOPS = 8
 MAX_MODULES = 30
 ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])*\w+)\.py$")
 
@@ -60,6 +61,7 @@ def test_a_prompt_becomes_text_as_structure_md_says(pipe, root):
     page = (root / "docs" / "structure.md").read_text(encoding="utf-8")
     journey = page.split("## From a prompt to its text\n")[1].split("\n## ")[0]
     told = re.findall(r"^\d+\. `(\w+\.\w+)` \(`([\w/]+)\.py`, (caller|engine|reader)'s thread\)", journey, re.MULTILINE)
+    assert 0 < len(told) - 1 <= MAX_HOPS, "too many hops from a prompt to its text"
     with Follower() as follower:
         answer = pipe.generate(np.array([5, 6, 7]), max_new_tokens=4, ignore_eos=True)
     assert answer.tokens[0] == fake_answer([5, 6, 7], 4, vocab_size=pipe.vocab_size)[3:]

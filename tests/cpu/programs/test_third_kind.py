@@ -14,6 +14,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Size
 from staticllm.errors import BlobError
 from staticllm.pipelines.costs.model import CostModel
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
@@ -22,6 +23,7 @@ from staticllm.pipelines.programs.compile import CompilePlan
 from staticllm.pipelines.programs.kinds import KINDS, register
 
 BANDS, WIDTH = 8, 4
+WEIGHTS = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
 
 
 @dataclass(frozen=True, order=True)
@@ -60,8 +62,7 @@ class SoundRunner:
 
     def run(self, frames):
         variant = min(each for each in self.programs if each.rows >= frames.shape[1])
-        padded = np.zeros((1, BANDS, variant.rows), np.float32)
-        padded[0, :, : frames.shape[1]] = frames
+        padded = np.pad(frames[None], ((0, 0), (0, 0), (0, variant.rows - frames.shape[1])))
         return self._bound(variant, padded)[0]
 
     def _bound(self, variant, frames):
@@ -95,49 +96,44 @@ class SoundKind(ProgramKind):
 
 
 @pytest.fixture
-def directory(tmp_path):
+def job(tmp_path):
     register(SoundKind.name, SoundKind, "SoundPipeline")
     frames = ops.parameter([1, BANDS, -1], np.float32)
-    weights = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
-    summed = ops.reduce_sum(ops.tanh(ops.matmul(ops.constant(weights), frames, False, False)), np.array([2]))
+    summed = ops.reduce_sum(ops.tanh(ops.matmul(ops.constant(WEIGHTS), frames, False, False)), np.array([2]))
     summed.output(0).set_names({"features"})
     frames.output(0).set_names({"frames"})
     (folder := tmp_path / "model").mkdir()
     ov.save_model(ov.Model([summed], [frames]), str(folder / "openvino_model.xml"), compress_to_fp16=False)
-    yield folder, lambda sound: np.tanh(weights @ sound).sum(axis=1)
+    yield LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None)
     del KINDS[SoundKind.name]
 
 
 @pytest.mark.parametrize("programs", ["separate", "shared"])
-def test_a_third_kind_is_loaded_stored_and_imported_by_the_code_of_the_others(directory, programs, tmp_path):
-    folder, reference = directory
+def test_a_third_kind_is_loaded_stored_and_imported_by_the_code_of_the_others(job, programs, tmp_path):
     config = StaticLLMConfig(programs=programs, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
     sounds = [np.random.default_rng(n).standard_normal((BANDS, n), np.float32) for n in (3, 16, 40)]
-    job = LoadJob(SoundKind(), folder, "CPU", config, (events := []).append)
-    stored = export_set(job, tmp_path / "set")
-    assert len(stored.blobs) == (1 if programs == "shared" else 2)
+    job = replace(job, config=config, on_progress=(events := []).append)
+    assert len(export_set(job, tmp_path / "set").blobs) == (1 if programs == "shared" else 2)
     origins, cache = [], {"cache_dir": str(tmp_path / "cache")}
     for place in ({}, cache, cache, {"blob_path": str(tmp_path / "set")}):
         loaded = load_job(replace(job, config=replace(config, **place)))
         origins.append(loaded.origin)
         for sound in sounds:
-            np.testing.assert_allclose(loaded.runner.run(sound), reference(sound), atol=1e-4)
+            np.testing.assert_allclose(loaded.runner.run(sound), np.tanh(WEIGHTS @ sound).sum(axis=1), atol=1e-4)
         assert set(loaded.runner.costs.measured) == {SoundVariant(16), SoundVariant(64)}
     assert origins == ["compiled", "compiled", "cache", "blob"]
     assert {"compile", "export", "import"} <= {event.stage for event in events}
 
 
-def test_a_set_of_a_third_kind_is_for_its_choices_and_its_kind_only(directory, tmp_path):
-    job = LoadJob(SoundKind(), directory[0], "CPU", StaticLLMConfig(), lambda event: None)
+def test_a_set_of_a_third_kind_is_for_its_choices_and_its_kind_only(job, tmp_path):
     export_set(job, tmp_path / "set")
-    config = StaticLLMConfig(blob_path=str(tmp_path / "set"))
-    with pytest.raises(BlobError, match=r'choices \{"sizes": \[32\]\} asked'):
-        load_job(replace(job, kind=SoundKind((32,)), config=config))
-    with pytest.raises(BlobError, match="are of a sound model"):
-        load_job(replace(job, kind=type("Other", (SoundKind,), {"name": "other"})(), config=config))
+    other = type("Other", (SoundKind,), {"name": "other"})()
+    for kind, text in ((SoundKind((32,)), r'choices \{"sizes": \[32\]\} asked'), (other, "are of a sound model")):
+        with pytest.raises(BlobError, match=text):
+            load_job(replace(job, kind=kind, config=StaticLLMConfig(blob_path=str(tmp_path / "set"))))
 
 
-def test_a_third_kind_goes_through_the_commands(directory, tmp_path):
+def test_a_third_kind_goes_through_the_commands_and_questions(job, tmp_path):
     for arguments, text in {
         ("inspect",): "kind      sound model",
         ("plan", "--json"): f'"buffers": {4 * sum(BANDS * rows + WIDTH for rows in (16, 64))}',
@@ -145,6 +141,10 @@ def test_a_third_kind_goes_through_the_commands(directory, tmp_path):
         ("verify",): "the same as the original",
         ("compile", "--verify", "--export-blob", str(tmp_path / "set")): "verified: 2 calls, cosine 1.000000",
     }.items():
-        result = CliRunner().invoke(cli, [arguments[0], str(directory[0]), *arguments[1:]])
+        result = CliRunner().invoke(cli, [arguments[0], str(job.directory), *arguments[1:]])
         assert text in result.output, result.output
         assert result.exit_code == 0, result.output
+    diagnosis = diagnosis_of(SoundKind.name)
+    assert [bool(each.seconds) for each in diagnosis.measure(job).variants] == [True] * 2
+    assert [each.is_ok for each in diagnosis.verdicts(job, ("separate", "shared"))] == [True] * 4
+    assert diagnosis.agreement(job).is_ok

@@ -6,14 +6,16 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("ray")
+
 from starlette.requests import Request
 
 from staticllm import demo_model_path
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ModelSpec, demo_spec
+from staticllm.server.ray_app import ingress as module
 from staticllm.server.ray_app.cluster_settings import ClusterSettings
-
-module = pytest.importorskip("staticllm.server.ray_app.ingress")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, PromptError
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue
+from staticllm.pipelines.embedding.queue.device_queue import DOCUMENT, DeviceQueue, Query
 from staticllm.pipelines.embedding.queue.loads import Line, ShapeCosts
 
 MINILM = {(1, 32): 2.1, (1, 64): 2.8, (1, 128): 4.7, (4, 128): 13.1, (8, 128): 23.4, (1, 256): 8.9, (1, 512): 20.2}
@@ -96,3 +96,25 @@ def test_a_queue_before_programs_of_few_tokens_predicts_bulk_work(row_len):
     length = next(length for length in (64, 32, 16, 8, 4, 2, 1) if length <= row_len)
     rows = 32 / (row_len // length)
     assert queue.bulk_seconds(length) == pytest.approx(0.001 * rows / 32)
+
+
+def calls_before_a_document(queue, most=99):
+    """Push a document behind queries that always wait; return the calls until it has its place, or ``most``."""
+    queue.push(Query(0, 0.0, 64, DOCUMENT), None)
+    for number in range(1, most):
+        queue.push(Query(number, 0.0, 64), 1e9)
+        queue.begin(0.0, 0.0)
+        queue.finish()
+        if not queue.num_bulk:
+            return number
+    return most
+
+
+def test_a_queue_that_is_cleared_owes_its_bulk_work_no_time():
+    queues = [DeviceQueue("A", Line(0.01, 0.1).new_load) for _ in range(2)]
+    expected = calls_before_a_document(queues[0])
+    assert 1 < expected < 99
+    calls_before_a_document(queues[1], most=expected)
+    assert queues[1].num_bulk == 1
+    queues[1].clear()
+    assert calls_before_a_document(queues[1]) == expected

@@ -85,3 +85,41 @@ def test_the_number_of_claims_is_bounded(count):
     for number in range(1, 220):
         pool.keep(conversation(number))
     assert bool(kept(pool, 0)) == (count == MAX_CLAIMS)
+
+
+@pytest.mark.parametrize("count", [3, MAX_CLAIMS + 9])
+def test_the_sessions_of_one_owner_leave_others_their_claims(count):
+    pool = HostPool(40)
+    pool.keep(conversation(0))
+    pool.claim("talk", conversation(0).tokens, owner="quiet")
+    for number in range(1, count + 1):
+        pool.keep(conversation(number))
+        pool.claim(f"talk {number}", conversation(number).tokens, owner="busy")
+    for number in range(count + 1, count + 9):
+        pool.keep(conversation(number))
+    claimed = [number for number in range(count + 1) if kept(pool, number)]
+    assert claimed == [0, count], "the newest of each"
+
+
+def test_owners_may_give_their_sessions_the_same_name():
+    pool = HostPool(40)
+    for number, owner in enumerate(("first", "second")):
+        pool.keep(conversation(number))
+        pool.claim("talk", conversation(number).tokens, owner=owner)
+    for number in range(2, 9):
+        pool.keep(conversation(number))
+    assert kept(pool, 0)
+    assert kept(pool, 1)
+
+
+def test_the_claims_of_an_owner_are_dropped_together():
+    pool = HostPool(40)
+    for number, owner in enumerate(("gone", "there")):
+        pool.keep(conversation(number))
+        pool.claim("talk", conversation(number).tokens, owner=owner)
+    pool.drop_claims("gone")
+    assert kept(pool, 0) == 10, "it is kept as long as there is room"
+    for number in range(2, 9):
+        pool.keep(conversation(number))
+    assert not kept(pool, 0)
+    assert kept(pool, 1) == 10

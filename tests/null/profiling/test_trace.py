@@ -5,6 +5,7 @@ import warnings
 from dataclasses import astuple, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from staticllm.core import FinishReason, Variant
@@ -184,6 +185,12 @@ def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
         served()[0].save(tmp_path)
     with pytest.raises(ConfigError, match="max_records=0"), recording(fake_engine(make_policy("fcfs")).profiler, 0):
         pass
+
+
+def test_the_most_records_may_be_a_number_of_numpy():
+    with recording(fake_engine(make_policy("fcfs")).profiler, np.int64(3)) as trace:
+        pass
+    assert trace._records.maxlen == 3
 
 
 class Fickle:

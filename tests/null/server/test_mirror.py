@@ -104,8 +104,8 @@ def test_a_reader_that_begins_gets_the_log_in_pages():
         engine.step(float(start))
     spec = SimpleNamespace(name="demo")
     limits = SimpleNamespace(max_running=1, max_per_client=1, max_waiting=1)
-    loaded = SimpleNamespace(admission=SimpleNamespace(waiting_since=(), limits=limits), num_seqs=1)
-    model = SimpleNamespace(spec=spec, home=None, loaded=loaded, calls_after=process.calls_after)
+    loaded = SimpleNamespace(admission=SimpleNamespace(waiting_since=(), limits=limits), num_seqs=1, home=None)
+    model = SimpleNamespace(spec=spec, loaded=loaded, calls_after=process.calls_after)
     cursor, sizes, numbers = 0, [], []
     while not sizes or sizes[-1]:
         found = feed.reader(model, cursor)()
