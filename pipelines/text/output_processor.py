@@ -94,7 +94,7 @@ def _is_call_required(prepared: PreparedRequest) -> bool:
 
 
 @dataclass(frozen=True)
-class Ending:
+class AnswerEnding:
     """The end of an answer: the answer, and its last increment; None if nothing is left to show."""
 
     output: RequestOutput
@@ -202,7 +202,7 @@ class OutputProcessor:
 
     def finish(
         self, reason: FinishReason, is_dropped: bool = False, compile_times: CompileTimes | None = None
-    ) -> Ending:
+    ) -> AnswerEnding:
         """End the answer: decode what was held back, and compute the metrics. To be called once."""
         rest = self._text() + self._detokenizer.finish() if self._wants_text else ""
         received = self._received
@@ -228,8 +228,8 @@ class OutputProcessor:
             logprobs=[token.logprob for token in received[: len(self._tokens)]],
         )
         if reason == FinishReason.CANCELLED or not (rest or self._unsent or events):
-            return Ending(output, None)
-        return Ending(output, self._taken(rest, events))
+            return AnswerEnding(output, None)
+        return AnswerEnding(output, self._taken(rest, events))
 
     def _score(self) -> float:
         total = sum((token.logprob for token in self._received), 0.0)

@@ -101,7 +101,7 @@ class InputRoles:
         return 1 if index == self.rows else -1
 
 
-class Steps:
+class LoggedSteps:
     """Calls that continue the same rows: parts of the appended inputs, and the last value of the others."""
 
     def __init__(self, roles: InputRoles, inputs: dict[int, Array]) -> None:
@@ -162,8 +162,8 @@ class CallLog:
 
     def __init__(self, names: Sequence[frozenset[str]]) -> None:
         self._roles = InputRoles(names)
-        self._entries: list[Steps | SingleCall | StateChange] = []
-        self._steps: Steps | None = None  # the last entry, if calls can continue it
+        self._entries: list[LoggedSteps | SingleCall | StateChange] = []
+        self._steps: LoggedSteps | None = None  # the last entry, if calls can continue it
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -184,7 +184,7 @@ class CallLog:
         elif self._steps is not None and self._steps.continues(inputs):
             self._bytes += self._steps.add(inputs)
         else:
-            steps = Steps(self._roles, inputs)
+            steps = LoggedSteps(self._roles, inputs)
             self._append(steps)
             self._steps = steps
 
@@ -202,7 +202,7 @@ class CallLog:
         for entry in self._entries:
             entry.repeat(request)
 
-    def _append(self, entry: Steps | SingleCall | StateChange) -> None:
+    def _append(self, entry: LoggedSteps | SingleCall | StateChange) -> None:
         self._bytes += entry.num_bytes
         self._entries.append(entry)
         self._steps = None

@@ -14,7 +14,7 @@ from typing import Any
 from openvino._ov_api import Core, Model
 
 from .client import Client, DaemonGoneError, UnavailableError
-from .model_source import ModelSource, source_of
+from .model_source import NativeSource, source_of
 from .placeholder import PortError, check_ports, compile_placeholder
 from .proxies import AttachedCompiledModel
 from .remote_model import RemoteModel, say_once
@@ -136,7 +136,7 @@ def compile_attached(
     return _take(client, native, core, read, source)
 
 
-def _take(client: Client, native: Native, core: Any, model: Any, source: ModelSource) -> AttachedCompiledModel | None:
+def _take(client: Client, native: Native, core: Any, model: Any, source: NativeSource) -> AttachedCompiledModel | None:
     names = [frozenset(port.get_names()) for port in model.inputs]
     try:
         placeholder = compile_placeholder(model)

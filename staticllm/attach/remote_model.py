@@ -20,7 +20,7 @@ from ..wire.tensors import Array
 from .call_log import CallLog, StateChange
 from .client import Client, DaemonGoneError, RefusedError, UnavailableError, checked
 from .infer_requests import CallOutputs, DaemonRequest, NativeRequest, Place
-from .model_source import ModelSource
+from .model_source import NativeSource
 
 Result = TypeVar("Result")
 MAX_TRIES = 4
@@ -48,7 +48,7 @@ class RemoteModel:
     def __init__(
         self,
         client: Client,
-        source: ModelSource,
+        source: NativeSource,
         input_names: Sequence[frozenset[str]],
         compile_native: Callable[[], Any],
     ) -> None:

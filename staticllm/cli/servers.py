@@ -133,7 +133,8 @@ def top(client: ServerClient, model: str | None, interval: float, count: int | N
         return found
 
     def look(before: dict[str, Any] | None) -> dict[str, Any]:
-        found = page = page_after(before["cursor"] if before else 0)
+        page = page_after(before["cursor"] if before else 0)
+        found = page
         for _ in range(MAX_PAGES - 1):
             if len(page["calls"]) + len(page["ended"]) < PAGE:
                 break

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from staticllm.daemon.sharing.device_scheduler import Call
+from staticllm.daemon.sharing.device_scheduler import DeviceCall
 
 Array = NDArray[Any]
 
@@ -18,7 +18,7 @@ class CallResult:
     """The outputs of a call, which are valid until the next call of its request, and what it took."""
 
     outputs: list[Array]
-    times: Call
+    times: DeviceCall
 
 
 class InferRequest(Protocol):

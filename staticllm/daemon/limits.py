@@ -11,7 +11,7 @@ FOREVER = 1e9
 
 
 @dataclass(frozen=True)
-class Limits:
+class DaemonLimits:
     """Bounds of the daemon.
 
     Attributes:
@@ -39,11 +39,11 @@ class Limits:
         return asdict(self)
 
 
-def default_limits() -> Limits:
+def default_limits() -> DaemonLimits:
     """Return the limits of this machine: models may take half of its memory."""
-    return Limits(model_bytes=psutil.virtual_memory().total // 2)
+    return DaemonLimits(model_bytes=psutil.virtual_memory().total // 2)
 
 
-def worker_limits() -> Limits:
+def worker_limits() -> DaemonLimits:
     """Return the limits of a daemon that works for one process: its models may take what they would take there."""
-    return Limits(model_bytes=psutil.virtual_memory().total, idle_seconds=FOREVER)
+    return DaemonLimits(model_bytes=psutil.virtual_memory().total, idle_seconds=FOREVER)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import count
 
 from staticllm.daemon.bodies import Claim
-from staticllm.daemon.limits import Limits
+from staticllm.daemon.limits import DaemonLimits
 from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.daemon.models.plain import PlainModel
-from staticllm.daemon.models.table import ModelTable, ServedModel, Source
+from staticllm.daemon.models.table import ModelTable, SharedModel, WantedModel
 from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.device_scheduler import ClientId
 from staticllm.daemon.sharing.devices import Devices
@@ -27,7 +27,7 @@ class HeldModel:
     """A model that a client holds: its key in the table of models, and the model."""
 
     key: tuple[object, ...]
-    model: ServedModel
+    model: SharedModel
 
 
 class Session:
@@ -40,7 +40,7 @@ class Session:
         priority: int,
         table: ModelTable,
         devices: Devices,
-        limits: Limits,
+        limits: DaemonLimits,
         *,
         watches: bool = False,
     ) -> None:
@@ -66,7 +66,7 @@ class Session:
         self._is_closed = False
         self._followers: dict[object, Callable[[int], None]] = {}  # by the object that they belong to
 
-    def hold(self, source: Source) -> tuple[int, ServedModel]:
+    def hold(self, source: WantedModel) -> tuple[int, SharedModel]:
         """Compile a model, or share one that is compiled, and return its handle and the model. Raises ``BusyError``."""
         with self._lock:
             num_models = len(self._models) + self._num_compiling
@@ -88,7 +88,7 @@ class Session:
         self._table.release(key)
         raise BusyError("the program has gone while its model was compiled")
 
-    def model(self, handle: int) -> ServedModel:
+    def model(self, handle: int) -> SharedModel:
         """Return one of the client's models. Raises ``ConfigError`` if it has none with this handle."""
         with self._lock:
             held = self._models.get(handle)

@@ -11,14 +11,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from staticllm.daemon.limits import Limits
+from staticllm.daemon.limits import DaemonLimits
 from staticllm.errors import BusyError
 from staticllm.system.heap import return_free_memory
 
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class WantedModel(Protocol):
     """What a client wants compiled: ``ModelSource`` or ``LanguageSource``."""
 
     @property
@@ -35,7 +35,7 @@ class Source(Protocol):
         ...
 
 
-class ServedModel(Protocol):
+class SharedModel(Protocol):
     """A compiled model. ``id`` is its number, ``mode`` is ``plain``, ``stateful``, ``packed`` or ``engine``."""
 
     id: int
@@ -58,21 +58,21 @@ class ServedModel(Protocol):
 class ModelSlot:
     """A model in the table, and how many clients hold it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WantedModel) -> None:
         self.source = source
         self.num_bytes = source.num_bytes
         self.num_users = 0
         self.free_since = time.monotonic()
-        self.compiled: Future[ServedModel] = Future()
+        self.compiled: Future[SharedModel] = Future()
 
 
-Compile = Callable[[Any, int], ServedModel]
+Compile = Callable[[Any, int], SharedModel]
 
 
 class ModelTable:
     """Compiles models, one at a time, and keeps each while a client holds it and for some minutes after. Any thread may call."""
 
-    def __init__(self, compile_model: Compile, limits: Limits, compiling: threading.Lock | None = None) -> None:
+    def __init__(self, compile_model: Compile, limits: DaemonLimits, compiling: threading.Lock | None = None) -> None:
         """Take what compiles a source, and a lock that is held meanwhile: two compilers at once crash some devices."""
         self._compile = compile_model
         self._limits = limits
@@ -81,7 +81,7 @@ class ModelTable:
         self._compiling = compiling or threading.Lock()
         self._ids = count(1)
 
-    def acquire(self, source: Source) -> tuple[tuple[object, ...], ServedModel]:
+    def acquire(self, source: WantedModel) -> tuple[tuple[object, ...], SharedModel]:
         """Return the key and the compiled model of a source; it stays until ``release`` is called with the key.
 
         Raises ``BusyError`` (the weights do not fit beside those of the other models) and ``Exception`` (the compilation
@@ -129,7 +129,7 @@ class ModelTable:
         if slots:
             return_free_memory()
 
-    def served(self) -> list[tuple[ModelSlot, ServedModel]]:
+    def served(self) -> list[tuple[ModelSlot, SharedModel]]:
         """Return the models that are compiled."""
         with self._lock:
             slots = [slot for slot in self._slots.values() if slot.compiled.done() and not slot.compiled.exception()]
@@ -151,7 +151,7 @@ class ModelTable:
             log.info("model %s on %s: %s, %.1f s", slot.source.xml, slot.source.device, model.mode, seconds)
             slot.compiled.set_result(model)
 
-    def _make_room(self, source: Source) -> None:
+    def _make_room(self, source: WantedModel) -> None:
         """Drop idle models, the oldest first, until the weights fit. The caller holds the lock. Raises ``BusyError``."""
         limit = self._limits.model_bytes
         wanted = source.num_bytes

@@ -17,7 +17,7 @@ import numpy as np
 
 from staticllm.daemon.infer_request import CallResult
 from staticllm.daemon.packed.replay import Array, Caller, Replay, RowLog
-from staticllm.daemon.sharing.device_scheduler import Call, ClientId
+from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceCall
 from staticllm.errors import PromptError
 from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.engine.client_sequences.state import FeedResult, Wanted
@@ -41,7 +41,7 @@ class PackedRow:
 
 
 @dataclass(frozen=True)
-class PackedCall:
+class TensorCall:
     """A call: its rows, and the number of columns of its logits."""
 
     rows: tuple[PackedRow, ...]
@@ -64,7 +64,7 @@ class EngineLimits:
     reach: int | None = None
 
 
-def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted) -> PackedCall:
+def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted) -> TensorCall:
     """Return what a call means for the sequences with these ``logs``; there are none after a reset.
 
     Tokens that the mask hides, such as those of left padding, are dropped: no other token sees them, and positions do not
@@ -99,10 +99,10 @@ def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: Engin
     if ((ids < 0) | (ids >= limits.vocab_size))[new].any():
         raise UnusualCallError(f"a token id is outside the vocabulary of {limits.vocab_size}")
     rows = tuple(_row(source, line, seen) for source, line, seen in zip(sources, ids, new, strict=True))
-    return PackedCall(rows, 1 if wanted == "last" else ids.shape[1], wanted)
+    return TensorCall(rows, 1 if wanted == "last" else ids.shape[1], wanted)
 
 
-def logs_of(call: PackedCall, logs: Sequence[RowLog]) -> list[RowLog]:
+def logs_of(call: TensorCall, logs: Sequence[RowLog]) -> list[RowLog]:
     """Return the logs of the rows after a call."""
     continued = [logs[row.source].copy() if logs else RowLog() for row in call.rows]
     for log, row in zip(continued, call.rows, strict=True):
@@ -184,7 +184,7 @@ class PackedRequest:
         self._model = model
         self._caller = Caller(client)
         self.fallback = model.reason
-        self.times = Call()
+        self.times = DeviceCall()
         self._sequences: list[ClientSequence] = []
         self._logs: list[RowLog] = []
         self._apart: dict[int, int] = {}  # the columns of calls with hidden tokens
@@ -280,10 +280,10 @@ class PackedRequest:
     def _client_number(self) -> int:
         return 0 if self._caller.client is None else self._caller.client.number
 
-    def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> PackedCall:
+    def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> TensorCall:
         return read_call(inputs, self._logs, self._model.limits, wanted)
 
-    def _in_engine(self, call: PackedCall) -> Array:
+    def _in_engine(self, call: TensorCall) -> Array:
         """Run a checked call in the engine. Raises ``UnusualCallError``."""
         engine = self._model.engine
         assert engine is not None, "there is no engine"
@@ -312,7 +312,7 @@ class PackedRequest:
         self._sequences = sequences
         self._logs = logs_of(call, self._logs)
         done = [result for result in results if result is not None]
-        self.times = Call(
+        self.times = DeviceCall(
             max((result.queued_seconds for result in done), default=0.0),
             max((result.device_seconds for result in done), default=0.0),
         )
@@ -320,7 +320,7 @@ class PackedRequest:
             self._fall_back("its logits are not finite")
         return _placed(call, results, self._model.limits.vocab_size)
 
-    def _continued(self, call: PackedCall, engine: Engine) -> tuple[list[ClientSequence], list[ClientSequence]]:
+    def _continued(self, call: TensorCall, engine: Engine) -> tuple[list[ClientSequence], list[ClientSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
         if not self._sequences:
             return [engine.open_sequence(self._caller.priority, self._client_number) for _ in call.rows], []
@@ -351,7 +351,7 @@ class PackedRequest:
             self._replay = replay
         result = function(replay)
         seconds = replay.device_seconds - used_before
-        self.times = Call(max(0.0, time.perf_counter() - asked - seconds), seconds)
+        self.times = DeviceCall(max(0.0, time.perf_counter() - asked - seconds), seconds)
         return result
 
     def _on_states(self, function: Callable[[Replay], Result]) -> Result:
@@ -365,7 +365,7 @@ class PackedRequest:
             sequence.close(is_reusable)
 
 
-def _feed(engine: Engine, sequences: Sequence[ClientSequence], call: PackedCall) -> list[FeedResult | None]:
+def _feed(engine: Engine, sequences: Sequence[ClientSequence], call: TensorCall) -> list[FeedResult | None]:
     """Feed all rows together, and wait for their results; None for a row without tokens."""
     results: list[FeedResult | None] = [None] * len(call.rows)
     fed = [index for index, row in enumerate(call.rows) if row.tokens]
@@ -383,7 +383,7 @@ def _feed(engine: Engine, sequences: Sequence[ClientSequence], call: PackedCall)
     return results
 
 
-def _placed(call: PackedCall, results: Sequence[FeedResult | None], vocab_size: int) -> Array:
+def _placed(call: TensorCall, results: Sequence[FeedResult | None], vocab_size: int) -> Array:
     """Return the logits ``[B, S, V]`` or ``[B, 1, V]``, each row at the place of its token."""
     given = [result.logits for result in results if result is not None and result.logits is not None]
     if len(given) == 1 == len(call.rows) and given[0].shape[0] == call.num_columns:

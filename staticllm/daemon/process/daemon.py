@@ -20,7 +20,7 @@ from staticllm.core import OnProgress, ProgressEvent
 from staticllm.daemon.bodies import Hello, Version, read_body
 from staticllm.daemon.clients.connection import Connection, Greeting
 from staticllm.daemon.clients.session import Session
-from staticllm.daemon.limits import Limits, default_limits
+from staticllm.daemon.limits import DaemonLimits, default_limits
 from staticllm.daemon.models.compiling import compile_model, read
 from staticllm.daemon.models.language_model import LanguageModel, compile_language_model
 from staticllm.daemon.models.plain import PlainModel
@@ -51,7 +51,7 @@ class Daemon:
     def __init__(
         self,
         folder: Path,
-        limits: Limits | None = None,
+        limits: DaemonLimits | None = None,
         compile_model: Compile | None = None,
         is_worker: bool = False,
     ) -> None:
@@ -75,7 +75,7 @@ class Daemon:
         self.owns_folder = True
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Accept connections until ``stop`` is called or no program has been connected for ``Limits.idle_seconds``."""
+        """Accept connections until ``stop`` is called or no program has been connected for ``DaemonLimits.idle_seconds``."""
         old = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         keeper = start_thread(self._keep_house, "staticllm-housekeeper")

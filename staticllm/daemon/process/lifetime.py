@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from staticllm.children.answers import check
 from staticllm.children.child import start_daemon
 from staticllm.children.parent_watch import ParentWatch
-from staticllm.daemon.limits import Limits
+from staticllm.daemon.limits import DaemonLimits
 from staticllm.errors import ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.daemon_link import ask
 from staticllm.wire.channel import Channel, join_daemon
@@ -27,7 +27,7 @@ STOP_SECONDS = 15.0
 LOG_BYTES = 1 << 20
 
 
-def serve(folder: Path, limits: Limits | None = None, worker_of: int | None = None) -> None:
+def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | None = None) -> None:
     """Be the daemon of a runtime folder until it is stopped, or idle for long. Log into ``daemon.log``.
 
     ``worker_of``: the process that this daemon works for alone, and with which it ends. Raises ``StaticLLMError`` (another

@@ -65,7 +65,7 @@ class Share:
 
 
 @dataclass
-class Call:
+class DeviceCall:
     """One use of a device: the seconds before it, and the seconds that it took."""
 
     queued: float = 0.0
@@ -121,17 +121,17 @@ class DeviceRequest:
 
 
 class DeviceGrant:
-    """A use of a device as a ``with`` block, which gives the ``Call``. A generator would take longer than a short call."""
+    """A use of a device as a ``with`` block, which gives the ``DeviceCall``. A generator would be slower than a short call."""
 
     __slots__ = ("_call", "_request", "_scheduler", "_start")
 
     def __init__(self, scheduler: DeviceScheduler, request: DeviceRequest) -> None:
         self._scheduler = scheduler
         self._request = request
-        self._call = Call()
+        self._call = DeviceCall()
         self._start = 0.0
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> DeviceCall:
         self._call.queued = self._scheduler.acquire(self._request)
         self._start = time.perf_counter()
         return self._call

@@ -108,7 +108,7 @@ def _slice(name: str, pid: int, tid: int, start: float, seconds: float) -> dict[
 
 
 @dataclass
-class Usage:
+class DeviceUsage:
     """What a client used since it came. ``track`` names its track in recordings.
 
     Attributes:
@@ -165,7 +165,7 @@ class Devices:
         self.timeline = Timeline()
         self.compiling = threading.Lock()
         self._schedulers: dict[str, DeviceScheduler] = {}
-        self._usages: dict[ClientId, Usage] = {}
+        self._usages: dict[ClientId, DeviceUsage] = {}
         self._lock = threading.Lock()
 
     def scheduler(self, device: str) -> DeviceScheduler:
@@ -177,10 +177,10 @@ class Devices:
                 self._schedulers[device] = found
             return found
 
-    def open(self, owner: ClientId, track: str) -> Usage:
+    def open(self, owner: ClientId, track: str) -> DeviceUsage:
         """Return the usage of a new client, which grows from now on until ``forget``."""
         with self._lock:
-            usage = Usage(track)
+            usage = DeviceUsage(track)
             self._usages[owner] = usage
         return usage
 
@@ -215,7 +215,7 @@ class Devices:
         if self.timeline.is_recording:
             self._draw(request, seconds, used)
 
-    def _draw(self, request: DeviceRequest, seconds: float, used: Sequence[tuple[Usage, Share]]) -> None:
+    def _draw(self, request: DeviceRequest, seconds: float, used: Sequence[tuple[DeviceUsage, Share]]) -> None:
         """Record a use of a device that ends now on the tracks of the clients that had it."""
         start = time.perf_counter() - seconds
         waited = max(0.0, start - request.arrival)

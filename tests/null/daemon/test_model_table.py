@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.daemon.limits import Limits
+from staticllm.daemon.limits import DaemonLimits
 from staticllm.daemon.models.table import ModelTable
 
 
@@ -42,7 +42,7 @@ def test_the_model_that_was_given_back_first_makes_room_also_if_two_were_at_once
     """The keys of a language model and of another one begin with values that have no order; the clock of Windows is coarse."""
     language, plain = ("language model", "folder"), (("model.xml", 1), "CPU")
     closed = []
-    table = ModelTable(lambda source, id: Model(source.key, closed), Limits(model_bytes=2))
+    table = ModelTable(lambda source, id: Model(source.key, closed), DaemonLimits(model_bytes=2))
     for key in (language, plain):
         table.acquire(Source(key))
     for key, moment in zip((language, plain), moments, strict=True):
