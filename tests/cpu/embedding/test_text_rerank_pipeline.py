@@ -73,6 +73,14 @@ def test_scores_are_those_of_the_original_alone(pipe, expected):
     assert [score for _, score in found] == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
 
 
+def test_options_may_be_numbers_of_numpy(directory, tmp_path):
+    config = StaticRerankPipeline.Config(top_n=np.int64(2))
+    options = {"max_length": np.int64(32), "CACHE_DIR": str(tmp_path)}  # they are written into the cache
+    with StaticRerankPipeline(directory, "CPU", config, **options) as pipe:
+        assert pipe.max_length == 32
+        assert len(pipe.rerank("what?", ["yes", "no", "a fox"])) == 2
+
+
 def test_genai_gives_the_same(directory, pipe):
     peer = genai.TextRerankPipeline(directory, "CPU", top_n=4, **F32)
     texts = [text for text in TEXTS if text]
