@@ -32,11 +32,29 @@ def test_an_absent_npu_is_a_known_device():
     assert {"INFERENCE_PRECISION_HINT", "NPU_TURBO"} <= known_properties(get_core(), "NPU")
 
 
-def test_the_library_that_an_npu_compilation_lacks_is_named():
-    """Either OpenVINO's compiler is present, or the message names the missing library."""
-    problem = npu_compiler_problem(get_core())
-    assert "\n" not in problem
-    assert "npu_compiler" in problem or not problem
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (
+            'Exception from src/plugin.cpp:1:\nCannot load library "/opt/libs/libnpu_compiler.so": no such file\n',
+            "libnpu_compiler.so is missing beside OpenVINO's plugins",
+        ),
+        ("Exception from src/core.cpp:2:\nthe platform 4000 is unknown\n", "the platform 4000 is unknown"),
+        (None, ""),
+    ],
+)
+def test_the_library_that_an_npu_compilation_lacks_is_named(error, problem):
+    class Compiler:
+        def compile_model(self, model, device, properties):
+            assert (device, properties["NPU_COMPILER_TYPE"]) == ("NPU", "PLUGIN")
+            if error is not None:
+                raise RuntimeError(error)
+
+    assert npu_compiler_problem(Compiler()) == problem
+
+
+def test_what_this_machine_lacks_for_an_npu_is_one_line():
+    assert "\n" not in npu_compiler_problem(get_core())
 
 
 def test_a_model_that_is_not_a_language_model_is_a_one_line_error(zoo, tmp_path):
