@@ -78,9 +78,11 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostM
         OSError: the file cannot be read.
     """
     try:
-        entries = typed(json_of(Path(path).read_bytes()), _Entries)
+        entries = typed(json_of(Path(path).read_bytes()), list[_Entry])
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; `staticllm simulate --save-costs` writes such a file") from None
+    if not entries:
+        raise ConfigError(f"{path}: holds no entry; `staticllm simulate --save-costs` writes such a file")
     for number, entry in enumerate(entries, 1):
         if entry.sequences > entry.rows:
             raise ConfigError(f"{path}, entry {number}: {entry.sequences} sequences, more than its {entry.rows} rows")
@@ -96,6 +98,3 @@ class _Entry:
     kv_len: Count
     seconds: Annotated[float, Meta(gt=0, lt=1e6)]
     sequences: Size = 1
-
-
-_Entries = Annotated[list[_Entry], Meta(min_length=1)]
