@@ -158,11 +158,13 @@ class BatchBuilder:
 
     def _with_drafts(self, batch: Batch) -> Batch:
         """Return the batch with drafts after the tokens that decode, where that pays."""
+        if not self._draft_planner.is_possible or self._quarantine.has_suspects:
+            return batch
         decoding = [entry for entry in batch.entries if not entry.is_prefill]
         answers = [each for entry in decoding if (each := entry.state.answer) is not None and each.drafts is not None]
-        drafting = [answer.drafts for answer in answers if answer.drafts is not None]
-        if not drafting or not self._draft_planner.is_possible or self._quarantine.has_suspects:
+        if not answers:
             return batch
+        drafting = [answer.drafts for answer in answers if answer.drafts is not None]
         if not sum(drafts.is_due() for drafts in drafting):
             self._draft_planner.skip()
             return batch

@@ -187,9 +187,8 @@ def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
     def has_ended(tokens: Sequence[int]) -> bool:
         count = longest + 1
         text = decode(list(tokens[-count:]))
-        while len(text) < longest + BROKEN and count < len(
-            tokens
-        ):  # a token may be a part of a character, or no text at all
+        # a token may be a part of a character, or have no text at all
+        while len(text) < longest + BROKEN and count < len(tokens):
             count *= 2
             text = decode(list(tokens[-count:]))
         return any(stop in text for stop in request.stop_strings)
