@@ -23,9 +23,17 @@ Part: TypeAlias = str
 """A part of the work that may have its own program and device properties: a decoder's phases and ``few_rows``, its calls of few
 rows, or those that another kind of model names, usually one for all calls (``encode``)."""
 ProgramMode = Literal["separate", "shared"]
-ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
-"""``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of
-few rows (one row, or as many as a probe finds) and one for the others."""
+ProgramLayout = Literal["separate", "shared", "phases", "few_rows", "blocks"]
+"""``separate``: one program per variant; ``blocks``: the same, as chains of blocks over one bank of weights; ``shared``: one for
+all; ``phases``: one per phase; ``few_rows``: one for calls of few rows (one row, or as many as a probe finds) and one for the
+others."""
+
+
+def mode_of(layout: ProgramLayout) -> ProgramMode:
+    """Return ``separate`` if each variant has a program of its own with this layout, else ``shared``."""
+    return "separate" if layout in ("separate", "blocks") else "shared"
+
+
 KVType = Literal["f32", "f16", "bf16", "u8"]
 KV_TYPE_BYTES: dict[KVType, int] = {"f32": 4, "f16": 2, "bf16": 2, "u8": 1}
 AdapterType = Literal["f32", "bf16"]

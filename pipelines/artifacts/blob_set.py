@@ -25,7 +25,13 @@ from filelock import Timeout
 from staticllm.core import Part
 from staticllm.devices import type_name
 from staticllm.errors import BlobError, last_line
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest, pass_digests, with_article
+from staticllm.pipelines.artifacts.fingerprint import (
+    Fingerprint,
+    bytes_digest,
+    pass_digests,
+    pieces_digest,
+    with_article,
+)
 from staticllm.pipelines.artifacts.manifest import (
     MAX_MANIFEST,
     Manifest,
@@ -55,11 +61,14 @@ _WRITTEN = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}\.blob")
 PROBED = {"DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT", "CACHE_MODE"}
 """Properties set by a probe or by the kind of export rather than by the user."""
 Crypt = Callable[[bytes], bytes]
+Piece = bytes | memoryview
+Blob = bytes | tuple[Piece, ...]
+"""The contents of a file, as a whole or in pieces that are never joined in memory."""
 Result = TypeVar("Result")
 
 
 def write_set(
-    target: Path, manifest: Manifest, blobs: Mapping[str, bytes], encrypt: Crypt | None = None, key: bytes = b""
+    target: Path, manifest: Manifest, blobs: Mapping[str, Blob], encrypt: Crypt | None = None, key: bytes = b""
 ) -> Manifest:
     """Write a set to ``target`` in place of an existing one; return its manifest. After an ``OSError`` the old set is kept."""
 
@@ -67,11 +76,12 @@ def write_set(
         entries = {}
         names = {}
         for name, data in blobs.items():
-            stored = encrypt(data) if encrypt else data
-            digest = bytes_digest(stored)
+            pieces = (data,) if isinstance(data, bytes) else data
+            stored = (encrypt(b"".join(pieces)),) if encrypt else pieces
+            digest = pieces_digest(stored)
             names[name] = f"{name.removesuffix('.blob')}-{digest[:12]}.blob"
-            _write(target / names[name], stored)
-            entries[names[name]] = StoredBlob(digest, len(stored))
+            _write(target / names[name], *stored)
+            entries[names[name]] = StoredBlob(digest, sum(map(len, stored)))
         return replace(
             manifest,
             blobs=entries,
@@ -333,7 +343,8 @@ def _is_own_file(name: str) -> bool:
     return name in (MANIFEST, LOCK, COSTS, CRASHES) or name.startswith(SCRATCH) or _WRITTEN.fullmatch(name) is not None
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, *pieces: Piece) -> None:
     """Write a file atomically, with the access rights of the folder."""
     with whole_file(path, prefix=SCRATCH) as file:
-        file.write(data)
+        for piece in pieces:
+            file.write(piece)

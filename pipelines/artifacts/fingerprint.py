@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -126,7 +126,15 @@ def _digest_of_piece(path: Path, start: int) -> bytes:
 
 def bytes_digest(data: bytes | memoryview, key: bytes = b"") -> str:
     """Return the hex digest (BLAKE2b) of bytes, keyed with ``key`` if there is one."""
-    return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(key).digest() if key else b"").hexdigest()
+    return pieces_digest((data,), key)
+
+
+def pieces_digest(pieces: Iterable[bytes | memoryview], key: bytes = b"") -> str:
+    """Return the hex digest of bytes that come in pieces."""
+    digest = hashlib.blake2b(digest_size=32, key=hashlib.sha256(key).digest() if key else b"")
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:

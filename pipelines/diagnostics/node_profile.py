@@ -16,6 +16,7 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
 from staticllm.pipelines.diagnostics.settings import label_of
 from staticllm.pipelines.loading.decoder_kind import prepare
+from staticllm.pipelines.programs.chain import device_models
 from staticllm.pipelines.programs.compile import compile_all
 from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
@@ -54,7 +55,8 @@ def profile_calls(
     plan = prepare(models_path, device, config)
     parts = {part: {**each, PERF_COUNT: True} for part, each in plan.options.properties.items()}
     variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
-    plan = replace(plan, options=replace(plan.options, properties=parts))
+    layout = "separate" if plan.options.layout == "blocks" else plan.options.layout
+    plan = replace(plan, options=replace(plan.options, properties=parts, layout=layout))
     types = {node.get_friendly_name(): node.get_type_name() for node in plan.lowered.graph.model.get_ops()}
     for number, variant in enumerate(variants):
         on_progress(number, len(variants))
@@ -63,7 +65,7 @@ def profile_calls(
         # Counters add up over all runs of a program, whatever their sizes: each call gets its program anew.
         shared = (each for each in plan.variants if plan.options.program_group(each) == group)
         alike = shared if plan.options.mode == "shared" else (variant,)
-        compiled = compile_all(plan.restricted(alike)).compiled[variant]
+        (compiled,) = device_models(compile_all(plan.restricted(alike)).compiled[variant])
         times = _run(compiled, variant)
         fused = _fused(compiled)
         kinds = {

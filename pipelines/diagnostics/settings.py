@@ -15,6 +15,7 @@ from staticllm.pipelines.diagnostics.reports import ChosenSettings, TokenTimes
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe, repeated_matrices
 from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.pipelines.programs.chain import device_models
 from staticllm.pipelines.programs.compile import CompileOptions
 
 PRECISION, GROUP_SIZE = "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"
@@ -38,7 +39,7 @@ def chosen_settings(programs: BoundPrograms) -> list[ChosenSettings]:
     groups: dict[int, list[Variant]] = {}
     for variant in programs:
         groups.setdefault(id(programs.compiled(variant)), []).append(variant)
-    found = [_of_program(programs.compiled(variants[0]), variants) for variants in groups.values()]
+    found = [_of_program(device_models(programs.compiled(variants[0]))[0], variants) for variants in groups.values()]
     return sorted(found, key=lambda each: (each.least_rows, each.most_rows))
 
 

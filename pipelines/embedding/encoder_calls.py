@@ -14,6 +14,7 @@ from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.pipelines.embedding.packing.chunks import ChunkBuffers, ChunkCache, ContinuedText, new_presents
 from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.ports import (
     EMBEDDINGS,
     SCORES,
@@ -67,7 +68,7 @@ def _inputs(shape: EncoderShape, buffers: EncoderBuffers) -> dict[str, NDArray[A
     return {name: array for name, array in buffers.arrays.items() if name in encoder_input_names(shape)}
 
 
-def check_ports(shape: EncoderShape, compiled: Mapping[EncoderVariant, ov.CompiledModel]) -> None:
+def check_ports(shape: EncoderShape, compiled: Mapping[EncoderVariant, AnyProgram]) -> None:
     """Check the sizes of imported programs, before any memory is allocated for them.
 
     Raises ``ValueError`` (a program cannot run its variant, or no variant holds the longest text) and ``KeyError`` (a program has

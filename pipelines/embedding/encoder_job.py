@@ -82,8 +82,10 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
             raise ConfigError(f"{name} is an option of decoders, this model is an encoder: leave it out")
     others = (*(name.upper() for name in OPTIONS), *names)
     resolved = resolve(ours, known_properties(get_core(), device), others)
-    if resolved.config.programs not in ("auto", "separate", "shared"):
-        raise ConfigError(f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate' or 'shared' programs")
+    if resolved.config.programs not in ("auto", "separate", "blocks", "shared"):
+        raise ConfigError(
+            f"PROGRAMS={resolved.config.programs!r}: an encoder has 'separate', 'blocks' or 'shared' programs"
+        )
     return resolved.config
 
 

@@ -28,7 +28,7 @@ from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
 from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind, properties_text
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
-from staticllm.pipelines.programs.layout import program_mode
+from staticllm.pipelines.programs.layout import fixed_layout, program_mode
 from staticllm.ports import INPUT_IDS
 
 EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
@@ -233,7 +233,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         """Check the choices, the layout, the pooling and the longest text."""
         stored(EncoderSetChoices, content["config"])
         ProgramKind.check_stored(shape, content)
-        if content["programs"] not in ("separate", "shared"):
+        if content["programs"] not in ("separate", "blocks", "shared"):
             raise ValueError("the programs are not those of an encoder")
         if shape.pooling not in (None, "first", "last", "mean") or not shape.longest:
             raise ValueError("its pooling or its longest text is impossible")
@@ -247,7 +247,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             "max_length": str(self.max_length),
             "sizes": ("default" if sizes is None else ", ".join(f"{batch}x{rows}" for batch, rows in sizes))
             + (", chunks" if self.wants_chunks and has_states(job.directory / MODEL_XML) else ""),
-            "PROGRAMS": program_mode(job.device, job.config),
+            "PROGRAMS": fixed_layout(job.device, job.config),
             "normalize": str(self.chosen.is_normalised),
             "properties": properties_text(self.properties(job)["encode"]),
         }

@@ -24,6 +24,7 @@ from staticllm.pipelines.embedding.packing.plan_calls import PackedCall, plan_ca
 from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, find_groups
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
+from staticllm.pipelines.programs.chain import AnyProgram
 
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
 """Calls above these times, in seconds, are measured once at loading, and by their first run: noise and preparation are small."""
@@ -32,7 +33,7 @@ SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
 class EncoderProgram(BoundRequest):
     """One variant, ready to run: its ports are bound to its buffers."""
 
-    def __init__(self, compiled: ov.CompiledModel, buffers: EncoderBuffers) -> None:
+    def __init__(self, compiled: AnyProgram, buffers: EncoderBuffers) -> None:
         super().__init__(
             compiled, {name: ov.Tensor(array, shared_memory=True) for name, array in buffers.arrays.items()}
         )
@@ -42,7 +43,7 @@ class EncoderProgram(BoundRequest):
 class ChunkProgram(EncoderProgram):
     """A variant that continues a text: its past rows are those of the arena."""
 
-    def __init__(self, compiled: ov.CompiledModel, buffers: ChunkBuffers) -> None:
+    def __init__(self, compiled: AnyProgram, buffers: ChunkBuffers) -> None:
         super().__init__(compiled, buffers)
         self.chunk_buffers = buffers
 
@@ -64,7 +65,7 @@ class EncoderRunner:
     def __init__(
         self,
         shape: EncoderShape,
-        compiled: Mapping[EncoderVariant, ov.CompiledModel],
+        compiled: Mapping[EncoderVariant, AnyProgram],
         pooling: Pooling,
         pad_id: int = 0,
     ) -> None:

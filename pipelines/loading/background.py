@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Generic, Protocol
 
-import openvino as ov
-
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError
+from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from staticllm.system.file_lock import Lease
 from staticllm.system.threads import start_thread
@@ -122,7 +121,7 @@ class DeferredPrograms(Generic[V, S]):
         self._on_progress = on_progress
         self._store = store
         self._lease: Lease | None = None
-        self._compiled: dict[V, ov.CompiledModel] = {}
+        self._compiled: dict[V, AnyProgram] = {}
 
     def choose(self) -> None:
         """Choose ``variants``, if that was left for later. The compiling thread calls this first."""
@@ -134,7 +133,7 @@ class DeferredPrograms(Generic[V, S]):
             return [(variant,) for variant in self.variants]
         return [self.variants] if self.variants else []
 
-    def compile(self, variant: V) -> ov.CompiledModel:
+    def compile(self, variant: V) -> AnyProgram:
         """Return the program of one of ``variants``, compiled together with those that share it. Raises ``DeviceError``."""
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants

@@ -23,7 +23,7 @@ from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, ProgramMode, Variant
+from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
 from staticllm.devices import check_device, default_kv_type, get_core, merges_projections
 from staticllm.model_dir import check_model_dir, weights_size
 from staticllm.pipelines.artifacts.blob_set import json_properties
@@ -173,7 +173,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         phases = phase_properties(job.device, config)
         kv_type = config.kv_cache_precision or default_kv_type(get_core(), job.device, *phases.values())
         layout = program_layout(job.device, job.directory, config, kv_type)
-        mode: ProgramMode = "separate" if layout == "separate" else "shared"
+        mode = mode_of(layout)
         sizes = {
             "MAX_PROMPT_LEN": config.max_prompt_len,
             "MIN_RESPONSE_LEN": config.min_response_len,

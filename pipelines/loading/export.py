@@ -23,6 +23,7 @@ from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.artifacts.blob_set import (
     MANIFEST,
+    Blob,
     ImportTarget,
     import_blob,
     is_ours,
@@ -33,9 +34,12 @@ from staticllm.pipelines.artifacts.blob_set import (
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
 from staticllm.pipelines.artifacts.manifest import Manifest, VariantFile, to_json
 from staticllm.pipelines.artifacts.measurements import CostsPlace
+from staticllm.pipelines.artifacts.stored_chain import ChainFiles, export_part, import_part
 from staticllm.pipelines.loading.kind import Job, LoadJob, R
+from staticllm.pipelines.programs.chain import CompiledChain
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_all
 from staticllm.pipelines.programs.dry_run import run_apart
+from staticllm.pipelines.programs.weight_bank import WeightBank
 from staticllm.system.files import refusal_of
 
 DEFAULT_BLOB = "openvino_model.blob"
@@ -51,12 +55,12 @@ _REASON = "they do not compute what their programs compute"
 class Exported(Generic[V, S]):
     """Compiled programs and their blobs.
 
-    ``files``: variant → name of its blob. ``blobs``: name → bytes; None if a blob does not compute what its program computes.
+    ``files``: variant → name of its blob. ``blobs``: name → contents; None if a blob does not compute what its program computes.
     """
 
     programs: CompiledPrograms[V, S]
     files: Mapping[V, str]
-    blobs: Mapping[str, bytes] | None
+    blobs: Mapping[str, Blob] | None
     is_weightless: bool
 
 
@@ -104,7 +108,7 @@ class SetPlace(Generic[V, S, R]):
         verification = {"is_ok": False, "reason": _REASON, "when": "export"}
         self._write(replace(self._manifest(exported, {}), verification=verification), {})
 
-    def _write(self, manifest: Manifest, blobs: Mapping[str, bytes]) -> None:
+    def _write(self, manifest: Manifest, blobs: Mapping[str, Blob]) -> None:
         callbacks = self.job.config.cache_encryption_callbacks
         try:
             write_set(self.folder, manifest, blobs, callbacks[0] if callbacks else None, self.job.key)
@@ -210,8 +214,10 @@ def plan_for_export(job: Job[V, S, R], is_weightless: bool) -> CompilePlan[V, S]
 
 def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weightless: bool) -> Exported[V, S]:
     """Export the program of each variant as a blob, and compare each blob with its program on random inputs."""
+    if programs.options.layout == "blocks":
+        return export_chains(job, programs)
     files = dict[V, str]()
-    blobs = dict[str, bytes]()
+    blobs = dict[str, Blob]()
     names = dict[int, str]()
     weights = job.weights if is_weightless else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
@@ -219,14 +225,47 @@ def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weig
         if id(compiled) not in names:
             name = f"{len(names)}-{_label(variant)}.blob"
             names[id(compiled)] = name
-            blobs[name] = compiled.export_model().getvalue()
+            assert not isinstance(compiled, CompiledChain), "chains are a layout of their own"
+            blob = compiled.export_model().getvalue()
+            blobs[name] = blob
             target = ImportTarget(job.device, programs.options.program_group(variant).properties, weights)
-            if not matches(compiled, job.kind.random_call(programs, variant), blobs[name], target):
+            if not matches(compiled, job.kind.random_call(programs, variant), blob, target):
                 return Exported(programs, {}, None, is_weightless)
         files[variant] = names[id(compiled)]
         event = ProgressEvent("export", index, len(programs.compiled), time.perf_counter() - start, variant)
         job.on_progress(event)
     return Exported(programs, files, blobs, is_weightless)
+
+
+def export_chains(job: Job[V, S, R], programs: CompiledPrograms[V, S]) -> Exported[V, S]:
+    """Export the parts of each variant's chain, and the weights once; compare what can run here with its blobs."""
+    files = dict[V, str]()
+    chains = ChainFiles(export_part)
+    bank: WeightBank | None = None
+    for index, (variant, chain) in enumerate(programs.compiled.items(), 1):
+        assert isinstance(chain, CompiledChain), "the layout is blocks"
+        start = time.perf_counter()
+        files[variant] = f"{len(files)}-{_label(variant)}"
+        chains.add(chain, files[variant])
+        bank = chain.bank
+        target = ImportTarget(job.device, programs.options.program_group(variant).properties)
+        if chain.is_here and not _chain_matches(chain, job.kind.random_call(programs, variant), chains, target):
+            return Exported(programs, {}, None, is_weightless=False)
+        event = ProgressEvent("export", index, len(programs.compiled), time.perf_counter() - start, variant)
+        job.on_progress(event)
+    assert bank is not None, "a model has programs"
+    chains.add_bank(bank)
+    return Exported(programs, files, chains.files, is_weightless=False)
+
+
+def _chain_matches(
+    chain: CompiledChain, feeds: Mapping[str, NDArray[Any]], files: ChainFiles, target: ImportTarget
+) -> bool:
+    try:
+        parts = [import_part(files.contents_of(part), place, target) for part, place in chain.placed_parts]
+        return _agree(run_apart(chain, feeds), run_apart(CompiledChain(chain.plan, parts, chain.bank), feeds))
+    except (BlobError, RuntimeError, ValueError):
+        return False
 
 
 def matches(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]], blob: bytes, target: ImportTarget) -> bool:
@@ -237,6 +276,10 @@ def matches(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]], blob:
         found = run_apart(imported, feeds)
     except (BlobError, RuntimeError, ValueError):
         return False
+    return _agree(expected, found)
+
+
+def _agree(expected: Mapping[str, NDArray[Any]], found: Mapping[str, NDArray[Any]]) -> bool:
     return expected.keys() == found.keys() and all(_is_close(expected[name], found[name]) for name in expected)
 
 

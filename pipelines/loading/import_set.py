@@ -18,7 +18,16 @@ from staticllm.pipelines.artifacts.blob_set import ImportTarget, check_propertie
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
 from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.artifacts.measurements import CostsPlace
+from staticllm.pipelines.artifacts.stored_chain import (
+    BANK,
+    WEIGHTS,
+    import_part,
+    read_bank,
+    read_chain,
+    stems_of,
+)
 from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
+from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain, CompiledPart
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
 
 NUM_IMPORTS = 2
@@ -42,7 +51,8 @@ def import_set(
     shape = stored(kind.shape, manifest.shape)
     files = manifest.files_of(kind.variant)
     with kind.memory(shape, list(files)) as memory:
-        compiled = _import_each(job, manifest, files, blobs, options)
+        import_each = _import_chains if options.layout == "blocks" else _import_each
+        compiled = import_each(job, manifest, files, blobs, options)
         costs = manifest.costs_of(kind.variant)
         programs = CompiledPrograms(shape, options, compiled, costs, kept.read())
         runner = _runner(job, folder, programs, memory)
@@ -97,7 +107,7 @@ def _import_each(
     files: Mapping[V, str],
     blobs: Mapping[str, bytes],
     options: CompileOptions,
-) -> dict[V, ov.CompiledModel]:
+) -> dict[V, AnyProgram]:
     """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it. Raises ``BlobError`` (refused)."""
     weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
@@ -119,3 +129,35 @@ def _import_each(
             pool.shutdown(cancel_futures=True)
             raise
     return {variant: compiled[file] for variant, file in files.items()}
+
+
+def _import_chains(
+    job: LoadJob[Any],
+    manifest: Manifest,
+    files: Mapping[V, str],
+    blobs: Mapping[str, bytes],
+    options: CompileOptions,
+) -> dict[V, AnyProgram]:
+    """Import each part once, and make the chains of all variants over one bank of weights. Raises ``BlobError`` (refused)."""
+    del manifest
+    names = stems_of(list(blobs))
+
+    def contents(stem: str) -> bytes:
+        if stem not in names:
+            raise BlobError(f"the set has no file {stem[:60]!r}: export it again")
+        return blobs[names[stem]]
+
+    bank = read_bank(contents(BANK), contents(WEIGHTS))
+    known = dict[str, CompiledPart]()
+    found = dict[V, AnyProgram]()
+    for index, (variant, file) in enumerate(files.items(), 1):
+        start = time.perf_counter()
+        job.on_progress(ProgressEvent("import", index, len(files), 0.0, variant, is_done=False))
+        stored = read_chain(blobs[file], bank)
+        target = ImportTarget(job.device, options.program_group(variant).properties)
+        for stem, place in zip(stored.files, stored.plan.places, strict=True):
+            if stem not in known:
+                known[stem] = import_part(contents(stem), place, target)
+        found[variant] = CompiledChain(stored.plan, [known[stem] for stem in stored.files], bank)
+        job.on_progress(ProgressEvent("import", index, len(files), time.perf_counter() - start, variant))
+    return found

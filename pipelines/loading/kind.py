@@ -33,7 +33,7 @@ from staticllm.pipelines.loading.background import DeferredPrograms
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layout import phase_properties, program_mode
+from staticllm.pipelines.programs.layout import fixed_layout, phase_properties
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.mapped_weights import MappedWeights
 
@@ -144,7 +144,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def asked(self, job: Job[V, S, R]) -> dict[str, str]:
         """Return what the user chose, by the names that users know. Lengths and sizes are resolved."""
         return {
-            "PROGRAMS": program_mode(job.device, job.config),
+            "PROGRAMS": fixed_layout(job.device, job.config),
             "properties": properties_text(self.properties(job)["encode"]),
             "choices": json.dumps(self.choices(job), sort_keys=True),
         }
@@ -155,7 +155,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
 
     def options(self, job: Job[V, S, R]) -> CompileOptions:
         """Return where and how the programs of a model without KV slots are compiled."""
-        return CompileOptions(job.device, program_mode(job.device, job.config), None, self.properties(job))
+        return CompileOptions(job.device, fixed_layout(job.device, job.config), None, self.properties(job))
 
     def choices(self, job: Job[V, S, R]) -> dict[str, Any]:
         """Return the choices behind a set, in the form that JSON holds."""

@@ -121,7 +121,7 @@ def calibrated(
         seconds, larger_seconds = probe.seconds(MANY_ROWS, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
         if seconds >= WORTH_IT * larger_seconds:
             found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
-    if layout not in ("few_rows", "separate"):
+    if layout not in ("few_rows", "separate", "blocks"):
         return Calibration(found)
     few = _for_few_rows(probe, found["generate"], phases)
     found["few_rows"] = few.properties

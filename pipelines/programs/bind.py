@@ -21,6 +21,7 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
+from staticllm.pipelines.programs.chain import AnyProgram, bind_calls
 from staticllm.ports import ADAPTER_SCALES, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 
@@ -52,45 +53,50 @@ def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
 class BoundRequest:
     """A program that is bound to host memory. This is the one place where a program runs.
 
-    A program of any kind of model is known to its runner by this contract alone, so that a chain of compiled blocks over shared
-    weights can take its place:
+    A program is one compiled model or a chain of several calls (``chain.py``). For both:
 
     - Ports: every input and output of ``compiled`` is bound once, by its name in ``staticllm/ports.py``, before the first run.
-      ``tensors`` may hold more names than the program has ports. A chain binds each port to the block that has it, and what one
-      block hands to the next to memory of its own, which is no port.
+      ``tensors`` may hold more names than the program has ports. What one call of a chain hands to the next is in memory of its
+      own, which is no port.
     - Buffers: the caller owns the memory behind ``tensors``, writes inputs and reads outputs only between two runs, and never
       replaces an array.
     - ``run`` reads the bound inputs, overwrites all bound outputs, and calls ``meanwhile`` once, while the device runs. If it
       raises, the device has ended, and the outputs are undefined.
-
-    What compiles, exports, imports and counts programs (``compile_programs``, ``export_programs``, ``import_set``) deals with one
-    ``ov.CompiledModel`` per program: a chain needs a value of several there, with one blob each.
     """
 
-    def __init__(self, compiled: ov.CompiledModel, tensors: Mapping[str, ov.Tensor]) -> None:
+    def __init__(self, compiled: AnyProgram, tensors: Mapping[str, ov.Tensor]) -> None:
         self.compiled = compiled
-        self._request = compiled.create_infer_request()
         self._tensors = tensors  # keeps them, and the arrays behind them, alive
-        for port in (*compiled.inputs, *compiled.outputs):
-            (name,) = port.get_names() & tensors.keys()  # plugins add names of their own
-            self._request.set_tensor(port, tensors[name])
+        self._calls = bind_calls(compiled, tensors)
 
-    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Run once, call ``meanwhile`` while the device runs, and return the seconds that the device took."""
+    @property
+    def num_blocks(self) -> int:
+        """The number of calls of which a run consists, apart from the host's; 1 for a whole program."""
+        return max(len(self._calls) - 1, 1)
+
+    def run(self, meanwhile: Callable[[], None] | None = None, between: Callable[[], None] | None = None) -> float:
+        """Run once, call ``meanwhile`` while the device runs, and return the seconds that the device took.
+
+        ``between`` is called after each call of the device but the last, while the device is free. It may run another program.
+        """
         start = time.perf_counter()
-        self._request.start_async()
-        try:
-            if meanwhile is not None:
-                meanwhile()
-        finally:
-            self._request.wait()
+        first = len(self._calls) - self.num_blocks
+        for index, call in enumerate(self._calls):
+            call.start()
+            try:
+                if meanwhile is not None and index == first:
+                    meanwhile()
+            finally:
+                call.wait()
+            if between is not None and first <= index < len(self._calls) - 1:
+                between()
         return time.perf_counter() - start
 
 
 class Program(BoundRequest):
     """One variant of a step program, ready to run."""
 
-    def __init__(self, compiled: ov.CompiledModel, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
+    def __init__(self, compiled: AnyProgram, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
         super().__init__(compiled, tensors)
         self.variant = buffers.variant
         self.buffers = buffers
@@ -101,14 +107,14 @@ class BoundPrograms(Mapping[Variant, Program]):
 
     def __init__(
         self,
-        compiled: Mapping[Variant, ov.CompiledModel],
-        bind_one: Callable[[Variant, ov.CompiledModel], Program],
+        compiled: Mapping[Variant, AnyProgram],
+        bind_one: Callable[[Variant, AnyProgram], Program],
     ) -> None:
         self._compiled = dict(compiled)
         self._bind = bind_one
         self._bound: dict[Variant, Program] = {}
 
-    def add(self, variant: Variant, compiled: ov.CompiledModel) -> None:
+    def add(self, variant: Variant, compiled: AnyProgram) -> None:
         """Add a variant for which there are buffers, or replace its program."""
         self._compiled[variant] = compiled
         self._bound.pop(variant, None)
@@ -131,7 +137,7 @@ class BoundPrograms(Mapping[Variant, Program]):
         """The programs that are bound by now."""
         return tuple(self._bound.values())
 
-    def compiled(self, variant: Variant) -> ov.CompiledModel:
+    def compiled(self, variant: Variant) -> AnyProgram:
         """Return the compiled model of a variant, whether it is bound or not."""
         return self._compiled[variant]
 
@@ -140,7 +146,7 @@ class BoundPrograms(Mapping[Variant, Program]):
         return not any(port.partial_shape.is_dynamic for port in self._compiled[variant].inputs)
 
 
-def bind(compiled: ov.CompiledModel, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:
+def bind(compiled: AnyProgram, shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> Program:
     """Bind the program of one variant to the host's memory: the arena, the recurrent states, and ``buffers``.
 
     docs/contract.md gives the shapes of the ports.

@@ -21,9 +21,11 @@ from staticllm.core import (
     ProgramVariant,
     ProgressEvent,
     Variant,
+    mode_of,
 )
 from staticllm.devices import default_mode, get_core
-from staticllm.errors import DeviceError, last_line
+from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
+from staticllm.pipelines.programs.chain_compiler import ChainCompiler, compile_model
 from staticllm.system.mapped_weights import MappedWeights
 
 V = TypeVar("V", bound=ProgramVariant)
@@ -82,8 +84,8 @@ class CompileOptions:
 
     @property
     def mode(self) -> ProgramMode:
-        """``separate`` if each variant has a program of its own, else ``shared``."""
-        return "separate" if self.layout == "separate" else "shared"
+        """``separate`` if each variant has a program of its own, whole or in blocks, else ``shared``."""
+        return mode_of(self.layout)
 
     def program_group(self, variant: ProgramVariant) -> ProgramGroup:
         """Return the group of a variant. In ``shared`` mode the variants of one group share a program."""
@@ -100,7 +102,7 @@ class CompilePlan(Generic[V, S]):
     """A model lowered for a device, and every choice that is made before compiling.
 
     ``later`` chooses the options with which some variants get a program of their own while the model serves; None if all programs
-    are compiled with ``options``.
+    are compiled with ``options``. ``chains`` compiles programs in blocks, if that is the layout.
     """
 
     lowered: Lowered[V, S]
@@ -108,6 +110,7 @@ class CompilePlan(Generic[V, S]):
     variants: tuple[V, ...]
     weights: MappedWeights
     later: Callable[[], CompileOptions] | None = None
+    chains: ChainCompiler = field(default_factory=ChainCompiler)
 
     def restricted(self, variants: Iterable[V]) -> CompilePlan[V, S]:
         """Return the plan for some of its variants only."""
@@ -131,7 +134,7 @@ class CompiledPrograms(Generic[V, S]):
 
     shape: S
     options: CompileOptions
-    compiled: Mapping[V, ov.CompiledModel]
+    compiled: Mapping[V, AnyProgram]
     costs: Mapping[V, float] = field(default_factory=dict)
     kept_costs: Mapping[V, float] = field(default_factory=dict)
 
@@ -146,9 +149,12 @@ def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event:
     return CompiledPrograms(plan.lowered.shape, plan.options, compiled)
 
 
-def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, ov.CompiledModel]]:
+def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[tuple[V, AnyProgram]]:
     """Compile the variants in order, a shared program for its first one, with events around each. Raises ``DeviceError``."""
-    programs = compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
+    in_blocks = plan.options.layout == "blocks"
+    programs = (
+        _compile_chains(plan) if in_blocks else compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
+    )
     compiled_for = first_variants(plan.variants, plan.options)
     for variant in plan.variants:
         if variant not in compiled_for:
@@ -163,9 +169,15 @@ def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[t
         yield variant, compiled
 
 
+def _compile_chains(plan: CompilePlan[V, S]) -> Iterator[CompiledChain]:
+    for variant in plan.variants:
+        properties = plan.options.program_group(variant).properties
+        yield plan.chains.compile(plan.lowered.specialise(variant), plan.options.device, properties, str(variant))
+
+
 def compile_programs(
     core: ov.Core, lowered: Lowered[V, S], variants: Sequence[V], options: CompileOptions
-) -> Iterator[ov.CompiledModel]:
+) -> Iterator[AnyProgram]:
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
     Shared programs are compiled in parallel, because each compilation uses one core. Raises ``DeviceError`` (the device refused a
@@ -174,17 +186,17 @@ def compile_programs(
     if options.mode == "separate":
         for variant in variants:
             model = lowered.specialise(variant, is_static=default_mode(options.device) == "separate")
-            yield _compile(core, model, options.device, options.program_group(variant).properties, str(variant))
+            yield compile_model(core, model, options.device, options.program_group(variant).properties, str(variant))
         return
     groups = [options.program_group(variant) for variant in first_variants(variants, options)]
     models = [lowered.share(tuple(v for v in variants if options.program_group(v) == group)) for group in groups]
     if len(groups) == 1:  # without a pool, which an interpreter that ends refuses to the thread in the background
-        program = _compile(core, models[0], options.device, groups[0].properties, "the shared program")
+        program = compile_model(core, models[0], options.device, groups[0].properties, "the shared program")
         yield from (program for _ in variants)
         return
     with ThreadPoolExecutor(len(groups)) as pool:
         compiled = [
-            pool.submit(_compile, core, model, options.device, group.properties, "the shared program")
+            pool.submit(compile_model, core, model, options.device, group.properties, "the shared program")
             for model, group in zip(models, groups, strict=True)
         ]
         for variant in variants:
@@ -203,10 +215,3 @@ def first_variants(variants: Sequence[V], options: CompileOptions) -> list[V]:
             groups.append(group)
             found.append(variant)
     return found
-
-
-def _compile(core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> ov.CompiledModel:
-    try:
-        return core.compile_model(model, device, dict(properties))
-    except RuntimeError as error:
-        raise DeviceError(f"{device} refused {what}: {last_line(error)}") from error

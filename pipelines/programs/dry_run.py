@@ -10,6 +10,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
+from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
 from staticllm.ports import HIDDEN, INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
 
 VALUE_SCALE = 0.5
@@ -18,11 +19,24 @@ ADAPTER_SCALE = 0.02
 """Standard deviation of random adapter matrices; with larger ones, values explode in deep layers."""
 
 
-def run_apart(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def run_apart(compiled: AnyProgram, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a program of any kind once in memory of its own; feeds and copied outputs are by port name. Raises ``RuntimeError``."""
+    if isinstance(compiled, CompiledChain):
+        return _run_chain(compiled, feeds)
     request = bound_request(compiled, feeds)
     request.infer()
     return {_name_of(port): np.array(request.get_tensor(port).data) for port in compiled.outputs}
+
+
+def _run_chain(chain: CompiledChain, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    tensors = {port.name: ov.Tensor(port.element_type, ov.Shape(port.shape)) for port in chain.outputs}
+    for port in chain.inputs:
+        array = feeds[port.name]
+        tensors[port.name] = ov.Tensor(array, ov.Shape(array.shape), port.element_type)
+    for call in chain.bound_calls(tensors):
+        call.start()
+        call.wait()
+    return {port.name: np.array(tensors[port.name].data) for port in chain.outputs}
 
 
 def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> ov.InferRequest:
@@ -41,7 +55,7 @@ def _name_of(port: ov.ConstOutput) -> str:
     return next((name for name in names if find_port(name) or find_encoder_port(name)), names[0])
 
 
-def random_feeds(compiled: ov.CompiledModel, variant: Variant) -> dict[str, NDArray[Any]]:
+def random_feeds(compiled: AnyProgram, variant: Variant) -> dict[str, NDArray[Any]]:
     """Return inputs of a program at one variant, by port name, the same in every process: tokens and KV slots, causal mask."""
     random = np.random.default_rng(0)
     feeds = dict[str, NDArray[Any]]()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KV_TYPE_BYTES, KVType, Part, ProgramLayout, ProgramMode
+from staticllm.core import KV_TYPE_BYTES, KVType, Part, ProgramLayout, ProgramMode, mode_of
 from staticllm.devices import default_mode, kind, with_exact_f32
 from staticllm.errors import ConfigError
 from staticllm.model_dir import kv_shapes, model_widths, weights_size
@@ -45,7 +45,14 @@ def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
     """Return ``separate`` if each variant has a program of its own on this device, else ``shared``."""
     if config.programs == "auto":
         return default_mode(device)
-    return "separate" if config.programs == "separate" else "shared"
+    return mode_of(config.programs)
+
+
+def fixed_layout(device: str, config: StaticLLMConfig) -> ProgramLayout:
+    """Return the layout that device and config decide by themselves: ``blocks``, ``separate`` or ``shared``."""
+    if config.programs == "auto":
+        return "blocks" if default_mode(device) == "separate" else "shared"
+    return config.programs if mode_of(config.programs) == "separate" else "shared"
 
 
 def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType = "f32") -> ProgramLayout:
@@ -57,8 +64,8 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
     ones one program. On a CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit. Raises
     ``ConfigError`` (even one program would exceed ``MEMORY_LIMIT_MB``).
     """
-    if config.programs == "separate" or (config.programs == "auto" and default_mode(device) == "separate"):
-        return "separate"
+    if program_mode(device, config) == "separate":
+        return fixed_layout(device, config)
     size = weights_size(path, config.weights_path)
     layout: ProgramLayout = "shared"
     if config.programs != "auto":
@@ -112,7 +119,7 @@ def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: K
         return config
     layout = program_layout(device, path, config, kv_type)
     num_bytes = slot_bytes(path, kv_type)
-    if layout == "separate" or not num_bytes:
+    if mode_of(layout) == "separate" or not num_bytes:
         return config
     left = config.memory_limit_mb * 10**6 - memory_needs(path, config, kv_type).of(layout)
     return replace(config, host_kv_slots=min(config.num_host_slots, config.max_seq_len + left // num_bytes))

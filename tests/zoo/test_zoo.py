@@ -31,8 +31,8 @@ def table_row(name):
 
 
 QUICK = ("lfm2",)  # tests/cpu/programs/test_equality.py runs the others
-QUICK_LAYOUTS = (("separate", 16), ("shared", 64))
-EVERY_LAYOUT = tuple((mode, chunk) for mode in ("separate", "shared") for chunk in CHUNKS)
+QUICK_LAYOUTS = (("separate", 16), ("blocks", 16), ("shared", 64))
+EVERY_LAYOUT = tuple((mode, chunk) for mode in ("separate", "blocks", "shared") for chunk in CHUNKS)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])

@@ -27,6 +27,7 @@ from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
 from staticllm.pipelines.loading.kind import OpenedModel
 from staticllm.pipelines.loading.load import load_job
+from staticllm.pipelines.programs.chain import device_models
 from staticllm.pipelines.programs.compile import StartWith
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -188,7 +189,7 @@ class PackedModel:
         loaded.keep_costs()
         programs = loaded.programs
         shape = programs.shape
-        self._program = next(iter(programs.compiled.values()))
+        (self._program, *_) = device_models(next(iter(programs.compiled.values())))
         self.limits = EngineLimits(config.max_seq_len, shape.vocab_size, _reach_of(shape.masks))
         options = options_of(config, shape, programs.options.mode, SHARED_BOUND)
         self.engine = Engine(loaded.runner, policy or make_policy(config.scheduler), options)

@@ -105,12 +105,12 @@ def test_plan_works_for_an_npu_that_is_absent(zoo, staticllm):
     if any(name.startswith("NPU") for name in ov.Core().available_devices):
         pytest.skip("there is one")
     found = json.loads(staticllm("plan", zoo / "llama", "--device", "NPU", "-p", "NPU_TURBO=YES", "--json").stdout)
-    assert found["programs"]["mode"] == "separate"
+    assert found["programs"]["mode"] == "blocks"
     assert found["fits"] is None
     assert found["needed"] > 0
     text = staticllm("plan", "--device", "NPU").stdout
     assert "there is no NPU on this machine, so its memory is unknown" in text
-    assert "programs  separate on NPU" in staticllm("inspect", zoo / "llama", "--device", "NPU").stdout
+    assert "programs  blocks on NPU" in staticllm("inspect", zoo / "llama", "--device", "NPU").stdout
     done = staticllm("compile", zoo / "llama", "--device", "NPU", "--export-blob", zoo / "never")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: there is no NPU on this machine")

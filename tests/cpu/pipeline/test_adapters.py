@@ -48,7 +48,7 @@ def test_an_adapter_computes_what_merged_weights_compute(name, models_of):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", ["shared", "separate"])
+@pytest.mark.parametrize("mode", ["shared", "separate", "blocks"])
 def test_logits_are_those_of_merged_weights(name, mode, models_of):
     models = models_of(name)
     config = AdapterConfig([(Adapter(path), 1.0) for path in models.files()])

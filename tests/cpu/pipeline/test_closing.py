@@ -91,6 +91,7 @@ def test_a_deleted_pipeline_holds_nothing():
     "properties",
     [
         {"PROGRAMS": "separate", "MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16},
+        {"PROGRAMS": "blocks", "MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16},
         {"BACKGROUND_COMPILE": True, "PROGRAMS": "separate", "MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16},
         {"prompt_lookup": True},
     ],

@@ -43,7 +43,9 @@ def held_slots(pipe):
     )
 
 
-@pytest.mark.parametrize("programs", ["shared", pytest.param("separate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "programs", ["shared", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("separate", "blocks"))]
+)
 @pytest.mark.parametrize(
     "scheduler",
     [

@@ -111,8 +111,9 @@ def test_prompt_lookup_for_all_requests(zoo, prompt_of):
         assert found.tokens == pipe.generate(prompt, max_new_tokens=40, ignore_eos=True).tokens
 
 
-def test_separate_programs_check_drafts_in_the_program_for_several_requests(zoo, prompt_of):
-    sizes = {"PROGRAMS": "separate", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "MAX_NUM_SEQS": 4}
+@pytest.mark.parametrize("layout", ["separate", "blocks"])
+def test_separate_programs_check_drafts_in_the_program_for_several_requests(zoo, prompt_of, layout):
+    sizes = {"PROGRAMS": layout, "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "MAX_NUM_SEQS": 4}
     prompt = np.array([repeating(prompt_of, 30)])
     with StaticLLMPipeline(zoo / "llama", "CPU", **sizes, **EXACT) as pipe:
         plain = pipe.generate(prompt, max_new_tokens=40, ignore_eos=True)

@@ -30,7 +30,7 @@ def references(model_path, original):
     return lambda name: original(model_path(name))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "shared"])
+@pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "blocks", "shared"])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_equal_those_of_the_stateful_model(name, mode, model_path, references, prompt_of, in_full):
     pipe = pipeline(model_path(name), mode)
@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_those_of_the_stateful_model(name, mode, model_path,
 
 
 @pytest.mark.parametrize(
-    "mode", ["separate", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "few_rows"))]
+    "mode", ["separate", "blocks", "shared", *(pytest.param(mode, marks=SLOW) for mode in ("phases", "few_rows"))]
 )
 def test_small_chunks_and_kv_lengths_change_no_token(mode, model_path, references, prompt_of):
     """Chunks have 16 tokens, and the generation crosses two KV lengths."""
@@ -59,7 +59,7 @@ def test_small_chunks_and_kv_lengths_change_no_token(mode, model_path, reference
     assert tokens_of(pipe, prompt, 60) == references("qwen3").greedy(prompt, 60)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "shared"])
+@pytest.mark.parametrize("mode", [pytest.param("separate", marks=SLOW), "blocks", "shared"])
 def test_windows_change_no_token(mode, references, model_path, prompt_of):
     pipe, prompt = pipeline(model_path("gemma2"), mode, MAX_PROMPT_LEN=256), prompt_of(100)
     assert tokens_of(pipe, prompt, 48) == references("gemma2").greedy(prompt, 48)

@@ -38,7 +38,7 @@ def segment(sequence, token):
 
 
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
-@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("mode", ["separate", "blocks", "shared"])
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
 )
@@ -59,7 +59,7 @@ def test_logits_do_not_depend_on_other_sequences_of_the_step(name, mode, precisi
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("mode", ["separate", "blocks", "shared"])
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt2", "bloom"))]
 )
@@ -88,7 +88,7 @@ def test_decoding_and_prefill_can_share_a_step(zoo, prompt_of, original):
     assert [int(logits[1].argmax())] == reference.greedy(prompt, 1)
 
 
-@pytest.mark.parametrize("mode", ["separate", "shared"])
+@pytest.mark.parametrize("mode", ["separate", "blocks", "shared"])
 def test_a_program_may_have_logits_after_several_rows_of_a_sequence(mode, zoo):
     config = StaticLLMConfig(programs=mode, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
     plan = prepare(zoo / "llama", "CPU", config)

@@ -28,7 +28,7 @@ LEVELS = (
     "properties ports",
     "results model_dir",
     "compiler_passes.graph kvcache",
-    "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes",
+    "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes compiler_passes.blocks",
     "compiler_passes",
     "pipelines.grammars pipelines.costs",
     "pipelines.generation pipelines.profiling",

@@ -127,7 +127,7 @@ def test_a_second_program_must_pay_for_its_copy_of_the_weights(megabytes, speedu
 
 
 def test_other_devices_have_no_limit(chosen):
-    assert chosen(device="NPU", memory_limit_mb=1) == "separate"
+    assert chosen(device="NPU", memory_limit_mb=1) == "blocks"
     assert chosen(programs="separate", memory_limit_mb=1) == "separate"
 
 

@@ -1,0 +1,1 @@
+"""Cuts a static program into parts that are compiled once each: for the host, a block of layers that repeats, and the rest."""

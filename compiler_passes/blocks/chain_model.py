@@ -1,0 +1,94 @@
+"""A program as a chain of calls of few models. What differs from call to call, above all the weights, is input."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import openvino as ov
+
+Place = Literal["host", "device"]
+
+
+@dataclass(frozen=True)
+class OfPort:
+    """An input or output of the whole program, by its name in ``staticllm/ports.py``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class OfWire:
+    """A value that one call writes and later ones read, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class OfWeights:
+    """A constant of the model."""
+
+    constant: ov.Node
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """Rows of a constant table ``[n, ...]``, one for each value of a port that holds whole numbers below n.
+
+    The host picks them: a device would read the whole table.
+    """
+
+    table: ov.Node
+    port: str
+
+
+Source: TypeAlias = OfPort | OfWire | OfWeights | OfRows
+Target: TypeAlias = OfPort | OfWire
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """A model that one call or several run. Parts of several programs that have the same ``key`` are the same."""
+
+    name: str
+    place: Place
+    model: ov.Model
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class ChainCall:
+    """One call of a part. ``sources`` and ``targets``: what its inputs read and its outputs write, in the order of its ports."""
+
+    part: int
+    sources: tuple[Source, ...]
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class WireType:
+    """The static shape and the element type of a wire."""
+
+    shape: tuple[int, ...]
+    element_type: ov.Type
+
+
+@dataclass(frozen=True)
+class ChainPort:
+    """An input or output of the whole program."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_type: ov.Type
+
+
+@dataclass(frozen=True)
+class ChainModel:
+    """A program in parts, and the calls that make it up, in their order. The first call is the host's."""
+
+    parts: tuple[ChainPart, ...]
+    calls: tuple[ChainCall, ...]
+    wires: tuple[WireType, ...]
+    inputs: tuple[ChainPort, ...]
+    outputs: tuple[ChainPort, ...]

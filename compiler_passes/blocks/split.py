@@ -1,0 +1,231 @@
+"""Splits a static program into a chain: a part for the host, parts that repeat, and the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.blocks.chain_model import (
+    ChainCall,
+    ChainModel,
+    ChainPart,
+    ChainPort,
+    OfPort,
+    OfRows,
+    OfWeights,
+    OfWire,
+    Source,
+    Target,
+    WireType,
+)
+from staticllm.compiler_passes.blocks.dataflow import Dataflow, fold_shapes, num_bytes, port_name
+from staticllm.compiler_passes.blocks.grouping import group_segments
+from staticllm.compiler_passes.blocks.pick_rows import pick_rows
+from staticllm.compiler_passes.blocks.regions import Entry, Region, Regions
+from staticllm.compiler_passes.graph.control_values import Key, key_of
+from staticllm.compiler_passes.graph.step_graph import named_parameter, named_result, redirect, upstream
+from staticllm.errors import UnsupportedModelError
+
+_HEAVY = frozenset({"MatMul", "Convolution", "GroupConvolution", "ScaledDotProductAttention"})
+_NUMBERED = re.compile(r"[A-Za-z]+_\d+")
+INLINE_BYTES = 1 << 16
+"""Constants of the host's part that have fewer bytes stay in it."""
+
+
+class Splitter:
+    """Splits the programs of one model. Parts that several programs have in common have the same key."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def split(self, model: ov.Model) -> ChainModel:
+        """Split a static program, which is changed. Without layers that repeat, one part is all of it but the host's.
+
+        Raises ``UnsupportedModelError`` (no value of the program depends on the tokens alone).
+        """
+        fold_shapes(model)
+        flow = Dataflow.of(model)
+        regions = Regions(flow, self._numbers)
+        host_cut, bounds = _boundaries(flow, regions)
+        found = [regions.describe(begin, end) for begin, end in bounds]
+        builder = _Builder(flow)
+        builder.add_host(regions.describe(None, host_cut), _shared_values(found))
+        builder.add_regions(found)
+        inputs = tuple(_port(parameter) for parameter in model.get_parameters())
+        outputs = tuple(_port(result) for result in model.get_results())
+        return ChainModel(tuple(builder.parts), tuple(builder.calls), tuple(builder.wires), inputs, outputs)
+
+
+def _port(node: ov.Node) -> ChainPort:
+    return ChainPort(port_name(node), tuple(node.get_output_shape(0)), node.get_output_element_type(0))
+
+
+def _boundaries(flow: Dataflow, regions: Regions) -> tuple[int, list[tuple[int, int | None]]]:
+    """Return the cut after the host's part, and the begins and ends of the other regions; None is the end of the chain."""
+    places = enumerate(flow.chain)
+    first_heavy = next((place for place, node in places if node.get_type_name() in _HEAVY), len(flow.chain))
+    host_cut = max((cut for cut in flow.cuts if cut < first_heavy), default=None)
+    if host_cut is None:
+        raise UnsupportedModelError("split", "no value depends on the tokens alone: nothing can be done on the host")
+    begins = [cut for cut in flow.cuts if cut >= host_cut]
+    ends = [*begins[1:], None]
+    segments = [regions.describe(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    bounds = list[tuple[int, int | None]]()
+    first = 0
+    for group in group_segments([segment.signature for segment in segments]):
+        last = first + len(group) - 1
+        bounds.append((begins[first], ends[last]))
+        first = last + 1
+    return host_cut, bounds
+
+
+def _shared_values(regions: Iterable[Region]) -> list[ov.Output]:
+    """Return each value that layers share once."""
+    entries = (entry for region in regions for entry in region.entries)
+    return list({key_of(entry.output): entry.output for entry in entries if entry.role == "shared"}.values())
+
+
+@dataclass
+class _Builder:
+    """Collects parts, calls and wires."""
+
+    flow: Dataflow
+    parts: list[ChainPart] = field(default_factory=list)
+    calls: list[ChainCall] = field(default_factory=list)
+    wires: list[WireType] = field(default_factory=list)
+    _wire_of: dict[Key, OfWire] = field(default_factory=dict)
+
+    def add_host(self, region: Region, shared: Sequence[ov.Output]) -> None:
+        """Add the host's part: embeddings, what is computed from positions and masks, everything that layers share."""
+        outputs = [*region.outputs[:1], *shared]
+        states = region.states
+        copy = _Copy(self.flow)
+        results = [copy.output(value) for value in (*outputs, *region.outputs[1:])]
+        inputs = copy.host_inputs(results)
+        targets: list[Target] = [*map(self._new_wire, outputs), *(OfPort(port_name(state)) for state in states)]
+        model = _model(copy.results(results), [node for node, _ in inputs], "host")
+        self.parts.append(ChainPart("host", "host", model, object()))
+        self.calls.append(ChainCall(0, tuple(source for _, source in inputs), tuple(targets)))
+
+    def add_regions(self, regions: Sequence[Region]) -> None:
+        """Add one part for all regions of the same signature, and a call for each region."""
+        groups = dict[int, list[Region]]()
+        for region in regions:
+            groups.setdefault(region.signature, []).append(region)
+        inputs = {signature: _differing(group) for signature, group in groups.items()}
+        numbers = dict[int, int]()
+        for region in regions:
+            entries = [region.entries[index] for index in inputs[region.signature]]
+            if region.signature not in numbers:
+                numbers[region.signature] = len(self.parts)
+                self.parts.append(self._part(region, entries, len(groups[region.signature])))
+            sources = tuple(map(self._source, entries))
+            self.calls.append(ChainCall(numbers[region.signature], sources, self._targets(region)))
+
+    def _part(self, region: Region, entries: Sequence[Entry], count: int) -> ChainPart:
+        name = f"{'block' if count > 1 else 'part'}{len(self.parts)}"
+        copy = _Copy(self.flow)
+        inputs = [copy.input(entry, index) for index, entry in enumerate(entries)]
+        results = copy.results([copy.output(value) for value in region.outputs])
+        inlined = tuple(_bytes_of(each.output.get_node()) for each in region.entries if each not in entries)
+        return ChainPart(name, "device", _model(results, inputs, name), (region.signature, inlined))
+
+    def _targets(self, region: Region) -> tuple[Target, ...]:
+        states = [OfPort(port_name(state)) for state in region.states]
+        num_handed_on = len(region.outputs) - len(states)
+        if region.is_last:
+            return (*(OfPort(port_name(result)) for result in self.flow.finals), *states)
+        return (*map(self._new_wire, region.outputs[:num_handed_on]), *states)
+
+    def _source(self, entry: Entry) -> Source:
+        if entry.role == "port":
+            return OfPort(port_name(entry.output.get_node()))
+        if entry.role in ("weights", "small"):
+            return OfWeights(entry.output.get_node())
+        return self._wire_of[key_of(entry.output)]
+
+    def _new_wire(self, output: ov.Output) -> OfWire:
+        wire = OfWire(len(self.wires))
+        self._wire_of[key_of(output)] = wire
+        self.wires.append(WireType(tuple(output.get_shape()), output.get_element_type()))
+        return wire
+
+
+def _differing(regions: Sequence[Region]) -> list[int]:
+    """Return the entries that are inputs: all but the small constants that are equal in all of these regions."""
+
+    def is_input(index: int) -> bool:
+        entries = [region.entries[index] for region in regions]
+        if entries[0].role != "small":
+            return True
+        values = [_bytes_of(entry.output.get_node()) for entry in entries]
+        return any(value != values[0] for value in values)
+
+    return [index for index in range(len(regions[0].entries)) if is_input(index)]
+
+
+class _Copy:
+    """A copy of the program, out of which one part is cut."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        self._model = flow.model.clone()
+        self._nodes: Sequence[ov.Node] = self._model.get_ordered_ops()
+        self._places: Mapping[int, int] = {node.get_instance_id(): place for place, node in enumerate(flow.nodes)}
+        self._replaced: dict[Key, ov.Output] = {}
+
+    def output(self, output: ov.Output) -> ov.Output:
+        """Return what takes the place of an output of the program."""
+        found = self._replaced.get(key_of(output))
+        return found or self._nodes[self._places[output.get_node().get_instance_id()]].output(output.get_index())
+
+    def input(self, entry: Entry, index: int) -> ov.Node:
+        """Let an input take the place of what enters a region, and return it."""
+        old = self.output(entry.output)
+        parameter = named_parameter(f"in{index}.{entry.role}", old.get_partial_shape(), old.get_element_type())
+        redirect(old, parameter.output(0))
+        self._replaced[key_of(entry.output)] = parameter.output(0)
+        return parameter
+
+    def host_inputs(self, results: list[ov.Output]) -> list[tuple[ov.Node, Source]]:
+        """Return the inputs of the host's part, which computes ``results``, and what they read; lookups become inputs."""
+        found = list[tuple[ov.Node, Source]]()
+        ends = [ops.result(value) for value in results]
+        needed = {node.get_instance_id() for node in upstream(ends)}
+        for picked in pick_rows([node for node in self._nodes if node.get_instance_id() in needed]):
+            found.append((picked.parameter, OfRows(picked.table, picked.port)))
+        results[:] = [end.input_value(0) for end in ends]
+        known = {parameter.get_instance_id() for parameter, _ in found}
+        for node in sorted(upstream(ends), key=lambda node: node.get_friendly_name()):
+            if node.get_type_name() == "Parameter" and node.get_instance_id() not in known:
+                found.append((node, OfPort(port_name(node))))
+            elif node.get_type_name() == "Constant" and num_bytes(node.output(0)) >= INLINE_BYTES:
+                found.append((self._weights_input(node, len(found)), OfWeights(node)))
+        return found
+
+    def _weights_input(self, constant: ov.Node, index: int) -> ov.Node:
+        shape = constant.get_output_partial_shape(0)
+        parameter = named_parameter(f"in{index}.weights", shape, constant.get_element_type())
+        redirect(constant.output(0), parameter.output(0))
+        return parameter
+
+    def results(self, values: Sequence[ov.Output]) -> list[ov.Node]:
+        """Return results of a part."""
+        return [named_result(f"out{index}", value) for index, value in enumerate(values)]
+
+
+def _model(results: list[ov.Node], inputs: list[ov.Node], name: str) -> ov.Model:
+    """Return the model of a part. The names that OpenVINO numbers for a process become those that any process gives."""
+    model = ov.Model(results, inputs, name)  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    for place, node in enumerate(model.get_ordered_ops()):
+        if _NUMBERED.fullmatch(node.get_friendly_name()):
+            node.set_friendly_name(f"{node.get_type_name()}.{place}")
+    return model
+
+
+def _bytes_of(constant: ov.Node) -> bytes:
+    return np.asarray(constant.data).tobytes()

@@ -1,0 +1,282 @@
+"""Programs in parts: how the parts of a chain are bound to memory, and run one after another.
+
+A chain takes the place of a compiled program. Its parts are compiled once, however often they are called; weights, keys and
+values are inputs of the calls. Between two calls the device is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from staticllm.compiler_passes.blocks.chain_model import (
+    ChainCall,
+    ChainModel,
+    ChainPort,
+    OfPort,
+    OfRows,
+    OfWeights,
+    OfWire,
+    Place,
+    WireType,
+)
+from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """Rows of an entry of the bank, chosen by the values of a port."""
+
+    entry: int
+    port: str
+
+
+@dataclass(frozen=True)
+class EntryOf:
+    """An entry of the bank."""
+
+    entry: int
+
+
+PlannedSource: TypeAlias = OfPort | OfWire | EntryOf | RowsOf
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call: the number of its part, what its inputs read, and what its outputs write."""
+
+    part: int
+    sources: tuple[PlannedSource, ...]
+    targets: tuple[OfPort | OfWire, ...]
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """The calls of a chain, without its models."""
+
+    places: tuple[Place, ...]
+    calls: tuple[PlannedCall, ...]
+    wires: tuple[WireType, ...]
+    inputs: tuple[ChainPort, ...]
+    outputs: tuple[ChainPort, ...]
+
+
+def plan_chain(chain: ChainModel, bank: WeightBank) -> ChainPlan:
+    """Return the calls of a chain. Its constants become entries of the bank."""
+
+    def planned(call: ChainCall) -> PlannedCall:
+        return PlannedCall(call.part, tuple(_planned_source(each, bank) for each in call.sources), call.targets)
+
+    places: tuple[Place, ...] = tuple(part.place for part in chain.parts)
+    return ChainPlan(places, tuple(map(planned, chain.calls)), chain.wires, chain.inputs, chain.outputs)
+
+
+def _planned_source(source: OfPort | OfWire | OfWeights | OfRows, bank: WeightBank) -> PlannedSource:
+    if isinstance(source, OfWeights):
+        return EntryOf(bank.add(source.constant))
+    return RowsOf(bank.add(source.table), source.port) if isinstance(source, OfRows) else source
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of a chain, with the methods of a compiled model's ports that programs of both kinds need."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_type: ov.Type
+
+    def get_names(self) -> set[str]:
+        """Return the port's only name."""
+        return {self.name}
+
+    def get_any_name(self) -> str:
+        """Return the port's name."""
+        return self.name
+
+    def get_element_type(self) -> ov.Type:
+        """Return the element type."""
+        return self.element_type
+
+    def get_partial_shape(self) -> ov.PartialShape:
+        """Return the static shape."""
+        return self.partial_shape
+
+    @property
+    def partial_shape(self) -> ov.PartialShape:
+        """The static shape."""
+        return ov.PartialShape(list(self.shape))
+
+
+@dataclass(frozen=True)
+class PartBlob:
+    """A part that was compiled for a device that is elsewhere. It can be exported, and cannot run."""
+
+    name: str
+    blob: bytes
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """The part that the host runs. Its model is kept, because a compiled one fits one processor only."""
+
+    model: ov.Model
+    program: ov.CompiledModel
+
+
+CompiledPart: TypeAlias = ov.CompiledModel | HostPart | PartBlob
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """One inference request whose ports are bound to memory that lives as long as ``memory``; ``picks`` are filled first."""
+
+    request: ov.InferRequest
+    memory: tuple[Any, ...]
+    picks: tuple[_Picks, ...] = ()
+
+    def start(self) -> None:
+        """Start, and return at once."""
+        for picks in self.picks:
+            picks.fill()
+        self.request.start_async()
+
+    def wait(self) -> None:
+        """Wait for the end. Raises ``RuntimeError`` (of the device)."""
+        self.request.wait()
+
+
+class CompiledChain:
+    """The compiled parts of a chain, which one program of a model's variant consists of, and the weights of the model."""
+
+    def __init__(self, plan: ChainPlan, parts: Sequence[CompiledPart], bank: WeightBank) -> None:
+        self.plan = plan
+        self.parts = tuple(parts)
+        self.bank = bank
+
+    @property
+    def placed_parts(self) -> Iterator[tuple[CompiledPart, Place]]:
+        """Each part, and where it runs."""
+        return zip(self.parts, self.plan.places, strict=True)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all parts can run on this machine."""
+        return not any(isinstance(part, PartBlob) for part in self.parts)
+
+    @cached_property
+    def inputs(self) -> list[Port]:
+        """The inputs of the whole program."""
+        return [Port(port.name, port.shape, port.element_type) for port in self.plan.inputs]
+
+    @cached_property
+    def outputs(self) -> list[Port]:
+        """The outputs of the whole program."""
+        return [Port(port.name, port.shape, port.element_type) for port in self.plan.outputs]
+
+    def bound_calls(self, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:
+        """Return the calls, bound to ``tensors`` by port name, which the caller keeps, and to wires of their own."""
+        wires = _make_wires(self.plan)
+        return [self._bound(call, tensors, wires) for call in self.plan.calls]
+
+    def _bound(self, call: PlannedCall, tensors: Mapping[str, ov.Tensor], wires: Sequence[_Wire]) -> BoundCall:
+        part = self.parts[call.part]
+        assert not isinstance(part, PartBlob), "it was compiled for a device that is elsewhere"
+        program = part.program if isinstance(part, HostPart) else part
+        request = program.create_infer_request()
+        picks = list[_Picks]()
+        for port, source in zip(program.inputs, call.sources, strict=True):
+            if isinstance(source, RowsOf):
+                picks.append(_Picks.of(self.bank.entries[source.entry], tensors[source.port]))
+                request.set_tensor(port, picks[-1].tensor)
+            elif isinstance(source, EntryOf):
+                request.set_tensor(port, self.bank.entries[source.entry].tensor)
+            else:
+                request.set_tensor(port, _tensor_at(source, tensors, wires))
+        for port, target in zip(program.outputs, call.targets, strict=True):
+            request.set_tensor(port, _tensor_at(target, tensors, wires))
+        return BoundCall(request, (wires, tensors), tuple(picks))
+
+
+@dataclass(frozen=True)
+class _Picks:
+    """The picked rows of a table."""
+
+    table: Weights
+    ids: ov.Tensor
+    rows: NDArray[np.uint8]
+    tensor: ov.Tensor
+
+    @classmethod
+    def of(cls, table: Weights, ids: ov.Tensor) -> _Picks:
+        """Allocate room for one row per value of ``ids``."""
+        rows = np.zeros((ids.size, table.data.nbytes // table.shape[0]), np.uint8)
+        shape = ov.Shape([ids.size, *table.shape[1:]])
+        return cls(table, ids, rows, ov.Tensor(rows, shape, table.element_type))
+
+    def fill(self) -> None:
+        """Copy the rows."""
+        self.table.rows(self.ids.data.reshape(-1), self.rows)
+
+
+@dataclass(frozen=True)
+class _Wire:
+    """The memory of a wire, and the tensor over it."""
+
+    memory: NDArray[np.uint8]
+    tensor: ov.Tensor
+
+
+def _tensor_at(end: OfPort | OfWire, tensors: Mapping[str, ov.Tensor], wires: Sequence[_Wire]) -> ov.Tensor:
+    return tensors[end.name] if isinstance(end, OfPort) else wires[end.number].tensor
+
+
+def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
+    """Return the memory of each wire. Wires that are not needed at the same time share it."""
+    last_read = {number: place for place, call in enumerate(plan.calls) for number in _wires_in(call.sources)}
+    free = dict[int, list[NDArray[np.uint8]]]()
+    found = dict[int, _Wire]()
+    for place, call in enumerate(plan.calls):
+        for number in _wires_in(call.targets):
+            wire = plan.wires[number]
+            size = math.prod(wire.shape) * wire.element_type.bitwidth // 8
+            room = free.get(size)
+            memory = room.pop() if room else np.zeros(size, np.uint8)
+            found[number] = _Wire(memory, ov.Tensor(memory, ov.Shape(wire.shape), wire.element_type))
+        for number in {*_wires_in(call.sources), *_wires_in(call.targets)}:
+            if last_read.get(number, place) == place:
+                free.setdefault(found[number].memory.nbytes, []).append(found[number].memory)
+    return tuple(found[number] for number in range(len(plan.wires)))
+
+
+def _wires_in(ends: Sequence[Any]) -> Iterator[int]:
+    return (end.number for end in ends if isinstance(end, OfWire))
+
+
+def bind_calls(program: AnyProgram, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:
+    """Return the calls of a program of either kind, bound to ``tensors`` by port name, which the caller keeps."""
+    if isinstance(program, CompiledChain):
+        return program.bound_calls(tensors)
+    request = program.create_infer_request()
+    for port in (*program.inputs, *program.outputs):
+        (name,) = port.get_names() & tensors.keys()  # plugins add names of their own
+        request.set_tensor(port, tensors[name])
+    return [BoundCall(request, (tensors,))]
+
+
+AnyProgram: TypeAlias = ov.CompiledModel | CompiledChain
+"""A compiled program: one model, or a chain."""
+
+
+def device_models(program: AnyProgram) -> list[ov.CompiledModel]:
+    """Return the models that the device runs for a program, each once."""
+    if not isinstance(program, CompiledChain):
+        return [program]
+    found = {id(part): part for part in program.parts if not isinstance(part, HostPart | PartBlob)}
+    return list(found.values())

@@ -1,0 +1,192 @@
+"""Static programs in parts compute what they compute as a whole, and layers that repeat are one part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights
+from staticllm.compiler_passes.blocks.grouping import group_segments
+from staticllm.compiler_passes.blocks.split import Splitter
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.errors import UnsupportedModelError
+from staticllm.pipelines.loading.decoder_kind import prepare
+from staticllm.pipelines.programs.chain import CompiledChain
+from staticllm.pipelines.programs.chain_compiler import ChainCompiler, compile_model
+from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+FOLDER = Path(os.environ.get("STATICLLM_ZOO", Path(__file__).resolve().parents[4] / "shared" / "zoo"))
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/openvino_model.xml")) or ["none"]
+VARIANTS = (Variant(1, 128), Variant(16, 128, 4), Variant(64, 0), Variant(8, 128, 8))
+TOLERANCE = 3e-6
+"""Of a value's range: parts and wholes may sum in another order, and keys and values are f32 here."""
+
+
+def plan_of(path):
+    config = StaticLLMConfig(max_prompt_len=64, min_response_len=64, kv_cache_precision="f32", device_properties=EXACT)
+    return prepare(path, "CPU", config)
+
+
+@pytest.fixture
+def lowered(zoo):
+    def of(name):
+        try:
+            return plan_of(zoo / name).lowered
+        except UnsupportedModelError:
+            pytest.skip("a pass refuses this model")
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chain_computes_what_the_whole_program_computes(name, lowered):
+    found, chains = lowered(name), ChainCompiler()
+    sizes = VARIANTS if not found.shape.needs_real_rows else (Variant(1, 128), Variant(16, 128), Variant(64, 0))
+    for variant in sizes:
+        whole = compile_model(ov.Core(), found.specialise(variant), "CPU", EXACT, "it")
+        feeds = random_feeds(whole, variant)
+        chain = chains.compile(found.specialise(variant), "CPU", EXACT, "it")
+        assert {port.name for port in chain.inputs} == feeds.keys()
+        expected, computed = run_apart(whole, feeds), run_apart(chain, feeds)
+        assert expected.keys() == computed.keys()
+        for port, value in expected.items():
+            assert np.abs(value - computed[port]).max() <= TOLERANCE * max(np.ptp(value), 1), (variant, port)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_layers_of_a_kind_are_one_part(name, lowered):
+    """Every layer is in a part that repeats, except those of a kind of which there is one."""
+    found = lowered(name)
+    chain = Splitter().split(found.specialise(Variant(1, 128)))
+    assert chain.parts[0].place == "host"
+    assert [call.part for call in chain.calls].count(0) == 1
+    counts = [[call.part for call in chain.calls].count(part) for part in range(len(chain.parts))]
+    states = {port.name for port in chain.outputs} - {"logits"}
+    written = [
+        target.name
+        for call in chain.calls
+        if counts[call.part] > 1
+        for target in call.targets
+        if hasattr(target, "name")
+    ]
+    assert sorted(states) == sorted(written), "the states of all layers are written by parts that repeat"
+    assert sum(count > 1 for count in counts) == 1
+
+
+def test_parts_do_not_hold_the_weights(zoo):
+    chain = Splitter().split(plan_of(zoo / "llama").lowered.specialise(Variant(16, 128)))
+    for part in chain.parts:
+        constants = [node for node in part.model.get_ops() if node.get_type_name() == "Constant"]
+        assert sum(node.get_byte_size() for node in constants) < 1 << 14, part.name
+
+
+def test_equal_parts_of_two_programs_are_compiled_once(zoo):
+    lowered, made = plan_of(zoo / "llama").lowered, []
+
+    def compile_part(part, device, properties, what):
+        made.append(part.name)
+        return compile_model(ov.Core(), part.model, device, properties, what)
+
+    chains = ChainCompiler(compile_part)
+    first = chains.compile(lowered.specialise(Variant(1, 128)), "CPU", {}, "it")
+    again = chains.compile(lowered.specialise(Variant(1, 64)), "CPU", {}, "it")
+    assert made == ["host", "block1", "part2", "host", "block1"], "the tail does not depend on the KV length"
+    assert first.parts[2] is again.parts[2]
+    assert chains.bank.num_bytes < 1.02 * sum(entry.data.nbytes for entry in chains.bank.entries)
+    chains.compile(lowered.specialise(Variant(64, 0)), "CPU", {}, "it")
+    assert chains.bank is first.bank
+    sizes = {(entry.data.ctypes.data, entry.shape) for entry in first.bank.entries}
+    assert len(sizes) == len(first.bank.entries), "each constant is in the bank once"
+
+
+def test_rows_of_tables_are_picked_by_the_host(zoo):
+    chain = Splitter().split(plan_of(zoo / "llama").lowered.specialise(Variant(16, 128)))
+    rows = [source for source in chain.calls[0].sources if isinstance(source, OfRows)]
+    assert [source.port for source in rows] == ["input_ids"]
+    assert not any(isinstance(source, OfWeights) for source in chain.calls[0].sources)
+    (host, *_) = chain.parts
+    assert "Gather" not in {node.get_type_name() for node in host.model.get_ops()}
+
+
+def layered(values):
+    """Return a model with a layer per value, which adds tanh(x * w) * value; ``value`` is a small constant of its own."""
+    ids = ops.parameter([1, 4], ov.Type.i64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    rng = np.random.default_rng(0)
+    hidden = ops.gather(ops.constant(rng.standard_normal((50, 8)).astype(np.float32)), ids, ops.constant(0))
+    for value in values:
+        weights = ops.constant(rng.standard_normal((8, 80)).astype(np.float32))
+        back = ops.constant(rng.standard_normal((80, 8)).astype(np.float32))
+        inner = ops.tanh(ops.matmul(hidden, weights, False, False))
+        scaled = ops.multiply(ops.matmul(inner, back, False, False), ops.constant(np.float32(value)))
+        hidden = ops.add(hidden, scaled)
+    result = ops.result(ops.multiply(hidden, ops.constant(np.float32(2))))
+    result.output(0).set_names({"logits"})
+    return ov.Model([result], [ids])
+
+
+def run(chain: CompiledChain, ids):
+    return run_apart(chain, {"input_ids": ids})["logits"]
+
+
+@pytest.mark.parametrize(("values", "num_inputs"), [((0.5, 0.5, 0.5), 3), ((0.5, 0.25, 0.125), 4)])
+def test_a_small_constant_is_an_input_only_if_layers_differ_in_it(values, num_inputs):
+    model, ids = layered(values), np.array([[3, 1, 4, 49]])
+    whole = compile_model(ov.Core(), layered(values), "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(model, "CPU", EXACT, "it")
+    repeated = [call for call in chain.plan.calls if call.part == 1]
+    assert len(repeated) == 3
+    assert {len(call.sources) for call in repeated} == {num_inputs}
+    np.testing.assert_allclose(run(chain, ids), run_apart(whole, {"input_ids": ids})["logits"], atol=1e-5)
+
+
+def test_layers_of_other_values_inside_are_other_parts():
+    """Axes are no inputs: a layer that sums along another axis is another kind of layer."""
+    ids = ops.parameter([1, 8], ov.Type.i64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    table = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
+    hidden = ops.gather(ops.constant(table), ids, ops.constant(0))
+    for axis in (1, 2, 1, 2, 1):
+        weights = ops.constant(np.random.default_rng(axis).standard_normal((8, 8 * axis)).astype(np.float32))
+        grown = ops.matmul(hidden, weights, False, False)
+        summed = ops.reduce_sum(grown, np.array([axis]), True)
+        hidden = ops.add(hidden, ops.reduce_mean(summed, np.array([1, 2]), True))
+    result = ops.result(hidden)
+    result.output(0).set_names({"logits"})
+    model = ov.Model([result], [ids])
+    whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(model, "CPU", EXACT, "it")
+    tokens = np.arange(8)[None]
+    np.testing.assert_allclose(run(chain, tokens), run_apart(whole, {"input_ids": tokens})["logits"], rtol=1e-5)
+    assert sorted(call.part for call in chain.plan.calls)[0] == 0
+    assert len(chain.parts) >= 3
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=24))
+def test_groups_hold_all_segments_in_their_order(signatures):
+    groups = group_segments(signatures)
+    assert [signature for group in groups for signature in group] == signatures
+    assert len(set(groups)) <= len(set(signatures))
+
+
+@pytest.mark.parametrize(
+    ("signatures", "groups"),
+    [
+        ([1, 2, 1, 2, 1, 2, 9, 8], ["12", "12", "12", "98"]),
+        ([1, 1, 1, 2], ["1", "1", "1", "2"]),
+        ([1, 2, 3, 2, 1, 2, 3, 2], ["1232", "1232"]),
+        ([7, 1, 5, 1, 2, 1, 2], ["715", "12", "12"]),
+        ([1, 2, 3, 1, 2, 4, 1, 2, 3], ["123", "124", "123"]),
+    ],
+)
+def test_segments_are_joined_to_few_different_groups(signatures, groups):
+    assert ["".join(map(str, group)) for group in group_segments(signatures)] == groups
