@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openvino as ov
@@ -24,6 +22,7 @@ from staticllm.pipelines.npu_compiler.platforms import Platform, platform_of
 from staticllm.pipelines.npu_compiler.refusal import Log, lost_text, refused_text
 from staticllm.pipelines.npu_compiler.schedule import MAX_TRACE, read_schedule
 from staticllm.system.files import read_regular
+from staticllm.system.scratch_folder import ScratchFolder
 from staticllm.system.threads import close_when_collected
 
 START_SECONDS = 120.0
@@ -66,7 +65,7 @@ class ChildCompiler:
         self._launch = launch
         self._start_seconds = start_seconds
         self._lock = threading.RLock()
-        self._workshop: _Workshop | None = None
+        self._session: _Session | None = None
         self._end: weakref.finalize | None = None  # type: ignore[type-arg]
         self._version: str | None = None
 
@@ -104,13 +103,13 @@ class ChildCompiler:
             raise ConfigError(f"seconds is {shown(seconds)}: must be more than 0")
         job = f"{name or model.get_friendly_name()} for platform {found}"
         with self._lock:
-            workshop = self._running()
+            session = self._running()
             try:
-                workshop.save(model, job)
-                took = workshop.compile(line, job, seconds)
-                return workshop.program(found, job, took, with_schedule)
+                session.save(model, job)
+                took = session.compile(line, job, seconds)
+                return session.program(found, job, took, with_schedule)
             except BaseException:
-                if not workshop.is_usable:
+                if not session.is_usable:
                     self._drop()
                 raise
 
@@ -118,28 +117,29 @@ class ChildCompiler:
         with self._lock:
             self._drop()
 
-    def _running(self) -> _Workshop:
+    def _running(self) -> _Session:
         """Return the child, which is started if there is none. Raises ``DeviceError`` (it does not start)."""
-        if self._workshop is not None and not self._workshop.is_usable:
+        if self._session is not None and not self._session.is_usable:
             self._drop()
-        if self._workshop is None:
-            workshop = _Workshop(self._launch)
-            self._workshop = workshop
-            self._end = close_when_collected(self, workshop.close)
+        if self._session is None:
+            session = _Session(self._launch)
+            self._session = session
+            self._end = close_when_collected(self, session.close)
             try:
-                self._version = workshop.start(self._start_seconds)
+                self._version = session.start(self._start_seconds)
             except BaseException:
+                session.kill()
                 self._drop()
                 raise
-        return self._workshop
+        return self._session
 
     def _drop(self) -> None:
         """End the child and remove its folder."""
-        if self._workshop is not None:
+        if self._session is not None:
             if self._end is not None:
                 self._end.detach()
-            self._workshop.close()
-            self._workshop = None
+            self._session.close()
+            self._session = None
 
 
 def _settings(platform: Platform, properties: Mapping[str, str], with_schedule: bool) -> list[str]:
@@ -163,19 +163,20 @@ def _settings(platform: Platform, properties: Mapping[str, str], with_schedule: 
     return [f"{key}={value}" for key, value in given.items()]
 
 
-class _Workshop:
+class _Session:
     """A child process and the private folder in which it works. Errors of the compiler itself leave it usable."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._child: LineChild | None = None
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="staticllm-npu-"))
+            self._scratch = ScratchFolder("staticllm-npu-")
         except OSError as error:
             raise DeviceError(
                 f"no temporary folder can be made for the NPU compiler ({error.strerror or error}): set TMPDIR to a writable one"
             ) from None
-        self._log = Log(self._folder / "stderr.txt")
+        self._work = self._scratch.path / "work"
+        self._log = Log(self._scratch.path / "stderr.txt")
 
     @property
     def is_usable(self) -> bool:
@@ -184,7 +185,7 @@ class _Workshop:
     def start(self, seconds: float) -> str:
         """Start the child, and return the versions that it says."""
         launch = self._launch
-        work = self._folder / "work"
+        work = self._work
         try:
             work.mkdir()
             self._child = LineChild(launch.command, environment=launch.environment, folder=work, errors=self._log.path)
@@ -204,18 +205,20 @@ class _Workshop:
 
     def save(self, model: ov.Model, job: str) -> None:
         """Write the model where the child reads it. Raises ``DeviceError`` (it cannot be written)."""
-        work = self._folder / "work"
-        for path in work.iterdir():  # of the last program
-            path.unlink()
+        work = self._work
         needed = sum(node.get_byte_size() for node in model.get_ops() if node.get_type_name() == "Constant")
-        free = shutil.disk_usage(work).free
         remedy = "free space there, or set TMPDIR to a folder of a larger disk"
-        if needed > free:
-            raise DeviceError(
-                f"{job} has {needed / 1e6:.0f} MB of weights, {work} has room for {free / 1e6:.0f} MB: {remedy}"
-            )
         try:
+            for path in work.iterdir():  # of a program that was refused
+                path.unlink()
+            free = shutil.disk_usage(work).free
+            if needed > free:
+                raise DeviceError(
+                    f"{job} has {needed / 1e6:.1f} MB of weights, {work} has room for {free / 1e6:.1f} MB: {remedy}"
+                )
             ov.save_model(model, work / MODEL, compress_to_fp16=False)
+        except DeviceError:
+            raise
         except (OSError, RuntimeError) as error:
             raise DeviceError(f"{job} cannot be written to {work} ({last_line(error)}): {remedy}") from None
 
@@ -244,7 +247,7 @@ class _Workshop:
 
     def program(self, platform: Platform, job: str, seconds: float, with_schedule: bool) -> NPUProgram:
         """Read what the child has written. Raises ``DeviceError`` (it is missing, or damaged)."""
-        work = self._folder / "work"
+        work = self._work
         try:
             blob = read_regular(work / BLOB, MAX_BLOB, follow=False)
             trace = read_regular(work / TRACE, MAX_TRACE, follow=False) if with_schedule else None
@@ -260,11 +263,16 @@ class _Workshop:
             path.unlink(missing_ok=True)
         return NPUProgram(blob, schedule, seconds, trace)
 
+    def kill(self) -> None:
+        """End the child at once."""
+        if self._child is not None:
+            self._child.kill()
+
     def close(self) -> None:
         """End the child, and remove its folder."""
         if self._child is not None:
             self._child.end(END_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
     def _answer(self, moment: float) -> dict[str, Any]:
         """Return the child's next answer. Raises ``TimeoutError`` and ``ChildLostError``, and the child has ended."""
@@ -297,9 +305,8 @@ class _Workshop:
 def _text(answer: Mapping[str, Any], key: str) -> str:
     """Return a text of an answer as one line, cut to 200 characters."""
     value = answer.get(key)
-    return (
-        "".join(each if each.isprintable() else " " for each in value[:200]).strip() if isinstance(value, str) else ""
-    )
+    text = value[:200] if isinstance(value, str) else ""
+    return "".join(each if each.isprintable() else " " for each in text).strip()
 
 
 def _said(answer: Mapping[str, Any]) -> str:
@@ -310,8 +317,6 @@ def _said(answer: Mapping[str, Any]) -> str:
 
 def _compiler_version(number: str) -> str:
     """Return ``8.4`` for OpenVINO's 524292: the major version is in the upper 16 bits."""
-    return (
-        f"{int(number) >> 16}.{int(number) & 0xFFFF}"
-        if number.isdecimal() and number.isascii()
-        else number or "unknown"
-    )
+    if not (number.isascii() and number.isdecimal()):
+        return number or "unknown"
+    return f"{int(number) >> 16}.{int(number) & 0xFFFF}"

@@ -12,7 +12,7 @@ from staticllm.pipelines.npu_compiler.local import local_compiler
 from staticllm.pipelines.npu_compiler.wine import COMMAND, default_folder, read_setup, wine_compiler
 
 CompilerKind = Literal["auto", "local", "wine"]
-"""Where the compiler is: ``local`` with the installed OpenVINO, ``wine`` in its Windows wheel, ``auto`` the first that is there."""
+"""Where the compiler is: ``local`` in the installed OpenVINO, ``wine`` in its Windows wheel, ``auto`` in the first of them."""
 COMPILER_KINDS: tuple[str, ...] = get_args(CompilerKind)
 
 

@@ -26,8 +26,9 @@ APT_LINE = f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
 SOURCE = Path(__file__).with_name("npu_compile.c")
 MANIFEST = "setup.json"
 FORMAT = 1
-LIBRARIES = "libs"
 PREFIX = "prefix"
+LIBRARIES = "prefix/drive_c/npu_compiler"
+"""In Wine's own drive, because libraries are not found below a folder whose name is not ASCII."""
 PROGRAM = "npu_compile.exe"
 WHAT = "the NPU compiler under Wine"
 _MAX_MANIFEST = 1 << 16
@@ -59,7 +60,7 @@ def wine_compiler(folder: Path | None = None) -> ChildCompiler:
 
 def launch(folder: Path) -> Launch:
     """Return how the child of a set-up is started. Raises ``DeviceError`` (there is no Wine)."""
-    command = (str(loader()), str(folder / LIBRARIES / PROGRAM))
+    command = (str(loader()), rf"C:\{Path(LIBRARIES).name}\{PROGRAM}")
     return Launch(command, environment(folder), WHAT, f"run `{COMMAND} --force`")
 
 

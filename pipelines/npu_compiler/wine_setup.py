@@ -1,7 +1,6 @@
 """Sets up the NPU compiler under Wine: OpenVINO's Windows wheel, a small program that is built against it, and Wine's folder.
 
-Nothing is downloaded unless this is called. A set-up is made in a folder of its own, tried, and renamed, so there is never half of
-one.
+Nothing is downloaded unless this is called. A set-up is made in a folder of its own, tried, and renamed: none is ever half-made.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-import openvino as ov
-from filelock import Timeout
-from openvino import opset13 as ops
+from filelock import Timeout  # registers what it does at a fork before OpenVINO is imported, which forks
 
 from staticllm.children.child import Child, last_words
 from staticllm.errors import ConfigError, DeviceError, StaticLLMError
@@ -108,6 +105,8 @@ def _made(target: Path, wheel: Path | None, steps: _Steps) -> wine.WineSetup:
             "XDG_CACHE_HOME to a folder of a larger disk"
         )
     try:
+        for left in target.parent.glob(f".{target.name}.*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise _unwritable(target.parent, error) from None
@@ -190,7 +189,7 @@ def _unpack(wheel: Path, scratch: Path, number: str) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             digests = _digests(archive, number)
-            (scratch / wine.LIBRARIES).mkdir()
+            (scratch / wine.LIBRARIES).mkdir(parents=True)
             for name in _LIBRARIES:
                 data = _member(archive, f"openvino/libs/{name}", digests)
                 (scratch / wine.LIBRARIES / name).write_bytes(data)
@@ -240,7 +239,7 @@ def _build(scratch: Path) -> None:
 
 
 def _boot(scratch: Path) -> None:
-    """Make Wine's folder."""
+    """Complete Wine's folder, which has only our libraries yet."""
     (scratch / "home").mkdir()
     command = (str(wine.loader()), "wineboot", "--init")
     try:
@@ -251,6 +250,9 @@ def _boot(scratch: Path) -> None:
 
 def _tried(scratch: Path) -> str:
     """Compile a small program, and return the versions of the compiler."""
+    import openvino as ov
+    from openvino import opset13 as ops
+
     value = ops.parameter([1, 16], ov.Type.f16)
     model = ov.Model([ops.relu(value)], [value], "the first program")  # pyright: ignore[reportGeneralTypeIssues]
     try:
