@@ -20,7 +20,7 @@ from staticllm.pipelines.npu_compiler.platforms import Platform
 MAX_TRACE = 128 << 20
 """The most bytes of a trace. A block of a 0.5B model has 0.2 MB, a whole program of 24 such blocks 6 MB."""
 MAX_US = 1e12
-_ENGINES = {"DMA": "DMA duration", "DPU": "DPU duration", "SHAVE": "SW duration"}
+_ENGINES = {"DMA": "DMA", "DPU": "DPU", "SHAVE": "SW"}
 _LAYER_TIMES = {"DMA": "DMA time", "DPU": "DPU time", "SHAVE": "Shave time"}
 _UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|us|ns|s)(?:\s+|$)")
@@ -81,13 +81,12 @@ def read_schedule(data: bytes, platform: Platform) -> Schedule:
         events = [_checked_event(event) for event in _list_of(document["traceEvents"]) if event.get("ph") == "X"]
         statistics = document["taskStatistics"]
         total = _number(statistics["total duration"])
-        engines = {engine: _number(statistics[key]) for engine, key in _ENGINES.items()}
+        engines = {engine: _number(statistics[f"{key} duration"]) for engine, key in _ENGINES.items()}
+        sums = {engine: _number(statistics[f"Sum of {key} task durations"]) for engine, key in _ENGINES.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DeviceError(
             f"the compiler's schedule is damaged ({type(error).__name__} {shown(str(error))}): {_REMEDY}"
         ) from None
-    by_engine = {"DMA": "DMA", "DPU": "DPU", "SHAVE": "SW"}
-    sums = {engine: _number(statistics.get(f"Sum of {key} task durations", 0)) for engine, key in by_engine.items()}
     tasks = [event for event in events if event.get("cat") == "DMA"]
     saved = _saved_by_repricing(tasks) if platform.prices_4_bit_as_16 else 0.0
     return Schedule(total, max(total - saved, 0.0), engines, sums, len(tasks), _layers(events))
