@@ -80,6 +80,7 @@ def _wine_remedy() -> str:
 
 def environment(folder: Path) -> Mapping[str, str]:
     """Return the variables with which Wine uses only the folder: no window, no debugger, nothing in the user's home."""
+    folder = folder.absolute()
     overrides = "winedbg.exe,winemenubuilder.exe,mscoree,mshtml=d"
     return {
         "WINEPREFIX": str(folder / PREFIX), "WINEARCH": "win64", "WINEDEBUG": "-all", "WINEDLLOVERRIDES": overrides,

@@ -170,7 +170,9 @@ def _downloaded(scratch: Path, number: str) -> Path:
     folder.mkdir()
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input")
     which = ("--no-deps", "--only-binary=:all:", "--platform", "win_amd64", "--python-version", "3.12")
-    remedy = "or download it elsewhere and give --wheel"
+    remedy = "try again, or download the wheel elsewhere and give --wheel"
+    if getattr(sys, "frozen", False):
+        raise DeviceError(f"a frozen application has no pip to download OpenVINO: {remedy}")
     _run(
         (*pip, *which, "--implementation", "cp", f"openvino=={number}", "--dest", str(folder)),
         _DOWNLOAD_SECONDS, "pip download", remedy=remedy,

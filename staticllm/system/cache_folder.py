@@ -18,4 +18,4 @@ def user_cache() -> Path:
         base = Path.home() / "Library" / "Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "staticllm"
+    return Path(base).absolute() / "staticllm"

@@ -108,3 +108,15 @@ def test_a_late_or_killed_compiler_leaves_nothing_and_starts_again(compiler, mon
     assert compiler.compile(a_layer(), "4000").blob
     compiler.close()
     assert not list(Path(folder).iterdir())
+
+
+def test_the_process_ends_with_its_stdin_also_while_it_compiles(compiler):
+    """So it ends with its parent, however that ended."""
+    compiler.compile(a_layer(), "4000")
+    session = compiler._session
+    process = psutil.Process(session._child.pid)
+    session.save(a_layer(1024, 2048), "a job")
+    session._child.tell("model.xml\tprogram.blob\tNPU_COMPILER_TYPE=PLUGIN\tNPU_PLATFORM=4000")
+    session._child._process.stdin.close()
+    process.wait(10)
+    assert compiler.compile(a_layer(), "4000").blob
