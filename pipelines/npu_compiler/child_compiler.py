@@ -42,6 +42,8 @@ TRACE = "compileTimeScheduleTrace.json"
 """What the compiler names its schedule, in the working directory."""
 _PARAMS = "NPU_COMPILATION_MODE_PARAMS"
 _SCHEDULE_PARAM = "enable-schedule-trace="
+_NO_LIBRARY = "Cannot load library"
+"""What OpenVINO says if the compiler's library is missing or damaged."""
 _KEY = re.compile(r"[A-Z][A-Z0-9_]{0,99}")
 
 
@@ -241,9 +243,15 @@ class _Session:
             self._child.end(END_SECONDS)
             raise
         if not answer["ok"]:
-            raise DeviceError(refused_text(job, _said(answer), self._log))
+            raise DeviceError(self._refusal(job, _said(answer)))
         took = answer.get("seconds")
         return float(took) if isinstance(took, (int, float)) else 0.0
+
+    def _refusal(self, job: str, said: str) -> str:
+        """Return the message about a program that was not compiled."""
+        if _NO_LIBRARY in said:
+            return f"{self._launch.what} cannot be used ({said}): {self._launch.remedy}"
+        return refused_text(job, said, self._log)
 
     def program(self, platform: Platform, job: str, seconds: float, with_schedule: bool) -> NPUProgram:
         """Read what the child has written. Raises ``DeviceError`` (it is missing, or damaged)."""

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
@@ -20,11 +21,11 @@ from pathlib import Path
 from filelock import Timeout  # registers what it does at a fork before OpenVINO is imported, which forks
 
 from staticllm.children.child import Child, last_words
-from staticllm.errors import ConfigError, DeviceError, StaticLLMError
+from staticllm.errors import ConfigError, DeviceError, StaticLLMError, shown
 from staticllm.pipelines.npu_compiler import wine
 from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler
 from staticllm.system.file_lock import acquire
-from staticllm.system.files import write_whole
+from staticllm.system.files import open_regular, write_whole
 
 OnStep = Callable[[str, int, int], None]
 """Gets what is done now, its number from 1, and the number of steps."""
@@ -186,24 +187,30 @@ def _downloaded(scratch: Path, number: str) -> Path:
 def _unpack(wheel: Path, scratch: Path, number: str) -> None:
     """Write the libraries and headers of a wheel, each compared with the wheel's own digests.
 
-    Raises ``ConfigError`` (it is no such wheel, or damaged).
+    Raises ``ConfigError`` (it cannot be read, is no such wheel, or is damaged) and ``OSError`` (they cannot be written).
     """
+    remedy = f"`pip download --platform win_amd64 --no-deps openvino=={number}` gets it"
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        file = open_regular(wheel)
+    except OSError as error:
+        raise ConfigError(f"{wheel} cannot be read ({error.strerror or error}): {remedy}") from None
+    try:
+        with file, zipfile.ZipFile(file) as archive:
             digests = _digests(archive, number)
-            (scratch / wine.LIBRARIES).mkdir(parents=True)
+            libraries = scratch / wine.LIBRARIES
+            libraries.mkdir(parents=True)
             for name in _LIBRARIES:
-                data = _member(archive, f"openvino/libs/{name}", digests)
-                (scratch / wine.LIBRARIES / name).write_bytes(data)
-            for name in [name for name in digests if name.startswith(_HEADERS) and name.endswith(".h")][:_MAX_FILES]:
+                (libraries / name).write_bytes(_member(archive, f"openvino/libs/{name}", digests))
+            headers = [name for name in digests if name.startswith(_HEADERS) and name.endswith(".h")]
+            for name in headers[:_MAX_FILES]:
                 header = (scratch / name).resolve()
                 if not header.is_relative_to(scratch.resolve() / _HEADERS):
                     raise ValueError(f"{name} is outside of its folder")
                 header.parent.mkdir(parents=True, exist_ok=True)
                 header.write_bytes(_member(archive, name, digests))
-    except (zipfile.BadZipFile, KeyError, ValueError, FileNotFoundError, IsADirectoryError) as error:
-        text = f"{wheel} is not OpenVINO {number}'s wheel for Windows, or is damaged ({error})"
-        raise ConfigError(f"{text}: `pip download --platform win_amd64 --no-deps openvino=={number}` gets it") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError) as error:
+        text = f"{wheel} is not OpenVINO {number}'s wheel for Windows, or is damaged ({shown(str(error))})"
+        raise ConfigError(f"{text}: {remedy}") from None
 
 
 def _digests(archive: zipfile.ZipFile, number: str) -> dict[str, str]:
@@ -318,14 +325,17 @@ def _unwritable(folder: Path, error: OSError) -> StaticLLMError:
     )
 
 
-def remove(folder: Path | None = None) -> int:
-    """Remove a set-up, finished or not; return its bytes. Raises ``DeviceError`` (it cannot be removed)."""
-    target = wine.default_folder() if folder is None else folder
-    if not target.is_dir():
+def remove() -> int:
+    """Remove all set-ups of this user, also of other versions of OpenVINO; return their bytes.
+
+    Raises ``DeviceError`` (one cannot be removed).
+    """
+    folder = wine.default_folder().parent
+    if not folder.is_dir():
         return 0
-    size = wine.bytes_in(target)
+    size = wine.bytes_in(folder)
     try:
-        shutil.rmtree(target)
+        shutil.rmtree(folder)
     except OSError as error:
-        raise DeviceError(f"{target} cannot be removed ({error.strerror or error}): remove it by hand") from None
+        raise DeviceError(f"{folder} cannot be removed ({error.strerror or error}): remove it by hand") from None
     return size

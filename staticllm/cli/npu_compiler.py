@@ -63,9 +63,9 @@ def show_status(as_json: bool) -> None:
 
 @command.command("remove")
 def remove_setup() -> None:
-    """Remove what `setup` has made."""
+    """Remove what `setup` has made, for all versions of OpenVINO."""
     from staticllm.pipelines.npu_compiler.wine import default_folder
     from staticllm.pipelines.npu_compiler.wine_setup import remove
 
     num_bytes = remove()
-    click.echo(f"{num_bytes / 1e9:.1f} GB removed" if num_bytes else f"nothing is set up in {default_folder()}")
+    click.echo(f"{num_bytes / 1e9:.1f} GB removed" if num_bytes else f"nothing is set up in {default_folder().parent}")

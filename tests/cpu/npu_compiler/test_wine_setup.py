@@ -104,8 +104,7 @@ def test_without_wine_or_a_compiler_one_line_says_what_to_install(programs, cach
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda write, path: path / "missing.whl", "No such file"),
-        (lambda write, path: path, "Is a directory"),
+        (lambda write, path: write(changes={f"openvino-{NUMBER}.dist-info/WHEEL": b"no"}), "it is for another system"),
         (lambda write, path: write(number="1.0"), "There is no item named"),
         (lambda write, path: write(tag="manylinux"), "it is for another system"),
         (lambda write, path: write(left_out=("openvino/libs/openvino.dll",)), "There is no item named"),
@@ -121,6 +120,15 @@ def test_a_wheel_that_is_another_or_damaged_is_refused(programs, cache, wheel, t
         set_up(wheel=make(wheel, tmp_path))
     assert f"is not OpenVINO {NUMBER}'s wheel for Windows, or is damaged" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not left_in(cache)
+
+
+def test_a_wheel_that_cannot_be_read_is_refused(programs, cache, tmp_path):
+    programs(wine64="exit 0")
+    gcc(tmp_path / "bin", "exit 0")
+    for path, reason in ((tmp_path / "missing.whl", "No such file"), (tmp_path, "is not an ordinary file")):
+        with pytest.raises(ConfigError, match=rf"cannot be read \(.*{reason}.*\): `pip download"):
+            set_up(wheel=path)
     assert not left_in(cache)
 
 

@@ -47,6 +47,10 @@ def unknown_option(request):
     answer(json.dumps({"ok": False, "stage": "compile", "error": "from b.cpp:2:\nOption 'X' is not supported\n"}))
 
 
+def no_library(request):
+    answer(json.dumps({"ok": False, "stage": "compile", "error": 'Cannot load library "C:\\npu\\a.dll": 193\n'}))
+
+
 def dies(request):
     print('loc(fused<{name = "b_node", type = "Add"}>["b_node"])', file=sys.stderr)
     print("LLVM ERROR: out of registers", file=sys.stderr, flush=True)
