@@ -36,6 +36,8 @@ MAX_PROPERTIES = 64
 MAX_REQUEST = 60_000
 """The most bytes of a request, within the buffer of ``npu_compile.c``."""
 MAX_BLOB = 16 << 30
+MAX_TEXT = 1000
+"""The most characters of a text in an answer."""
 MODEL = "model.xml"
 BLOB = "program.blob"
 TRACE = "compileTimeScheduleTrace.json"
@@ -108,8 +110,8 @@ class ChildCompiler:
             session = self._running()
             try:
                 session.save(model, job)
-                took = session.compile(line, job, seconds)
-                return session.program(found, job, took, with_schedule)
+                compiled = session.compile(line, job, seconds)
+                return session.program(found, job, compiled, with_schedule)
             except BaseException:
                 if not session.is_usable:
                     self._drop()
@@ -163,6 +165,14 @@ def _settings(platform: Platform, properties: Mapping[str, str], with_schedule: 
         others = [each for each in given.get(_PARAMS, "").split() if not each.startswith(_SCHEDULE_PARAM)]
         given[_PARAMS] = " ".join([*others, f"{_SCHEDULE_PARAM}true"])
     return [f"{key}={value}" for key, value in given.items()]
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What a child says of a program that it has compiled."""
+
+    seconds: float
+    requirements: str
 
 
 class _Session:
@@ -224,8 +234,8 @@ class _Session:
         except (OSError, RuntimeError) as error:
             raise DeviceError(f"{job} cannot be written to {work} ({last_line(error)}): {remedy}") from None
 
-    def compile(self, line: str, job: str, seconds: float) -> float:
-        """Let the child compile the model, and return the seconds that it took."""
+    def compile(self, line: str, job: str, seconds: float) -> _Compiled:
+        """Let the child compile the model, and return what it says of the program."""
         assert self._child is not None, "it was started"
         self._log.begin()
         try:
@@ -245,7 +255,7 @@ class _Session:
         if not answer["ok"]:
             raise DeviceError(self._refusal(job, _said(answer)))
         took = answer.get("seconds")
-        return float(took) if isinstance(took, (int, float)) else 0.0
+        return _Compiled(float(took) if isinstance(took, (int, float)) else 0.0, _text(answer, "requirements"))
 
     def _refusal(self, job: str, said: str) -> str:
         """Return the message about a program that was not compiled."""
@@ -253,7 +263,7 @@ class _Session:
             return f"{self._launch.what} cannot be used ({said}): {self._launch.remedy}"
         return refused_text(job, said, self._log)
 
-    def program(self, platform: Platform, job: str, seconds: float, with_schedule: bool) -> NPUProgram:
+    def program(self, platform: Platform, job: str, compiled: _Compiled, with_schedule: bool) -> NPUProgram:
         """Read what the child has written. Raises ``DeviceError`` (it is missing, or damaged)."""
         work = self._work
         try:
@@ -269,7 +279,7 @@ class _Session:
         schedule = None if trace is None else read_schedule(trace, platform)
         for path in (work / BLOB, work / TRACE, work / MODEL, (work / MODEL).with_suffix(".bin")):
             path.unlink(missing_ok=True)
-        return NPUProgram(blob, schedule, seconds, trace)
+        return NPUProgram(blob, schedule, compiled.seconds, compiled.requirements, trace)
 
     def kill(self) -> None:
         """End the child at once."""
@@ -311,9 +321,9 @@ class _Session:
 
 
 def _text(answer: Mapping[str, Any], key: str) -> str:
-    """Return a text of an answer as one line, cut to 200 characters."""
+    """Return a text of an answer as one line, cut to ``MAX_TEXT`` characters."""
     value = answer.get(key)
-    text = value[:200] if isinstance(value, str) else ""
+    text = value[:MAX_TEXT] if isinstance(value, str) else ""
     return "".join(each if each.isprintable() else " " for each in text).strip()
 
 

@@ -18,6 +18,9 @@ DEFAULT_SECONDS = 600.0
 class NPUProgram:
     """A compiled program. ``blob`` is what the NPU plugin imports, ``seconds`` what the compiler took.
 
+    ``requirements`` is OpenVINO's property ``RUNTIME_REQUIREMENTS`` (versions, platform, tiles), about which a device can be
+    asked (``COMPATIBILITY_CHECK``) before it imports the blob; empty if the compiler does not say it.
+
     ``schedule`` and ``trace``, the file that it was read from (JSON, opens in https://ui.perfetto.dev), exist if they were asked
     for.
     """
@@ -25,6 +28,7 @@ class NPUProgram:
     blob: bytes = field(repr=False)
     schedule: Schedule | None
     seconds: float
+    requirements: str = ""
     trace: bytes | None = field(default=None, repr=False)
 
 

@@ -12,13 +12,16 @@ import queue
 import sys
 import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from staticllm.children.child import take_pipes
 from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import DeviceError
 from staticllm.pipelines.npu_compiler.child_compiler import MARK, ChildCompiler, Launch
 from staticllm.system.threads import start_thread
+
+if TYPE_CHECKING:
+    import openvino as ov
 
 WHAT = "the NPU compiler of the installed OpenVINO"
 REMEDY = "install openvino again, or use another machine's compiler"
@@ -43,9 +46,9 @@ def launch() -> Launch:
 
 def _child() -> None:
     questions, answers = take_pipes()
-    core = get_core()
     import openvino as ov
 
+    core = get_core()
     try:
         compiler = str(core.get_property("NPU", "NPU_COMPILER_VERSION"))
     except RuntimeError as error:
@@ -81,7 +84,15 @@ def _compiled(request: str) -> dict[str, Any]:
         Path(blob_path).write_bytes(compiled.export_model().getvalue())
     except Exception as error:
         return {"ok": False, "stage": stage, "error": str(error)[:8192]}
-    return {"ok": True, "seconds": round(seconds, 3)}
+    return {"ok": True, "seconds": round(seconds, 3), "requirements": _requirements(compiled)}
+
+
+def _requirements(compiled: ov.CompiledModel) -> str:
+    """Return what a device must fulfil to import the program; empty if the plugin does not say it."""
+    try:
+        return str(compiled.get_property("RUNTIME_REQUIREMENTS"))
+    except RuntimeError:
+        return ""
 
 
 def _answer(answers: BinaryIO, answer: dict[str, Any]) -> None:

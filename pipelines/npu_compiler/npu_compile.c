@@ -1,7 +1,8 @@
 /* Compiles models with OpenVINO's NPU compiler: a request per line of stdin, an answer per line of stdout (docs/npu.md).
  *
  *   request: MODEL.xml TAB PROGRAM.blob TAB KEY=VALUE TAB KEY=VALUE ...   in UTF-8; the files lie in the working directory
- *   answer:  staticllm-npu {"ok": true, "seconds": 1.25}  or  staticllm-npu {"ok": false, "stage": "compile", "error": "..."}
+ *   answer:  staticllm-npu {"ok": true, "seconds": 1.25, "requirements": "..."}
+ *        or  staticllm-npu {"ok": false, "stage": "compile", "error": "..."}
  *
  * The first answer needs no request and has the versions. Other lines on stdout come from OpenVINO. The process ends when stdin
  * ends, also during a compile, so that it never outlives the program that started it.
@@ -105,8 +106,12 @@ static void compile_request(ov_core_t *core, char *line) {
     status = ov_compiled_model_export_model(compiled, blob_path);
   }
   if (status == OK) {
-    printf("staticllm-npu {\"ok\": true, \"seconds\": %.3f}\n", (double)(end - begin) / 1000);
+    char *requirements = NULL;
+    printf("staticllm-npu {\"ok\": true, \"seconds\": %.3f, \"requirements\": ", (double)(end - begin) / 1000);
+    print_text(ov_compiled_model_get_property(compiled, "RUNTIME_REQUIREMENTS", &requirements) == OK ? requirements : "");
+    printf("}\n");
     fflush(stdout);
+    ov_free(requirements);
   } else {
     answer_error(stage, ov_get_last_err_msg());
   }

@@ -71,7 +71,7 @@ def test_a_program_has_its_blob_schedule_and_trace(compiler_of, model):
         "model.xml", "program.blob", "NPU_COMPILER_TYPE=PLUGIN", "NPU_PLATFORM=4000", "NPU_TILES=2",
         "NPU_COMPILATION_MODE_PARAMS=enable-schedule-trace=true",
     ]  # fmt: skip
-    assert program.seconds == 0.25
+    assert (program.seconds, program.requirements) == (0.25, "npu=4000;t=4")
     assert (program.schedule.total, program.schedule.num_dma_tasks) == (9.5, 1)
     assert b"a_node" in program.trace
     assert compiler.version == "openvino 2026.4.1-fake, NPU compiler 8.4"

@@ -39,6 +39,8 @@ def test_a_program_is_the_same_each_time_with_and_without_a_schedule(compiler, p
     again = compiler.compile(model, platform, with_schedule=False)
     assert first.blob == again.blob
     assert first.blob
+    assert first.requirements == again.requirements
+    assert f"npu={platform};t={PLATFORMS[platform].default_tiles};" in first.requirements
     schedule = first.schedule
     assert 0 < schedule.repriced == schedule.total < 10_000, "f16 weights have the right price"
     assert max(schedule.engines.values()) <= schedule.total

@@ -35,7 +35,7 @@ def answer(text):
 def ok(request):
     BLOB.write_text(request)
     TRACE_FILE.write_text(json.dumps(TRACE))
-    answer('{"ok": true, "seconds": 0.25}')
+    answer('{"ok": true, "seconds": 0.25, "requirements": "npu=4000;t=4"}')
 
 
 def refuse(request):
