@@ -50,6 +50,7 @@ def _child() -> None:
 
     core = get_core()
     try:
+        core.set_property("NPU", {"NPU_COMPILER_TYPE": "PLUGIN"})  # or it may say the version of a driver's compiler
         compiler = str(core.get_property("NPU", "NPU_COMPILER_VERSION"))
     except RuntimeError as error:
         _answer(answers, {"ok": False, "stage": "start", "error": str(error)})

@@ -28,6 +28,9 @@ class Core:
     def read_model(self, path):
         return self.core.read_model(path)
 
+    def set_property(self, device, properties):
+        assert properties == {"NPU_COMPILER_TYPE": "PLUGIN"}
+
     def get_property(self, device, name):
         return 524292
 
