@@ -18,7 +18,7 @@ import psutil
 from staticllm.compiler_passes.model_kind import kind_in
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
-from staticllm.devices import get_core, kind, npu_compiler_problem
+from staticllm.devices import get_core, kind
 from staticllm.errors import (
     GenerationConfigError,
     ModelError,
@@ -35,6 +35,8 @@ from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in, known_ki
 from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
 from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.loading.load import load
+from staticllm.pipelines.npu_compiler.find import compiler_statuses
+from staticllm.pipelines.npu_compiler.wine import COMMAND, default_folder
 
 PACKAGES = (
     "openvino",
@@ -85,11 +87,14 @@ def examine(
 
 
 def _npu_compiler() -> Finding:
-    """Check whether OpenVINO could compile for an NPU that is not on this machine."""
-    problem = npu_compiler_problem(get_core())
-    if problem:
-        return Finding("warn", "NPU compiler", problem, "compile for an NPU on the machine that has one")
-    return Finding("ok", "NPU compiler", "found beside OpenVINO's plugins")
+    """Check whether programs can be compiled for an NPU that is not on this machine."""
+    local, wine = compiler_statuses()
+    if local.version:
+        return Finding("ok", "NPU compiler", "found beside OpenVINO's plugins")
+    if wine.version:
+        return Finding("ok", "NPU compiler", f"{wine.version}, under Wine")
+    remedy = f"compile for an NPU on the machine that has one, or on Linux set the compiler up with `{COMMAND}`"
+    return Finding("warn", "NPU compiler", local.problem if not default_folder().is_dir() else wine.problem, remedy)
 
 
 def _packages() -> Iterator[Finding]:

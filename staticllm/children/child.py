@@ -134,6 +134,27 @@ class Child:
         """End the process at once; a thread that waits in ``ask`` gets a ``ChildLostError``."""
         self._process.kill()
 
+    def kill_all(self) -> None:
+        """End the process and its descendants at once, except those that have made sessions of their own.
+
+        A process that has ended by itself is no longer asked for its descendants.
+        """
+        if self.exit_code is not None:
+            return
+        if sys.platform == "win32":
+            import psutil
+
+            descendants: list[psutil.Process] = []
+            with contextlib.suppress(psutil.Error):
+                descendants = psutil.Process(self.pid).children(recursive=True)
+            self._process.kill()
+            for each in descendants:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # it leads a group
+
     def end(self, seconds: float) -> int:
         """Close the pipes, or terminate a process without, wait for its end, kill it after ``seconds``; return its exit code."""
         process = self._process

@@ -36,6 +36,7 @@ _SECTIONS = {
     "Keep compiled programs": {
         "compile": ("compile.command", "Compile a model and write a set of blobs."),
         "cache": ("cache.command", "List, verify, prune, export and import blob sets."),
+        "npu-compiler": ("npu_compiler.command", "Set up Intel's NPU compiler without an NPU."),
     },
     "Look at a server": {
         "list": ("servers.list_models", "List the models of a server."),

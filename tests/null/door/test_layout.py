@@ -30,6 +30,7 @@ LEVELS = (
     "compiler_passes.graph kvcache",
     "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes compiler_passes.blocks",
     "compiler_passes",
+    "pipelines.npu_compiler",
     "pipelines.grammars pipelines.costs",
     "pipelines.generation pipelines.profiling",
     "pipelines.programs pipelines.conversation",

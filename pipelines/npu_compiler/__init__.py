@@ -1,0 +1,1 @@
+"""Intel's NPU compiler, wherever it can be run: finds it, runs it in a child process, reads its schedule."""

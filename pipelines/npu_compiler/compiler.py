@@ -1,0 +1,80 @@
+"""The interface of the NPU compiler, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import openvino as ov
+
+from staticllm.pipelines.npu_compiler.schedule import Schedule
+
+DEFAULT_SECONDS = 600.0
+"""How long one program may be compiled by default."""
+
+
+@dataclass(frozen=True)
+class NPUProgram:
+    """A compiled program. ``blob`` is what the NPU plugin imports, ``seconds`` what the compiler took.
+
+    ``requirements`` is OpenVINO's property ``RUNTIME_REQUIREMENTS`` (versions, platform, tiles), about which a device can be
+    asked (``COMPATIBILITY_CHECK``) before it imports the blob; empty if the compiler does not say it.
+
+    ``schedule`` and ``trace``, the file that it was read from (JSON, opens in https://ui.perfetto.dev), exist if they were asked
+    for.
+    """
+
+    blob: bytes = field(repr=False)
+    schedule: Schedule | None
+    seconds: float
+    requirements: str = ""
+    trace: bytes | None = field(default=None, repr=False)
+
+
+class NPUCompiler(Protocol):
+    """Compiles models for NPUs, without needing one. One program at a time is compiled; more threads wait.
+
+    For two programs at once use two compilers: each has a process of its own.
+    """
+
+    @property
+    def version(self) -> str:
+        """The versions of OpenVINO and of its NPU compiler, for fingerprints. May start the process.
+
+        Raises ``DeviceError`` (the compiler does not start).
+        """
+        ...
+
+    def compile(
+        self,
+        model: ov.Model,
+        platform: str,
+        properties: Mapping[str, str] | None = None,
+        *,
+        name: str = "",
+        seconds: float = DEFAULT_SECONDS,
+        with_schedule: bool = True,
+    ) -> NPUProgram:
+        """Return the program of a model whose shapes are static; the model is not changed.
+
+        Args:
+            model: The model.
+            platform: A key of ``PLATFORMS``.
+            properties: OpenVINO's properties beside ``NPU_COMPILER_TYPE`` and ``NPU_PLATFORM``. Parameters of
+                ``NPU_COMPILATION_MODE_PARAMS`` are kept beside the one for the schedule.
+            name: What errors call the model; its own name by default.
+            seconds: After this time the compiler is ended.
+            with_schedule: Whether the program has a schedule.
+
+        Raises:
+            ConfigError: the platform is unknown, or a property or the limit is impossible.
+            DeviceError: the compiler does not start, refused the model (the message has its reason and, if it says so, the
+                node), crashed or took too long; or the model, blob or schedule cannot be written or read. The compiler can be
+                used again.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the process, after the program that is being compiled. The next program starts another one."""
+        ...

@@ -1,0 +1,21 @@
+"""The folder of this user for files that can be made again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def user_cache() -> Path:
+    """Return the folder for staticllm's own files in the cache of this user; it may not exist.
+
+    It is below ``XDG_CACHE_HOME`` or ``~/.cache``, on Windows below ``LOCALAPPDATA``, on macOS in ``~/Library/Caches``.
+    """
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).absolute() / "staticllm"
