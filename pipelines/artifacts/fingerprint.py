@@ -44,8 +44,8 @@ class ModelFingerprint:
 class Fingerprint(ModelFingerprint):
     """Everything that must be equal where a set is loaded.
 
-    ``driver`` and ``compiler`` are present if the device reports them. ``choices``: what the user chose, by the names that users
-    know. Lengths and sizes are resolved, so a default equals the same value given by the user.
+    ``platform``, ``driver`` and ``compiler`` are present if the device reports them. ``choices``: what the user chose, by the
+    names that users know. Lengths and sizes are resolved, so a default equals the same value given by the user.
     """
 
     kind: str = _labelled("kind of model")
@@ -55,9 +55,15 @@ class Fingerprint(ModelFingerprint):
     device: str = _labelled("device")
     device_name: str = _labelled("device name")
     capabilities: str = _labelled("capabilities")
+    platform: str | None = _labelled("NPU platform", default=None)
     driver: str | None = _labelled("driver", default=None)
     compiler: str | None = _labelled("compiler", default=None)
     choices: Mapping[str, str]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is of a set that was compiled for a platform, without a device."""
+        return self.platform is not None and not self.device_name
 
     def to_json(self) -> dict[str, str]:
         """Return label → value of every field that is present, and of every choice."""
@@ -67,7 +73,7 @@ class Fingerprint(ModelFingerprint):
     @classmethod
     def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint that ``to_json`` made ``content`` of. Raises ``ValueError`` (a field is missing)."""
-        needed = {label for label, name in _LABELS.items() if name not in ("driver", "compiler")}
+        needed = {label for label, name in _LABELS.items() if name not in ("platform", "driver", "compiler")}
         if missing := sorted(needed - set(content)):
             raise ValueError(f"the fingerprint has no {missing[0]!r}")
         own = {name: content[label] for label, name in _LABELS.items() if label in content}
@@ -79,7 +85,8 @@ class Fingerprint(ModelFingerprint):
             return f"this model is {with_article(self.kind)}, the blob is of {with_article(there.kind)}"
         here = self.to_json()
         other = there.to_json()
-        for label in (*_LABELS, *self.choices, *there.choices):
+        labels = [label for label, name in _LABELS.items() if not there.is_elsewhere or name not in _OF_DEVICES]
+        for label in (*labels, *self.choices, *there.choices):
             mine = here.get(label) or "nothing"
             theirs = other.get(label) or "nothing"
             if mine == theirs:
@@ -94,6 +101,8 @@ class Fingerprint(ModelFingerprint):
 
 _LABELS = {item.metadata["label"]: item.name for item in fields(Fingerprint) if "label" in item.metadata}
 """The name of each field by the label that manifests and messages show."""
+_OF_DEVICES = frozenset({"openvino", "plugin", "device_name", "capabilities", "driver", "compiler"})
+"""Fields about which a set that was compiled without a device says nothing, or what the device is asked for each blob."""
 DENSE = "Dense modules"
 _DIGESTS = {"IR digest": "graph", "weights digest": "weights", DENSE: "weights"}
 """The labels whose values are digests, and what they are digests of."""
@@ -150,6 +159,9 @@ def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFing
     return ModelFingerprint(ir_digest=file_digest(xml), weights_digest=file_digest(weights or xml.with_suffix(".bin")))
 
 
+_REPORTED = {"driver": "NPU_DRIVER_VERSION", "compiler": "NPU_COMPILER_VERSION"}
+
+
 def machine_values(core: ov.Core, device: str) -> dict[str, str]:
     """Return what describes the machine and the compiler of ``device``: values of ``Fingerprint`` by field name."""
     supported = core.get_property(device, "SUPPORTED_PROPERTIES")
@@ -161,9 +173,11 @@ def machine_values(core: ov.Core, device: str) -> dict[str, str]:
         "device_name": str(core.get_property(device, "FULL_DEVICE_NAME")).strip(),
         "capabilities": ", ".join(core.get_property(device, "OPTIMIZATION_CAPABILITIES")),
     }
-    for name, key in (("driver", "NPU_DRIVER_VERSION"), ("compiler", "NPU_COMPILER_VERSION")):
+    for name, key in _REPORTED.items():
         if key in supported:
             found[name] = str(core.get_property(device, key))
+    if device.startswith("NPU") and "DEVICE_ARCHITECTURE" in supported:
+        found["platform"] = str(core.get_property(device, "DEVICE_ARCHITECTURE")).upper().removeprefix("NPU")
     return found
 
 

@@ -91,9 +91,10 @@ class _Call(msgspec.Struct, forbid_unknown_fields=True):
     targets: list[_End]
 
 
-class _Part(msgspec.Struct, forbid_unknown_fields=True):
+class _Part(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     file: Text
     place: Place
+    requirements: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class _Chain(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,7 +122,10 @@ class ChainFiles:
         stems = [self._part(part, place) for part, place in zip(chain.parts, chain.plan.places, strict=True)]
         plan = chain.plan
         stored = _Chain(
-            [_Part(stem, place) for stem, place in zip(stems, plan.places, strict=True)],
+            [
+                _Part(stem, place, part.requirements if isinstance(part, PartBlob) else "")
+                for stem, place, part in zip(stems, plan.places, chain.parts, strict=True)
+            ],
             [_Call(call.part, [*map(_end, call.sources)], [*map(_end, call.targets)]) for call in plan.calls],
             [_Typed(_name_of(wire.element_type), list(wire.shape)) for wire in plan.wires],
             [*map(_named, plan.inputs)],
@@ -176,10 +180,11 @@ def _end(end: PlannedSource) -> _End:
 
 @dataclass(frozen=True)
 class StoredChain:
-    """The calls of a chain, and the files of its parts."""
+    """The calls of a chain, the files of its parts, and what a device is asked before it imports them."""
 
     plan: ChainPlan
     files: tuple[str, ...]
+    requirements: tuple[str, ...]
 
 
 def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
@@ -198,7 +203,8 @@ def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
     _check(plan, bank)
     if sum(wire.num_bytes for wire in stored.wires) > MAX_WIRE_BYTES:
         raise BlobError(f"a chain has more than {MAX_WIRE_BYTES >> 30} GiB between its parts: export it again")
-    return StoredChain(plan, tuple(part.file for part in stored.parts))
+    requirements = tuple(dict.fromkeys(part.requirements for part in stored.parts if part.requirements))
+    return StoredChain(plan, tuple(part.file for part in stored.parts), requirements)
 
 
 MAX_WIRE_BYTES = 1 << 36

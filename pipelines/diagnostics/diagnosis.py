@@ -213,7 +213,7 @@ class Diagnosis(Generic[K]):
 
 def copies_of_weights(report: ModelReport) -> int:
     """Return how often the weights are in memory: the CPU packs them for each program."""
-    return report.num_programs if kind(report.device) == "CPU" else 1
+    return report.num_programs if kind(report.device) == "CPU" and report.programs != "blocks" else 1
 
 
 def needs(report: ModelReport, parts: Mapping[str, int]) -> dict[str, Any]:

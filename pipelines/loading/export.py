@@ -201,6 +201,8 @@ def _export(job: Job[V, S, R], is_weightless: bool) -> Exported[V, S]:
 
 def is_weightless_wanted(job: LoadJob[Any]) -> bool:
     """Return whether the user wants blobs without weights and the device can write them."""
+    if job.target is not None:
+        return False
     supported = get_core().get_property(job.device, "SUPPORTED_PROPERTIES")
     is_plain = job.config.weights_decryption_callback is None
     return job.config.cache_mode == "OPTIMIZE_SIZE" and WEIGHTS in supported and is_plain

@@ -27,6 +27,7 @@ from staticllm.pipelines.artifacts.stored_chain import (
     stems_of,
 )
 from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
+from staticllm.pipelines.loading.npu_target import check_requirements
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain, CompiledPart
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
 
@@ -149,12 +150,17 @@ def _import_chains(
 
     bank = read_bank(contents(BANK), contents(WEIGHTS))
     known = dict[str, CompiledPart]()
+    asked = set[str]()
     found = dict[V, AnyProgram]()
     for index, (variant, file) in enumerate(files.items(), 1):
         start = time.perf_counter()
         job.on_progress(ProgressEvent("import", index, len(files), 0.0, variant, is_done=False))
         stored = read_chain(blobs[file], bank)
         target = ImportTarget(job.device, options.program_group(variant).properties)
+        for requirements in stored.requirements:
+            if requirements not in asked:
+                check_requirements(get_core(), job.device, requirements)
+                asked.add(requirements)
         for stem, place in zip(stored.files, stored.plan.places, strict=True):
             if stem not in known:
                 known[stem] = import_part(contents(stem), place, target)

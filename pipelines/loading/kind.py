@@ -30,7 +30,9 @@ from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.artifacts.measurements import KeptCosts, probes_in
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.loading.background import DeferredPrograms
+from staticllm.pipelines.loading.npu_target import NPUTarget
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
+from staticllm.pipelines.programs.chain_compiler import ChainCompiler
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layout import fixed_layout, phase_properties
@@ -121,6 +123,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
         read = time.perf_counter()
         job.on_progress(ProgressEvent("read", 1, 1, read - begin))
         plan = self.lower(job, source, start)
+        if job.target is not None:
+            plan = replace(plan, chains=ChainCompiler(job.target.compile_part))
         job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
         return plan
 
@@ -137,7 +141,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         return Fingerprint(
             kind=self.name,
             **asdict(fingerprint_model(job.directory, job.weights)),
-            **machine_values(get_core(), job.device),
+            **(job.target.machine_values() if job.target else machine_values(get_core(), job.device)),
             choices=self.asked(job),
         )
 
@@ -190,7 +194,10 @@ def properties_text(properties: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LoadJob(Generic[K_co]):
-    """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others."""
+    """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others.
+
+    ``target``: an NPU that is elsewhere, for which the model is only compiled.
+    """
 
     kind: K_co
     directory: Path
@@ -198,6 +205,7 @@ class LoadJob(Generic[K_co]):
     config: StaticLLMConfig
     on_progress: OnProgress
     explicit: frozenset[str] = frozenset()
+    target: NPUTarget | None = None
 
     @property
     def weights(self) -> Path:

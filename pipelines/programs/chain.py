@@ -116,10 +116,14 @@ class Port:
 
 @dataclass(frozen=True)
 class PartBlob:
-    """A part that was compiled for a device that is elsewhere. It can be exported, and cannot run."""
+    """A part that was compiled for a device that is elsewhere. It can be exported, and cannot run.
+
+    ``requirements``: what its device is asked before it imports the blob (OpenVINO's ``RUNTIME_REQUIREMENTS``).
+    """
 
     name: str
     blob: bytes
+    requirements: str = ""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ BYTES_PER_SHARE = 6e9
 """Price of a second program: its copy of the weights must save 1 % of a token's time per 60 MB."""
 
 
+NPU_PROPERTIES = {"NPU_COMPILER_DYNAMIC_QUANTIZATION": "YES"}
+"""What every program of an NPU is compiled with. Without it, integer weights that are inputs are expanded in each step."""
 MAX_KV_SLOTS = 1 << 24
 
 
@@ -82,7 +84,8 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
 
 def phase_properties(device: str, config: StaticLLMConfig) -> dict[Part, Mapping[str, Any]]:
     """Return OpenVINO's properties for the programs of each phase, as the user set them."""
-    common = {"PERFORMANCE_HINT": "LATENCY", **config.device_properties}
+    own = NPU_PROPERTIES if kind(device) == "NPU" else {}
+    common = {"PERFORMANCE_HINT": "LATENCY", **own, **config.device_properties}
     phases: dict[Part, Mapping[str, Any]] = {"prefill": config.prefill_config, "generate": config.generate_config}
     return {phase: with_exact_f32(device, {**common, **extra}) for phase, extra in phases.items()}
 

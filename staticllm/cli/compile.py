@@ -12,6 +12,7 @@ import click
 
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.model_arguments import model_directory
+from staticllm.cli.npu_platform import check_platform, npu_target, platform_options
 from staticllm.cli.options import PROGRAM_GROUP, flag, layout_options, model_argument, read_properties, value
 from staticllm.cli.progress import Progress, progress
 from staticllm.core import ProgramVariant, ProgressEvent
@@ -43,22 +44,37 @@ if TYPE_CHECKING:
     "Compare the set's logits, or an encoder's vectors, with the CPU in f32; a set that differs too much is never loaded.",
 )
 @value("--adapter adapters", click.Path(), "A LoRA adapter of the shapes that the set will serve.", multiple=True)
+@platform_options
 @flag("--json as_json", "Print the manifest.")
 @layout_options
 def command(
-    model: str, target: str, is_verified: bool, adapters: tuple[str, ...], as_json: bool, **options: Any
+    model: str,
+    target: str,
+    is_verified: bool,
+    adapters: tuple[str, ...],
+    platform: str | None,
+    compiler: str,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads.
 
-    The set of the embedded demo model is written to demo_model.blob in the current folder.
+    The set of the embedded demo model is written to demo_model.blob in the current folder. With --platform, the set is for an NPU
+    that need not be on this machine.
     """
-    _check_npu(options["device"])
+    check_platform(platform, options["device"], is_verified)
+    if platform is None:
+        _check_npu(options["device"])
     target = _target(model, target)
-    with progress("compiling") as shown:
+    with progress("compiling") as shown, npu_target(platform, compiler) as elsewhere:
+        from staticllm.devices import check_device, check_known
         from staticllm.pipelines.diagnostics.kinds import job_in, verify_set
         from staticllm.pipelines.loading.export import export_set
 
-        job = job_in(model, options["device"], read_properties(options), CompileSteps(shown))
+        check = check_device if elsewhere is None else check_known
+        job = replace(
+            job_in(model, options["device"], read_properties(options), CompileSteps(shown), check), target=elsewhere
+        )
         if adapters:
             job = _with_adapters(job, adapters, is_verified)
         manifest = export_set(job, Path(target))
@@ -123,7 +139,9 @@ def _check_npu(device: str) -> None:
     if kind(device) != "NPU" or any(name.startswith("NPU") for name in core.available_devices):
         return
     problem = npu_compiler_problem(core)
-    remedy = "compile on a machine with an NPU; `staticllm plan --device NPU` works without one"
+    remedy = (
+        "compile on a machine with an NPU, or for one with --platform; `staticllm plan --device NPU` works without one"
+    )
     raise DeviceError(f"there is no NPU on this machine{f', and {problem}' if problem else ''}: {remedy}")
 
 

@@ -1,0 +1,58 @@
+"""The options ``--platform`` and ``--compiler``, which commands have that compile for an NPU elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from staticllm.cli.options import value
+from staticllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.loading.npu_target import CompiledForNPU, NPUTarget
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def platform_options(command: F) -> F:
+    """Add the two options to a command."""
+    platform = value("--platform", str, "Compile for an NPU elsewhere: 3720 (Meteor Lake), 4000 (Lunar Lake) or 5010.")
+    kinds = click.Choice(["auto", "local", "wine"])
+    compiler = value("--compiler", kinds, "The NPU compiler for --platform (`staticllm npu-compiler`).", "auto")
+    return platform(compiler(command))
+
+
+def check_platform(platform: str | None, device: str, is_verified: bool = False) -> None:
+    """Check that the options fit together. Raises ``ConfigError``."""
+    if platform is None:
+        return
+    if device.upper() != "NPU":
+        raise ConfigError(f"--platform {platform} is of an NPU, and the device is {device!r}: give --device NPU")
+    if is_verified:
+        raise ConfigError("--verify runs the set, and its NPU is elsewhere: verify it there, or leave --platform out")
+
+
+@contextmanager
+def npu_target(
+    platform: str | None, compiler: str, on_part: Callable[[CompiledForNPU], None] = lambda part: None
+) -> Iterator[NPUTarget | None]:
+    """Find the compiler for a platform, and end its process afterwards; None without a platform.
+
+    Raises ``ConfigError`` (the platform is unknown) and ``DeviceError`` (there is no compiler).
+    """
+    if platform is None:
+        yield None
+        return
+    from staticllm.pipelines.loading.npu_target import NPUTarget
+    from staticllm.pipelines.npu_compiler.find import find_compiler
+    from staticllm.pipelines.npu_compiler.platforms import platform_of
+
+    known = platform_of(platform)
+    found = find_compiler(compiler)
+    try:
+        yield NPUTarget(known, found, on_part)
+    finally:
+        found.close()
