@@ -9,9 +9,11 @@ from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassP
 from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
 from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
+from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
 from staticllm.compiler_passes.rewrites.join_weights import join_weights, merge_joined
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
+from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
 from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
@@ -46,13 +48,14 @@ DECODER_EMBEDDER = DECODER.replace(
 )
 """Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""
 FEW_ROWS = 16
-"""Most rows for which merged projections are faster on an NPU (docs/npu.md)."""
+"""Most rows for which merged projections and signed sines are faster on an NPU (docs/npu.md)."""
 DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
         *DECODER_UNMERGED.without("group_queries").without("store_kv_as").without("decompose_attention").passes,
         Pass("narrow_masks", lambda graph, options: narrow_masks(graph)),
         Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
-        Pass("sign_sine", lambda graph, options: sign_sine(graph)),
+        Pass("gate_last", lambda graph, options: gate_last(graph)),
+        Pass("merge_grouped", lambda graph, options: merge_grouped(graph)),
         Pass("shift_zero_points", lambda graph, options: shift_zero_points(graph)),
         Pass("lead_groups", lambda graph, options: lead_groups(graph)),
         Pass("join_weights", lambda graph, options: join_weights(graph)),
@@ -60,6 +63,7 @@ DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     ),
     (
         VariantPass("merge_joined", lambda variant: variant.rows <= FEW_ROWS, merge_joined),
+        VariantPass("sign_sine", lambda variant: variant.rows <= FEW_ROWS, sign_sine),
         VariantPass("cut_heads", lambda variant: variant.rows > 1, cut_heads),
     ),
 )

@@ -12,7 +12,6 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
 
-STAGE = "cut_heads"
 HEADS_FIRST = [0, 2, 1, 3]
 _ENDS = frozenset({"MatMul", "Parameter", "Constant", "Softmax", "ScaledDotProductAttention"})
 

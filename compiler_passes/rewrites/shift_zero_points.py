@@ -4,8 +4,8 @@ Intel's NPU compiler expands 8-bit weights with zero points to f16 in every step
 ones. Here ``q - zero point`` becomes ``i + d``: ``i = q - middle`` is a signed integer (one bit differs), and ``d = middle - zero
 point`` a small integer of a row, or of a group of a row.
 
-- Rows with one scale: ``x · (i + d)`` is ``[x, sums, sums] · [i, d // 2, d - d // 2]``, where ``sums`` are those of 8 parts of x.
-  So the matrix gets 16 columns of its own type and scale, which is exact, and cheaper than adding a product to the result.
+- Rows with one scale: ``x · (i + d)`` is ``[x, sums, sums] · [i, d // 2, d - d // 2]``, where ``sums`` are those of 8 or 16 parts
+  of x. So the matrix gets 16 bytes of columns of its own type and scale: exact, and cheaper than adding a product to the result.
 - Rows with groups: the sums of groups are multiplied with ``d * scale``, in the type of the scale, and the product is added.
 - Weights that others read too, as an embedding that is tied to the head: like groups; the others get shifted zero points.
 """
@@ -29,8 +29,8 @@ from staticllm.compiler_passes.graph.compressed_matrix import (
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 
 STAGE = "shift_zero_points"
-PARTS = 8
-"""Parts of a row whose sums are inputs of their own: small sums, and 16 more columns, by which the compiler's tiles divide."""
+ROW_BYTES = 16
+"""A matrix gets columns of as many bytes as this. The compiler is slow with rows of other lengths, or refuses them (5010)."""
 _SIGNED = {8: ov.Type.i8, 4: ov.Type.i4}
 Key = tuple[int, int, int]
 
@@ -90,7 +90,8 @@ def _shift(matrix: CompressedMatrix, sums: _Sums, shifted: dict[int, ov.Node]) -
     elif not np.any(offsets):
         matrix.replace(decompress(_signed(matrix), matrix.scale).output(0))
     else:
-        parts = next(parts for parts in (PARTS, 4, 2, 1) if matrix.shape[-1] % parts == 0)
+        most = ROW_BYTES * 8 // matrix.bits // 2
+        parts = next(parts for parts in (most, 8, 4, 2, 1) if matrix.shape[-1] % parts == 0)
         columns = np.repeat(np.concatenate([offsets // 2, offsets - offsets // 2], axis=-1), parts, axis=-1)
         weights = decompress(_signed(matrix, columns.astype(np.int8)), matrix.scale)
         matrix.replace(weights.output(0), sums.beside(matrix.source, parts))
