@@ -11,9 +11,10 @@ from staticllm.compiler_passes.rewrites.decompose_attention import decompose_att
 from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
 from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
-from staticllm.compiler_passes.rewrites.join_weights import join_weights, merge_joined
+from staticllm.compiler_passes.rewrites.join_weights import join_weights
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
 from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
+from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
 from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
@@ -67,7 +68,7 @@ DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
         VariantPass("cut_heads", lambda variant: variant.rows > 1, cut_heads),
     ),
 )
-"""The same for NPUs: forms that Intel's NPU compiler makes fast programs of. Each choice is a row of a table in ``docs/npu.md``."""
+"""The same in forms that Intel's NPU compiler makes fast programs of. Each choice is a row of a table in ``docs/npu.md``."""
 EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
     "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)
 )

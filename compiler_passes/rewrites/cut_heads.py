@@ -1,7 +1,7 @@
 """Cuts keys and values into their heads with Split and Concat, for programs of several rows on NPUs.
 
-Exporters write ``Transpose(Reshape(k, [1, S, heads, head_dim]), [0, 2, 1, 3])``. Intel's compiler for NPU 3720 refuses that for the
-keys of several rows (``UnrollPermuteDMA``); on 4000, both forms cost the same. With one row, a Transpose is only a Reshape.
+Exporters write ``Transpose(Reshape(k, [1, S, heads, head_dim]), [0, 2, 1, 3])``. Intel's compiler for NPU 3720 refuses that for
+the keys of several rows (``UnrollPermuteDMA``); on 4000, both forms cost the same. With one row, a Transpose is only a Reshape.
 """
 
 from __future__ import annotations

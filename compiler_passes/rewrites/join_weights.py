@@ -15,19 +15,22 @@ import openvino as ov
 from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
 from staticllm.compiler_passes.rewrites.merge_projections import (
     find_groups,
+    has_constant_weights,
     join_constants,
-    merge_group,
     merged_parts,
     raw_bytes,
 )
 from staticllm.devices import get_core
 
 STAGE = "join_weights"
+RESULTS = 1 << 16
+"""The first number of a result; constants are numbered from 0."""
 _LAYER = (
-    '<layer id="{id}" name="{id}" type="Const" version="opset1"><data element_type="{kind}" shape="{shape}" '
-    'offset="{offset}" size="{size}"/><output><port id="0" precision="{precision}">{dims}</port></output></layer>'
-    '<layer id="{result}" name="{result}" type="Result" version="opset1"><input><port id="0" precision="{precision}">{dims}</port></input></layer>'
+    '<layer id="{id}" name="{id}" type="Const" version="opset1">'
+    '<data element_type="{kind}" shape="{shape}" offset="{offset}" size="{size}"/><output>{port}</output></layer>'
+    '<layer id="{result}" name="{result}" type="Result" version="opset1"><input>{port}</input></layer>'
 )
+_PORT = '<port id="0" precision="{precision}">{dims}</port>'
 _PRECISIONS = {"f16": "FP16", "f32": "FP32"}
 _EDGE = '<edge from-layer="{id}" from-port="0" to-layer="{result}" to-port="0"/>'
 
@@ -35,20 +38,13 @@ _EDGE = '<edge from-layer="{id}" from-port="0" to-layer="{result}" to-port="0"/>
 def join_weights(graph: StepGraph) -> None:
     """Move the constants of each group of projections into blocks."""
     joined = 0
-    groups = find_groups(graph.model)
+    groups = find_groups(graph.model, has_constant_weights)
     for group in groups:
         before = len(graph.blocks)
         merged_parts(group, lambda constants, sizes, axis: _move(graph, constants, sizes, axis))
         joined += len(graph.blocks) > before
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"{joined} of {len(groups)} groups of projections have their weights side by side")
-
-
-def merge_joined(graph: StepGraph, model: ov.Model) -> int:
-    """Merge the projections of ``model`` whose weights are side by side, without a copy, and return the number of matrices."""
-    merged = sum(merge_group(group, lambda constants, sizes, axis: _whole(graph, constants)) for group in find_groups(model))
-    model.validate_nodes_and_infer_types()
-    return merged
 
 
 def _move(graph: StepGraph, constants: Sequence[ov.Node], sizes: Sequence[int], axis: int) -> ov.Node | None:
@@ -63,7 +59,7 @@ def _move(graph: StepGraph, constants: Sequence[ov.Node], sizes: Sequence[int], 
     for constant, part in zip(constants, parts, strict=True):
         part.set_friendly_name(constant.get_friendly_name())
         redirect(constant.output(0), part.output(0))
-    graph.blocks[_address(parts[0])] = whole
+    graph.blocks[address_of(parts[0])] = whole
     return whole
 
 
@@ -75,30 +71,22 @@ def _views(block: ov.Tensor, kind: ov.Type, shapes: list[list[int]]) -> list[ov.
     """
     sizes = [int(np.prod(shape)) * kind.bitwidth // 8 for shape in shapes]
     offsets = [0, *np.cumsum([0, *sizes[1:-1]])]
-    layers = "".join(
-        _LAYER.format(id=index, result=len(shapes) + index, kind=kind.get_type_name(), offset=offset, size=size,
-                      shape=",".join(map(str, shape)), precision=_PRECISIONS.get(kind.get_type_name(), kind.get_type_name()),
-                      dims="".join(f"<dim>{size}</dim>" for size in shape))
-        for index, (shape, offset, size) in enumerate(zip(shapes, offsets, sizes, strict=True))
-    )  # fmt: skip
-    edges = "".join(_EDGE.format(id=index, result=len(shapes) + index) for index in range(len(shapes)))
-    text = f'<net name="block" version="11"><layers>{layers}</layers><edges>{edges}</edges></net>'
+    layers = [_layer(index, kind, *part) for index, part in enumerate(zip(shapes, offsets, sizes, strict=True))]
+    edges = "".join(_EDGE.format(id=index, result=index + RESULTS) for index in range(len(shapes)))
+    text = f'<net name="block" version="11"><layers>{"".join(layers)}</layers><edges>{edges}</edges></net>'
     model = get_core().read_model(text.encode(), block)
     return [result.input_value(0).get_node() for result in model.get_results()]
 
 
-def _whole(graph: StepGraph, constants: Sequence[ov.Node]) -> ov.Node | None:
-    """Return a constant of the block of which these are the parts; None if they are not."""
-    whole = graph.blocks.get(_address(constants[0]))
-    if whole is None:
-        same = all(np.array_equal(raw_bytes(constants[0]), raw_bytes(other)) for other in constants)
-        return constants[0] if same and np.prod(constants[0].get_output_shape(0)) == 1 else None
-    ends = [_address(constant) + constant.get_byte_size() for constant in constants]
-    is_whole = ends[:-1] == [_address(constant) for constant in constants[1:]]
-    if not is_whole or ends[-1] != _address(whole) + whole.get_byte_size():
-        return None
-    return ov.Model([whole], []).clone().get_results()[0].input_value(0).get_node()
+def _layer(index: int, kind: ov.Type, shape: list[int], offset: int, size: int) -> str:
+    """Return a constant of these bytes of a block as XML, and its result."""
+    name = kind.get_type_name()
+    dims = "".join(f"<dim>{length}</dim>" for length in shape)
+    port = _PORT.format(precision=_PRECISIONS.get(name, name), dims=dims)
+    sizes = ",".join(map(str, shape))
+    return _LAYER.format(id=index, result=index + RESULTS, kind=name, shape=sizes, offset=offset, size=size, port=port)
 
 
-def _address(constant: ov.Node) -> int:
+def address_of(constant: ov.Node) -> int:
+    """Return the address of the memory of a constant."""
     return int(constant.data.ctypes.data)

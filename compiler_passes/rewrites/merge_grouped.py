@@ -26,9 +26,9 @@ def merge_grouped(graph: StepGraph) -> None:
         matrix.product.get_instance_id() for matrix in find_compressed_matrices(graph.model) if matrix.is_grouped
     }
     merged = 0
-    groups = find_groups(graph.model)
+    groups = find_groups(graph.model, lambda node: node.get_instance_id() in grouped)
     for group in groups:
-        if grouped.issuperset(node.get_instance_id() for node in group) and not _are_factors(group):
+        if not _are_factors(group):
             merged += merge_group(group, join_constants)
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"{merged} of {len(groups)} groups of projections are one matrix in all programs")

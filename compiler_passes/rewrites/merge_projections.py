@@ -18,11 +18,13 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, compressed_weights, consumers, redirect
+from staticllm.compiler_passes.graph.step_graph import StepGraph, compressed_weights, consumers, redirect, through
 
 STAGE = "merge_projections"
 SMALL_BYTES = 1 << 20
 """Bytes of weights whose reading takes about as long as the plugin's other time per matrix; the most per matrix of a group."""
+LOOK_AHEAD = 5
+"""Readers of readers that tell projections of one size apart: keys are rotated, values are not."""
 JoinConstants = Callable[[Sequence[ov.Node], Sequence[int], int], ov.Node | None]
 _STEPS = ("Convert", "Multiply", "Subtract", "Reshape")
 
@@ -30,27 +32,47 @@ _STEPS = ("Convert", "Multiply", "Subtract", "Reshape")
 def merge_projections(graph: StepGraph) -> None:
     """Merge every group of small compressed matrices that share an input and are compressed alike."""
     total = sum(_is_projection(node) for node in graph.model.get_ordered_ops())
-    groups = find_groups(graph.model)
+    groups = find_groups(graph.model, _is_projection)
     merged = [len(group) for group in groups if _is_small(group) and merge_group(group, join_constants)]
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"{sum(merged)} of {total} compressed matrices became {len(merged)}")
 
 
-def find_groups(model: ov.Model) -> list[list[ov.Node]]:
-    """Return the products with compressed weights that read the same values, where there are several."""
+def find_groups(model: ov.Model, is_projection: Callable[[ov.Node], bool]) -> list[list[ov.Node]]:
+    """Return the projections of a model that read the same values, where there are several.
+
+    Their order is that of what reads them, so that it is the same in all layers: folding wants them to be alike.
+    """
     groups: dict[tuple[int, int], list[ov.Node]] = defaultdict(list)
     for node in model.get_ordered_ops():
-        if _is_projection(node):
+        if is_projection(node):
             source = node.input_value(0)
             groups[source.get_node().get_instance_id(), source.get_index()].append(node)
-    return [group for group in groups.values() if len(group) > 1]
+    return [sorted(group, key=_order) for group in groups.values() if len(group) > 1]
+
+
+def _order(node: ov.Node) -> tuple[int, list[list[str]]]:
+    """Return a key by which larger projections come first, and those of one size in the order of what reads them."""
+    readers = [node]
+    kinds = []
+    for _ in range(LOOK_AHEAD):
+        readers = [reader for node in readers for output in node.outputs() for reader in consumers(output)]
+        kinds.append(sorted({reader.get_type_name() for reader in readers}))
+    return -node.get_output_partial_shape(0)[-1].get_length(), kinds
+
+
+def has_constant_weights(node: ov.Node) -> bool:
+    """Return whether a node is ``x · weightsᵀ`` with constant weights ``[N, K]``, compressed or not."""
+    if node.get_type_name() != "MatMul" or len(node.input_value(1).get_partial_shape()) != 2:
+        return False
+    attributes = node.get_attributes()
+    weights = through(node.input_value(1), *_STEPS).get_node()
+    is_ours = bool(attributes["transpose_b"]) and not bool(attributes["transpose_a"])
+    return is_ours and weights.get_type_name() == "Constant"
 
 
 def _is_projection(node: ov.Node) -> bool:
-    if node.get_type_name() != "MatMul" or compressed_weights(node) is None:
-        return False
-    attributes = node.get_attributes()
-    return bool(attributes["transpose_b"]) and not bool(attributes["transpose_a"])
+    return has_constant_weights(node) and compressed_weights(node) is not None
 
 
 def _is_small(group: list[ov.Node]) -> bool:

@@ -1,8 +1,8 @@
 """Takes the zero points of compressed weights out of the graph, for NPUs.
 
-Intel's NPU compiler expands 8-bit weights with zero points to f16 in every step if they are inputs of a program, and refuses 4-bit
-ones. Here ``q - zero point`` becomes ``i + d``: ``i = q - middle`` is a signed integer (one bit differs), and ``d = middle - zero
-point`` a small integer of a row, or of a group of a row.
+Intel's NPU compiler expands 8-bit weights with zero points to f16 in every step if they are inputs of a program, and refuses
+4-bit ones. Here ``q - zero point`` becomes ``i + d``: ``i = q - middle`` is a signed integer (one bit differs), and
+``d = middle - zero point`` a small integer of a row, or of a group of a row.
 
 - Rows with one scale: ``x · (i + d)`` is ``[x, sums, sums] · [i, d // 2, d - d // 2]``, where ``sums`` are those of 8 or 16 parts
   of x. So the matrix gets 16 bytes of columns of its own type and scale: exact, and cheaper than adding a product to the result.
