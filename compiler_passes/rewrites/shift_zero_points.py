@@ -41,18 +41,20 @@ class _Sums:
 
     values: dict[Key, ov.Output] = field(default_factory=dict)
 
-    def of(self, source: ov.Output, parts: int) -> ov.Output:
-        """Return the sums of this number of parts of the last axis."""
+    def of(self, matrix: CompressedMatrix, parts: int) -> ov.Output:
+        """Return the sums of this number of parts of a matrix's source."""
+        source = matrix.source
         key = (source.get_node().get_instance_id(), source.get_index(), parts)
         if key not in self.values:
-            self.values[key] = _sums(source, parts)
+            self.values[key] = _sums(source, parts, matrix.shape[-1] // parts)
         return self.values[key]
 
-    def beside(self, source: ov.Output, parts: int) -> ov.Output:
+    def beside(self, matrix: CompressedMatrix, parts: int) -> ov.Output:
         """Return ``[source, sums, sums]``."""
+        source = matrix.source
         key = (source.get_node().get_instance_id(), source.get_index(), -parts)
         if key not in self.values:
-            sums = self.of(source, parts)
+            sums = self.of(matrix, parts)
             self.values[key] = ops.concat([source, sums, sums], axis=-1).output(0)
         return self.values[key]
 
@@ -79,6 +81,8 @@ def _shift(matrix: CompressedMatrix, sums: _Sums, shifted: dict[int, ov.Node]) -
     zero_points = zero_points_of(matrix)
     if zero_points is None:
         return "its zero points are no integers of the type of its weights"
+    if matrix.source.get_partial_shape().rank.is_dynamic:
+        return "the rank of its input is not known"
     if matrix.shape[-1] % 2 and matrix.bits < 8:
         return "a row is no whole number of bytes"
     is_unsigned = matrix.weights.get_element_type().get_type_name().startswith("u")
@@ -94,7 +98,7 @@ def _shift(matrix: CompressedMatrix, sums: _Sums, shifted: dict[int, ov.Node]) -
         parts = next(parts for parts in (most, 8, 4, 2, 1) if matrix.shape[-1] % parts == 0)
         columns = np.repeat(np.concatenate([offsets // 2, offsets - offsets // 2], axis=-1), parts, axis=-1)
         weights = decompress(_signed(matrix, columns.astype(np.int8)), matrix.scale)
-        matrix.replace(weights.output(0), sums.beside(matrix.source, parts))
+        matrix.replace(weights.output(0), sums.beside(matrix, parts))
     return ""
 
 
@@ -128,7 +132,7 @@ def _add_correction(matrix: CompressedMatrix, weights: ov.Node, offsets: NDArray
     factors = (offsets.reshape(scale.shape) * scale).reshape([*matrix.shape[:-1], groups])
     kind = matrix.scale.get_element_type().to_dtype()
     constant = ops.convert_like(ops.constant(factors.astype(kind)), matrix.source)
-    change = ops.matmul(sums.of(matrix.source, groups), constant, transpose_a=False, transpose_b=True)
+    change = ops.matmul(sums.of(matrix, groups), constant, transpose_a=False, transpose_b=True)
     total = ops.add(product, change)
     total.set_friendly_name(f"{product.get_friendly_name()}/shifted")
     for reader in readers:
@@ -143,11 +147,10 @@ def _numbers(output: ov.Output) -> NDArray[np.float32]:
     return np.asarray(node.get_data(dtype=np.float32)).reshape(output.get_shape())
 
 
-def _sums(source: ov.Output, parts: int) -> ov.Output:
-    """Return the sums of ``parts`` equal parts of the last axis: ``[..., parts]``."""
-    shape = source.get_partial_shape()
-    size = shape[len(shape) - 1].get_length() // parts
-    cut = ops.reshape(source, np.array([*[0] * (len(shape) - 1), parts, size]), special_zero=True)
+def _sums(source: ov.Output, parts: int, size: int) -> ov.Output:
+    """Return the sums of ``parts`` parts of this ``size`` of the last axis: ``[..., parts]``."""
+    kept = [0] * (len(source.get_partial_shape()) - 1)
+    cut = ops.reshape(source, np.array([*kept, parts, size]), special_zero=True)
     return ops.reduce_sum(cut, ops.constant(np.array([-1])), keep_dims=False).output(0)
 
 
