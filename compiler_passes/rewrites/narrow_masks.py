@@ -23,7 +23,7 @@ def narrow_masks(graph: StepGraph) -> None:
         mask = graph.parameter(kind.port_name)
         assert mask is not None
         readers = mask.output(0).get_target_inputs()
-        finite = ops.maximum(mask, ops.convert_like(ops.constant(np.float32(LOWEST)), mask))
+        finite = ops.maximum(mask, ops.constant(np.float32(LOWEST)))
         narrow = ops.convert(finite, "f16")
         wide: ov.Node = ops.convert(narrow, mask.get_element_type().get_type_name())
         for reader in readers:

@@ -99,7 +99,7 @@ def tokens_for(variant):
 
 
 def check(path, tolerance, kind="", group=0, scale_type="f32"):
-    """Compare the programs of all ``VARIANTS`` with the original, whose weights are compressed first; return the lowered model."""
+    """Compare the programs of all ``VARIANTS`` with the original, whose weights may be compressed. Return the lowered model."""
     model = core.read_model(path / "openvino_model.xml")
     if kind:
         assert compress(model, kind, group, scale_type) > 4

@@ -60,9 +60,7 @@ def compress(model, kind, group=0, scale_type="f32"):
             continue
         values = np.asarray(constant.get_data(dtype=np.float32)).reshape(shape)
         new = compressed(values, kind, group, scale_type, seed=count)
-        node.input(1).replace_source_output(
-            (new if scale_type == "f32" else ops.convert(new, "f32")).output(0)
-        )
+        node.input(1).replace_source_output((new if scale_type == "f32" else ops.convert(new, "f32")).output(0))
         count += 1
     model.validate_nodes_and_infer_types()
     return count
