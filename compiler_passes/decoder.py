@@ -5,17 +5,27 @@ from __future__ import annotations
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline, VariantPass
+from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
 from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
+from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
+from staticllm.compiler_passes.rewrites.join_weights import join_weights
+from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
+from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
+from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
+from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
+from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
+from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
 from staticllm.compiler_passes.shapes.cut_head import cut_head
 from staticllm.compiler_passes.shapes.select_logits import select_logits
 from staticllm.compiler_passes.states.fix_cache_position import fix_cache_position
 from staticllm.compiler_passes.states.keep_new_rows import keep_new_rows
 from staticllm.compiler_passes.states.lift_state import lift_state
 from staticllm.compiler_passes.states.store_kv_as import store_kv_as
+from staticllm.devices import kind, merges_projections
 
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
@@ -38,9 +48,37 @@ DECODER_EMBEDDER = DECODER.replace(
     "select_logits", Pass("cut_head", lambda graph, options: cut_head(graph, options.is_normalised))
 )
 """Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""
+FEW_ROWS = 16
+"""Most rows for which merged projections and signed sines are faster on an NPU (docs/npu.md)."""
+DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
+    (
+        *DECODER_UNMERGED.without("group_queries").without("store_kv_as").without("decompose_attention").passes,
+        Pass("narrow_masks", lambda graph, options: narrow_masks(graph)),
+        Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
+        Pass("gate_last", lambda graph, options: gate_last(graph)),
+        Pass("merge_grouped", lambda graph, options: merge_grouped(graph)),
+        Pass("shift_zero_points", lambda graph, options: shift_zero_points(graph)),
+        Pass("lead_groups", lambda graph, options: lead_groups(graph)),
+        Pass("join_weights", lambda graph, options: join_weights(graph)),
+        Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.kv_type)),
+    ),
+    (
+        VariantPass("merge_joined", lambda variant: variant.rows <= FEW_ROWS, merge_joined),
+        VariantPass("sign_sine", lambda variant: variant.rows <= FEW_ROWS, sign_sine),
+        VariantPass("cut_heads", lambda variant: variant.rows > 1, cut_heads),
+    ),
+)
+"""The same in forms that Intel's NPU compiler makes fast programs of. Each choice is a row of a table in ``docs/npu.md``."""
 EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
     "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)
 )
+
+
+def decoder_passes(device: str) -> PassPipeline[StepGraph, LoweringOptions]:
+    """Return the passes for a device, such as ``CPU`` or ``GPU.0``, by its kind."""
+    if kind(device) == "NPU":
+        return DECODER_NPU
+    return DECODER if merges_projections(device) else DECODER_UNMERGED
 
 
 def with_adapters(passes: PassPipeline[StepGraph, LoweringOptions]) -> PassPipeline[StepGraph, LoweringOptions]:

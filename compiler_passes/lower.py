@@ -9,7 +9,7 @@ import openvino as ov
 from staticllm.compiler_passes.decoder import DECODER
 from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
 from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline, PassReport
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline, PassReport, VariantPass
 from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.core import KEY_POSITIONS, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
@@ -23,10 +23,17 @@ class LoweredModel:
     graph: StepGraph
     shape: ModelShape
     reports: tuple[PassReport, ...]
+    variant_passes: tuple[VariantPass[StepGraph], ...] = ()
 
     def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
-        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
+        """Return the model of one variant's program, after the passes of its sizes.
+
+        ``is_static``: check that every shape in it is static.
+        """
         model = fix_shapes(self.graph, variant)
+        for entry in self.variant_passes:
+            if entry.applies(variant):
+                entry.run(self.graph, model)
         if is_static:
             check_static(model, f"fix_shapes{variant}")
         return model
@@ -46,7 +53,7 @@ def lower(
     """
     graph = StepGraph(model)
     reports = passes.run(graph, options)
-    return LoweredModel(graph, _shape_of(graph), reports)
+    return LoweredModel(graph, _shape_of(graph), reports, passes.variant_passes)
 
 
 def _shape_of(graph: StepGraph) -> ModelShape:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
+
+import openvino as ov
 
 from staticllm.compiler_passes.graph.check_graph import check_graph
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.shapes.add_pooling import Dense
-from staticllm.core import AdapterLayout, AdapterType, KVType
+from staticllm.core import AdapterLayout, AdapterType, KVType, Variant
 from staticllm.errors import StaticLLMError, UnsupportedModelError
 
 Graph = TypeVar("Graph", bound=StepGraph)
@@ -56,6 +58,18 @@ class Pass(Generic[Graph, Options]):
 
 
 @dataclass(frozen=True)
+class VariantPass(Generic[Graph]):
+    """A named pass that depends on the sizes of a program, so it runs on the model of each variant that it ``applies`` to.
+
+    ``run`` changes the model, whose shapes are static, in place, and returns the number of places that it changed.
+    """
+
+    name: str
+    applies: Callable[[Variant], bool]
+    run: Callable[[Graph, ov.Model], int]
+
+
+@dataclass(frozen=True)
 class PassReport:
     """The effect of one pass, for ``staticllm inspect``."""
 
@@ -67,9 +81,13 @@ class PassReport:
 
 @dataclass(frozen=True)
 class PassPipeline(Generic[Graph, Options]):
-    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline."""
+    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline.
+
+    ``variant_passes`` run later, on the model of one variant.
+    """
 
     passes: tuple[Pass[Graph, Options], ...]
+    variant_passes: tuple[VariantPass[Graph], ...] = ()
 
     def without(self, name: str) -> PassPipeline[Graph, Options]:
         """Return the pipeline without the pass of this name.
@@ -78,7 +96,7 @@ class PassPipeline(Generic[Graph, Options]):
             ValueError: the pipeline has no such pass.
         """
         self._require(name)
-        return PassPipeline(tuple(entry for entry in self.passes if entry.name != name))
+        return replace(self, passes=tuple(entry for entry in self.passes if entry.name != name))
 
     def replace(self, name: str, other: Pass[Graph, Options]) -> PassPipeline[Graph, Options]:
         """Return the pipeline with ``other`` in place of the pass of this name.
@@ -87,7 +105,7 @@ class PassPipeline(Generic[Graph, Options]):
             ValueError: the pipeline has no such pass.
         """
         self._require(name)
-        return PassPipeline(tuple(other if entry.name == name else entry for entry in self.passes))
+        return replace(self, passes=tuple(other if entry.name == name else entry for entry in self.passes))
 
     def after(self, name: str, other: Pass[Graph, Options]) -> PassPipeline[Graph, Options]:
         """Return the pipeline with ``other`` after the pass of this name.
@@ -96,9 +114,8 @@ class PassPipeline(Generic[Graph, Options]):
             ValueError: the pipeline has no such pass.
         """
         self._require(name)
-        return PassPipeline(
-            tuple(each for entry in self.passes for each in ((entry, other) if entry.name == name else (entry,)))
-        )
+        passes = tuple(each for entry in self.passes for each in ((entry, other) if entry.name == name else (entry,)))
+        return replace(self, passes=passes)
 
     def _require(self, name: str) -> None:
         if name not in (entry.name for entry in self.passes):

@@ -44,6 +44,7 @@ class StepGraph:
     num_adapters: int = 0  # adapters that a row can have
     adapted: list[AdaptedGroup] = field(default_factory=list)  # matrices that they change
     adapter_type: AdapterType = "f32"
+    blocks: dict[int, ov.Node] = field(default_factory=dict)  # address of joined constants → constant of all of them
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, stage: str, text: str) -> None:

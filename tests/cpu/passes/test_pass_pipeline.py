@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from staticllm.compiler_passes.decoder import DECODER, DECODER_EMBEDDER, DECODER_UNMERGED, with_adapters
+from staticllm.compiler_passes.decoder import (
+    DECODER,
+    DECODER_EMBEDDER,
+    DECODER_NPU,
+    DECODER_UNMERGED,
+    with_adapters,
+)
 from staticllm.compiler_passes.encoder import ENCODER
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
@@ -16,8 +22,8 @@ HELPERS = {"classify_mask", "fix_shapes", "fuse_adapters"}
 
 def test_every_pass_is_in_a_list_and_has_a_file(root):
     files = [path.stem for room in ROOMS for path in (root / "compiler_passes" / room).glob("[!_]*.py")]
-    lists = (DECODER, DECODER_EMBEDDER, ENCODER, with_adapters(DECODER))
-    names = {entry.name for pipeline in lists for entry in pipeline.passes}
+    lists = (DECODER, DECODER_EMBEDDER, DECODER_NPU, ENCODER, with_adapters(DECODER))
+    names = {entry.name for pipeline in lists for entry in (*pipeline.passes, *pipeline.variant_passes)}
     assert sorted(names | HELPERS) == sorted(files)
 
 

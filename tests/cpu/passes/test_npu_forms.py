@@ -1,0 +1,236 @@
+"""Tests the passes for NPUs one by one: the same values in another form, and what they leave alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import pytest
+from openvino import opset13 as ops
+from support.models.compressed_weights import compressed, integers
+
+from staticllm.compiler_passes.decoder import DECODER_NPU
+from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.lower import lower
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions
+from staticllm.compiler_passes.rewrites.gate_last import gate_last
+from staticllm.compiler_passes.rewrites.join_weights import join_weights
+from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
+from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
+from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
+from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
+from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
+from staticllm.core import Variant
+from staticllm.pipelines.diagnostics.reference import EXACT
+
+SIZE, ROWS = 64, 3
+core = ov.Core()
+
+
+def run(model, seed=1):
+    rng = np.random.default_rng(seed)
+    feeds = [
+        rng.standard_normal(list(port.get_partial_shape().get_max_shape())).astype(np.float32) for port in model.inputs
+    ]
+    return [np.array(value) for value in core.compile_model(model, "CPU", EXACT)(feeds).values()]
+
+
+def same(model, before, tolerance=1e-5):
+    for own, other in zip(run(model), before, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=tolerance * max(1.0, np.ptp(other)))
+
+
+def kinds(model):
+    return [node.get_type_name() for node in model.get_ordered_ops()]
+
+
+def types(model):
+    return {
+        node.get_element_type().get_type_name()
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "Constant"
+    }
+
+
+def projections(matrices, end=lambda products: products):
+    """Return a model of products of one input with these weights, and what ``end`` makes of the products."""
+    value = ops.parameter([1, ROWS, SIZE], np.float32)
+    products = [ops.matmul(value, weights, False, True) for weights in matrices]
+    return ov.Model([ops.result(output) for output in end(products)], [value])
+
+
+def random(rows, size=SIZE, seed=0):
+    return np.random.default_rng(seed).standard_normal((rows, size)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind,group,size", [
+    ("u8", 0, 64), ("u8", 0, 63), ("u8", 0, 6), ("u4", 0, 64), ("u4", 0, 62), ("u4", 16, 64), ("u8", 16, 64), ("i8", 0, 64),
+])  # fmt: skip
+def test_zero_points_are_shifted_exactly(kind, group, size):
+    """Small whole numbers as inputs and scales of powers of two make every sum exact in f32, so the results must be equal."""
+    rng = np.random.default_rng(2)
+    shape = (24, size // group, group) if group else (24, size)
+    bits = int(kind[1])
+    lowest = 0 if kind.startswith("u") else -(1 << bits - 1)
+    levels = rng.integers(lowest, lowest + (1 << bits), shape)
+    zero = rng.integers(lowest, lowest + (1 << bits), (*shape[:-1], 1))
+    zero.reshape(-1)[:2] = (lowest, lowest + (1 << bits) - 1)
+    scale = (2.0 ** rng.integers(-3, 3, zero.shape)).astype(np.float16)
+    weights = ops.multiply(
+        ops.subtract(ops.convert(integers(levels, kind), "f16"), ops.convert(integers(zero, kind), "f16")),
+        ops.constant(scale),
+    )
+    weights = ops.reshape(weights, np.array([24, size]), special_zero=False) if group else weights
+    value = ops.parameter([1, -1, size], np.float32)
+    model = ov.Model([ops.result(ops.matmul(value, ops.convert(weights, "f32"), False, True))], [value])
+    shift_zero_points(graph := StepGraph(model))
+    assert graph.notes["shift_zero_points"] == ["1 of 1 compressed matrices lost their zero points"]
+    assert types(model).isdisjoint({"u8", "u4"})
+    x = rng.integers(-3, 4, (1, ROWS, size)).astype(np.float32)
+    wanted = x @ ((levels - zero) * scale.astype(np.float64)).reshape(24, size).T
+    assert np.array_equal(core.compile_model(model, "CPU", EXACT)([x])[0], wanted)
+
+
+def test_an_odd_row_of_4_bits_and_fractions_are_left_alone():
+    half = ops.subtract(
+        ops.convert(ops.constant(np.full((8, SIZE), 3, np.uint8)), "f32"), ops.constant(np.float32(1.5))
+    )
+    model = projections([ops.multiply(half, ops.constant(np.ones((8, 1), np.float32)))])
+    before = run(model)
+    shift_zero_points(graph := StepGraph(model))
+    assert "left alone: its zero points are no integers" in graph.notes["shift_zero_points"][0]
+    same(model, before)
+
+
+def test_weights_that_an_embedding_shares_are_stored_once():
+    """A tied head: its weights become signed, and the embedding reads the same constant with other zero points."""
+    table = compressed(random(40), "u8")
+    ids = ops.parameter([1, ROWS], np.int64)
+    embedding = ops.gather(table, ids, ops.constant(0))
+    model = ov.Model([ops.result(ops.matmul(embedding, table, False, True)), ops.result(embedding)], [ids])
+    feed = [np.array([[3, 39, 0]])]
+    before = [np.array(value) for value in core.compile_model(model, "CPU", EXACT)(feed).values()]
+    shift_zero_points(StepGraph(model))
+    after = [np.array(value) for value in core.compile_model(model, "CPU", EXACT)(feed).values()]
+    for own, other in zip(after, before, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-4 * np.ptp(other))
+    large = [
+        node
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "Constant" and node.get_byte_size() >= 40 * SIZE
+    ]
+    assert len(large) == 1
+
+
+def test_groups_come_first_and_keep_their_values():
+    model = projections([compressed(random(48), "i4", 16)])
+    before = run(model)
+    lead_groups(graph := StepGraph(model))
+    assert graph.notes["lead_groups"] == ["1 of 1 matrices in groups have their groups first"]
+    same(model, before)
+    shapes = [list(node.get_output_shape(0)) for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
+    assert [4, 48, 16] in shapes
+
+
+def gated(products):
+    gate, up, *others = products
+    return [ops.multiply(ops.swish(gate), up), *others]
+
+
+def test_the_factors_of_one_product_are_not_merged_for_all_programs():
+    weights = [compressed(random(48, seed=seed), "i4", 16, seed=seed) for seed in range(2)]
+    model = projections(weights, gated)
+    merge_grouped(graph := StepGraph(model))
+    assert graph.notes["merge_grouped"] == ["0 of 1 groups of projections are one matrix in all programs"]
+    model = projections(weights)
+    before = run(model)
+    merge_grouped(StepGraph(model))
+    assert kinds(model).count("MatMul") == 1
+    same(model, before)
+
+
+def test_gates_are_multiplied_last():
+    model = projections([ops.constant(random(48, seed=seed)) for seed in range(2)], gated)
+    before = run(model)
+    gate_last(graph := StepGraph(model))
+    assert graph.notes["gate_last"] == ["1 products have their gate last"]
+    product = next(node for node in model.get_ordered_ops() if node.get_type_name() == "Multiply")
+    assert product.input_value(1).get_node().get_type_name() == "Swish"
+    for own, other in zip(run(model), before, strict=True):
+        assert np.array_equal(own, other)
+
+
+@pytest.mark.parametrize("kind", ["u8", "i8", "i4", "plain"])
+def test_joined_projections_are_merged_without_a_copy(kind):
+    def weights(seed):
+        return (
+            ops.constant(random(48, seed=seed))
+            if kind == "plain"
+            else compressed(random(48, seed=seed), kind, seed=seed)
+        )
+
+    model = projections([weights(seed) for seed in range(3)])
+    before = run(model)
+    join_weights(graph := StepGraph(model))
+    assert kinds(model).count("MatMul") == 3
+    same(model, before)
+    merged = model.clone()
+    assert merge_joined(graph, merged) == 1
+    assert kinds(merged).count("MatMul") == 1
+    same(merged, before)
+    starts = {node.data.ctypes.data for node in model.get_ops() if node.get_type_name() == "Constant"}
+    large = [node for node in merged.get_ops() if node.get_type_name() == "Constant" and node.get_byte_size() > 256]
+    assert large
+    assert all(node.data.ctypes.data in starts for node in large)
+
+
+def test_projections_that_are_not_joined_are_not_merged():
+    model = projections([compressed(random(48, seed=seed), "i8", seed=seed) for seed in range(2)])
+    assert merge_joined(StepGraph(model), model) == 0
+    assert kinds(model).count("MatMul") == 2
+
+
+def rotary(axis=-1, factor=-1):
+    """Return ``x * cos + concat(factor * b, a) * sin`` with positions as an input."""
+    ids = ops.parameter([1, ROWS], np.int64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    places = ops.parameter([1, 1, ROWS, 1], np.float32, name="position_ids")
+    places.output(0).set_names({"position_ids"})
+    x = ops.reshape(ops.gather(ops.constant(random(40)), ids, ops.constant(0)), np.array([1, 1, ROWS, SIZE]), False)
+    first, second = ops.split(x, axis, 2).outputs()
+    angles = ops.multiply(places, ops.constant(random(1).reshape(1, 1, 1, SIZE)))
+    turned = ops.concat([ops.multiply(second, ops.constant(np.float32(factor))), first], axis)
+    return ov.Model(
+        [ops.result(ops.add(ops.multiply(x, ops.cos(angles)), ops.multiply(turned, ops.sin(angles))))], [ids, places]
+    )
+
+
+def test_signs_move_into_the_sines():
+    feeds = [np.array([[1, 5, 39]]), np.array([3.0, 4.0, 70.0], np.float32).reshape(1, 1, ROWS, 1)]
+    for factor, found in ((-1, 1), (-2, 0)):
+        model = rotary(factor=factor)
+        before = core.compile_model(model, "CPU", EXACT)(feeds)[0].copy()
+        assert sign_sine(StepGraph(model), model) == found
+        assert np.array_equal(core.compile_model(model, "CPU", EXACT)(feeds)[0], before)
+
+
+def test_masks_leave_scores_finite_in_f16(zoo):
+    """The mask input reaches attention as f16, and the largest negative score does not make the sum infinite."""
+    lowered = lower(core.read_model(zoo / "qwen2" / "openvino_model.xml"), LoweringOptions(256), DECODER_NPU)
+    model = lowered.specialise(Variant(2, 6))
+    mask = next(node for node in model.get_parameters() if "mask.causal" in node.output(0).get_names())
+    (raised,) = (target.get_node() for target in mask.output(0).get_target_inputs())
+    narrow = next(target.get_node() for target in raised.output(0).get_target_inputs())
+    assert narrow.get_element_type() == ov.Type.f16
+    part = ov.Model([ops.result(narrow)], [mask])
+    hidden = core.compile_model(part, "CPU")([np.full((1, 1, 2, 8), -65504, np.float32)])[0]
+    assert np.isfinite(hidden + np.float16(-30000)).all()
+    assert (np.exp((hidden + np.float16(30000)).astype(np.float32)) == 0).all()
+
+
+def test_keys_are_cut_by_heads_only_in_programs_of_several_rows(zoo):
+    lowered = lower(core.read_model(zoo / "qwen2" / "openvino_model.xml"), LoweringOptions(256), DECODER_NPU)
+    layers, kept = 3, {1: 0, 2: 2}
+    for rows, cut in kept.items():
+        model = lowered.specialise(Variant(rows, 8))
+        splits = [node for node in model.get_ordered_ops() if node.get_type_name() == "Split"]
+        assert len(splits) == layers * cut
