@@ -43,7 +43,15 @@ class OfRows:
     port: str
 
 
-Source: TypeAlias = OfPort | OfWire | OfWeights | OfRows
+@dataclass(frozen=True)
+class OfWireRows:
+    """Rows of a wire ``[1, n, ...]``, one for each value of a port that holds whole numbers below n. The host picks them."""
+
+    number: int
+    port: str
+
+
+Source: TypeAlias = OfPort | OfWire | OfWireRows | OfWeights | OfRows
 Target: TypeAlias = OfPort | OfWire
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import openvino as ov
@@ -19,12 +20,14 @@ from staticllm.compiler_passes.blocks.chain_model import (
     OfRows,
     OfWeights,
     OfWire,
+    OfWireRows,
     Source,
     Target,
     WireType,
 )
 from staticllm.compiler_passes.blocks.dataflow import Dataflow, fold_shapes, num_bytes, port_name
 from staticllm.compiler_passes.blocks.grouping import group_segments
+from staticllm.compiler_passes.blocks.pick_early import find_pick, pick_early
 from staticllm.compiler_passes.blocks.pick_rows import pick_rows
 from staticllm.compiler_passes.blocks.regions import Entry, Region, Regions
 from staticllm.compiler_passes.graph.control_values import Key, key_of
@@ -49,6 +52,7 @@ class Splitter:
         Raises ``UnsupportedModelError`` (no value of the program depends on the tokens alone).
         """
         fold_shapes(model)
+        pick_early(model)
         flow = Dataflow.of(model)
         regions = Regions(flow, self._numbers)
         host_cut, bounds = _boundaries(flow, regions)
@@ -72,16 +76,32 @@ def _boundaries(flow: Dataflow, regions: Regions) -> tuple[int, list[tuple[int, 
     host_cut = max((cut for cut in flow.cuts if cut < first_heavy), default=None)
     if host_cut is None:
         raise UnsupportedModelError("split", "no value depends on the tokens alone: nothing can be done on the host")
-    begins = [cut for cut in flow.cuts if cut >= host_cut]
-    ends = [*begins[1:], None]
-    segments = [regions.describe(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    cuts = [cut for cut in flow.cuts if cut >= host_cut]
+    pick = _pick_place(flow)
+    if pick not in cuts:
+        return host_cut, _grouped(regions, [*cuts, None])
+    after = cuts.index(pick)
+    return host_cut, [*_grouped(regions, cuts[:after]), (pick, None)]
+
+
+def _pick_place(flow: Dataflow) -> int:
+    """Return the place of the node that picks rows for logits, if the host can do that: the whole rest reads it; else -1."""
+    pick = find_pick(flow.model)
+    return -1 if pick is None else flow.places.get(pick.get_instance_id(), -1)
+
+
+def _grouped(regions: Regions, cuts: Sequence[int | None]) -> list[tuple[int, int | None]]:
+    """Return the begins and ends of regions from the first of these cuts to the last."""
+    segments = [regions.describe(begin, end) for begin, end in pairwise(cuts)]
     bounds = list[tuple[int, int | None]]()
     first = 0
     for group in group_segments([segment.signature for segment in segments]):
-        last = first + len(group) - 1
-        bounds.append((begins[first], ends[last]))
-        first = last + 1
-    return host_cut, bounds
+        last = first + len(group)
+        begin = cuts[first]
+        assert begin is not None, "only the end of the chain is None"
+        bounds.append((begin, cuts[last]))
+        first = last
+    return bounds
 
 
 def _shared_values(regions: Iterable[Region]) -> list[ov.Output]:
@@ -147,6 +167,10 @@ class _Builder:
             return OfPort(port_name(entry.output.get_node()))
         if entry.role in ("weights", "small"):
             return OfWeights(entry.output.get_node())
+        pick = entry.output.get_node()
+        if key_of(entry.output) not in self._wire_of:  # the rows that get logits, of what the last layer computes
+            values, rows = pick.input_values()[:2]
+            return OfWireRows(self._wire_of[key_of(values)].number, port_name(rows.get_node()))
         return self._wire_of[key_of(entry.output)]
 
     def _new_wire(self, output: ov.Output) -> OfWire:

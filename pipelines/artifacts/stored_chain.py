@@ -17,7 +17,7 @@ import numpy as np
 import openvino as ov
 from msgspec import Meta
 
-from staticllm.compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWire, Place, WireType
+from staticllm.compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, DeviceError, last_line
 from staticllm.pipelines.artifacts.blob_set import ImportTarget, Piece, import_blob
@@ -175,6 +175,8 @@ def _end(end: PlannedSource) -> _End:
         return _End(port=end.name)
     if isinstance(end, OfWire):
         return _End(wire=end.number)
+    if isinstance(end, OfWireRows):
+        return _End(port=end.port, wire=end.number)
     return _End(port=end.port if isinstance(end, RowsOf) else "", entry=end.entry)
 
 
@@ -213,12 +215,14 @@ MAX_WIRE_BYTES = 1 << 36
 def _source(end: _End) -> PlannedSource:
     if end.entry is not None:
         return RowsOf(end.entry, end.port) if end.port else EntryOf(end.entry)
-    return OfWire(end.wire) if end.wire is not None else OfPort(end.port)
+    if end.wire is not None:
+        return OfWireRows(end.wire, end.port) if end.port else OfWire(end.wire)
+    return OfPort(end.port)
 
 
 def _target(end: _End) -> OfPort | OfWire:
-    if end.entry is not None:
-        raise BlobError("a chain writes to its weights: export it again")
+    if end.entry is not None or (end.wire is not None and end.port):
+        raise BlobError("a chain writes to its weights or to rows of a wire: export it again")
     return OfWire(end.wire) if end.wire is not None else OfPort(end.port)
 
 
@@ -241,17 +245,21 @@ def _check(plan: ChainPlan, bank: WeightBank) -> None:
 
 def _check_source(source: PlannedSource, plan: ChainPlan, bank: WeightBank, written: set[int]) -> None:
     inputs = {port.name: port for port in plan.inputs}
-    if isinstance(source, OfWire):
+    if isinstance(source, OfWire | OfWireRows):
         _require(source.number in written, "wire", source.number)
     if isinstance(source, EntryOf | RowsOf):
         _require(source.entry < len(bank.entries), "entry", source.entry)
-    if isinstance(source, OfPort | RowsOf):
+    if isinstance(source, OfPort | RowsOf | OfWireRows):
         name = source.name if isinstance(source, OfPort) else source.port
         _require(name in inputs, "input", name)
     if isinstance(source, RowsOf):
         entry = bank.entries[source.entry]
         has_rows = bool(entry.shape) and entry.data.nbytes % max(entry.shape[0], 1) == 0 < entry.data.nbytes
         _require(has_rows and inputs[source.port].element_type == ov.Type.i64, "table", entry.shape)
+    if isinstance(source, OfWireRows):
+        shape = plan.wires[source.number].shape
+        has_rows = len(shape) >= 2 and shape[0] == 1 <= math.prod(shape)
+        _require(has_rows and inputs[source.port].element_type == ov.Type.i64, "wire of rows", shape)
 
 
 def _require(condition: bool, what: str, value: object) -> None:

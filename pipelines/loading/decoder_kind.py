@@ -16,7 +16,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.adapters.adapter_set import AdapterSet
-from staticllm.compiler_passes.decoder import DECODER, DECODER_UNMERGED, with_adapters
+from staticllm.compiler_passes.decoder import decoder_passes, with_adapters
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower import LoweredModel, lower
 from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
@@ -24,7 +24,7 @@ from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipelin
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
-from staticllm.devices import check_device, default_kv_type, get_core, merges_projections
+from staticllm.devices import check_device, default_kv_type, get_core
 from staticllm.model_dir import check_model_dir, weights_size
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.manifest import Manifest
@@ -97,8 +97,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         lowering = LoweringOptions(
             config.num_kv_slots(mode), kv_type, adapter_type="bf16" if usual == "bf16" else "f32"
         )
-        passes = DECODER if merges_projections(device) else DECODER_UNMERGED
-        lowered = _lowered(source.model, lowering, passes, config.adapters)
+        lowered = _lowered(source.model, lowering, decoder_passes(device), config.adapters)
         layout = program_layout(device, job.directory, config, kv_type)
         variants = choose_variants(config, mode, lowered.shape)
         probes = probes_of(job)

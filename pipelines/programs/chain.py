@@ -24,10 +24,12 @@ from staticllm.compiler_passes.blocks.chain_model import (
     OfRows,
     OfWeights,
     OfWire,
+    OfWireRows,
     Place,
+    Source,
     WireType,
 )
-from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
+from staticllm.pipelines.programs.weight_bank import WeightBank
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class EntryOf:
     entry: int
 
 
-PlannedSource: TypeAlias = OfPort | OfWire | EntryOf | RowsOf
+PlannedSource: TypeAlias = OfPort | OfWire | OfWireRows | EntryOf | RowsOf
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def plan_chain(chain: ChainModel, bank: WeightBank) -> ChainPlan:
     return ChainPlan(places, tuple(map(planned, chain.calls)), chain.wires, chain.inputs, chain.outputs)
 
 
-def _planned_source(source: OfPort | OfWire | OfWeights | OfRows, bank: WeightBank) -> PlannedSource:
+def _planned_source(source: Source, bank: WeightBank) -> PlannedSource:
     if isinstance(source, OfWeights):
         return EntryOf(bank.add(source.constant))
     return RowsOf(bank.add(source.table), source.port) if isinstance(source, OfRows) else source
@@ -197,7 +199,14 @@ class CompiledChain:
         picks = list[_Picks]()
         for port, source in zip(program.inputs, call.sources, strict=True):
             if isinstance(source, RowsOf):
-                picks.append(_Picks.of(self.bank.entries[source.entry], tensors[source.port]))
+                entry = self.bank.entries[source.entry]
+                table = entry.data.reshape(entry.shape[0], -1)
+                picks.append(_Picks.of(table, tensors[source.port], entry.shape[1:], entry.element_type))
+                request.set_tensor(port, picks[-1].tensor)
+            elif isinstance(source, OfWireRows):
+                wire = self.plan.wires[source.number]
+                table = wires[source.number].memory.reshape(wire.shape[1], -1)
+                picks.append(_Picks.of(table, tensors[source.port], wire.shape[2:], wire.element_type, lead=(1,)))
                 request.set_tensor(port, picks[-1].tensor)
             elif isinstance(source, EntryOf):
                 request.set_tensor(port, self.bank.entries[source.entry].tensor)
@@ -210,23 +219,29 @@ class CompiledChain:
 
 @dataclass(frozen=True)
 class _Picks:
-    """The picked rows of a table."""
+    """Picked rows of a table, whose rows are bytes here: ``[n, bytes of a row]``."""
 
-    table: Weights
+    table: NDArray[np.uint8]
     ids: ov.Tensor
     rows: NDArray[np.uint8]
     tensor: ov.Tensor
 
     @classmethod
-    def of(cls, table: Weights, ids: ov.Tensor) -> _Picks:
-        """Allocate room for one row per value of ``ids``."""
-        rows = np.zeros((ids.size, table.data.nbytes // table.shape[0]), np.uint8)
-        shape = ov.Shape([ids.size, *table.shape[1:]])
-        return cls(table, ids, rows, ov.Tensor(rows, shape, table.element_type))
+    def of(
+        cls,
+        table: NDArray[np.uint8],
+        ids: ov.Tensor,
+        row: tuple[int, ...],
+        element_type: ov.Type,
+        lead: tuple[int, ...] = (),
+    ) -> _Picks:
+        """Allocate room for one row per value of ``ids``, as a tensor ``[*lead, count, *row]``."""
+        rows = np.zeros((ids.size, table.shape[1]), np.uint8)
+        return cls(table, ids, rows, ov.Tensor(rows, ov.Shape([*lead, ids.size, *row]), element_type))
 
     def fill(self) -> None:
         """Copy the rows."""
-        self.table.rows(self.ids.data.reshape(-1), self.rows)
+        np.take(self.table, self.ids.data.reshape(-1), axis=0, out=self.rows, mode="clip")  # other modes copy twice
 
 
 @dataclass(frozen=True)
@@ -260,7 +275,7 @@ def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
 
 
 def _wires_in(ends: Sequence[Any]) -> Iterator[int]:
-    return (end.number for end in ends if isinstance(end, OfWire))
+    return (end.number for end in ends if isinstance(end, OfWire | OfWireRows))
 
 
 def bind_calls(program: AnyProgram, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:

@@ -25,11 +25,6 @@ class Weights:
         """A tensor over the bytes, which the caller must keep."""
         return ov.Tensor(self.data, ov.Shape(self.shape), self.element_type)
 
-    def rows(self, ids: NDArray[np.int64], into: NDArray[np.uint8]) -> None:
-        """Copy the rows of a table ``[n, ...]`` that ``ids [count]`` name to ``into [count, bytes of a row]``."""
-        table = self.data.reshape(self.shape[0], -1)
-        np.take(table, ids, axis=0, out=into, mode="clip")  # other modes copy twice
-
 
 class WeightBank:
     """The constants that programs read, each once, however many programs and parts share it.

@@ -99,10 +99,11 @@ def test_equal_parts_of_two_programs_are_compiled_once(zoo):
     chains = ChainCompiler(compile_part)
     first = chains.compile(lowered.specialise(Variant(1, 128)), "CPU", {}, "it")
     again = chains.compile(lowered.specialise(Variant(1, 64)), "CPU", {}, "it")
-    assert made == ["host", "block1", "part2", "host", "block1"], "the tail does not depend on the KV length"
+    prompt = chains.compile(lowered.specialise(Variant(64, 0)), "CPU", {}, "it")
+    assert made == ["host", "block1", "part2", *(["host", "block1"] * 2)], "one head serves one row of logits of any call"
+    assert first.parts[2] is prompt.parts[2]
     assert first.parts[2] is again.parts[2]
     assert chains.bank.num_bytes < 1.02 * sum(entry.data.nbytes for entry in chains.bank.entries)
-    chains.compile(lowered.specialise(Variant(64, 0)), "CPU", {}, "it")
     assert chains.bank is first.bank
     sizes = {(entry.data.ctypes.data, entry.shape) for entry in first.bank.entries}
     assert len(sizes) == len(first.bank.entries), "each constant is in the bank once"
