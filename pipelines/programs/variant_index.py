@@ -22,8 +22,10 @@ class VariantIndex:
 
     ``needs_real_rows``: no row of a call may be idle. All look-ups except ``with_logits`` are for calls with logits after the
     last token of each sequence, and find only variants for these. ``sizes`` are their ``(rows, sequences)``, ascending.
-    ``widest`` maps a number of rows to the largest number of sequences of its variants. ``rows_with_logits`` are the numbers of
-    rows of variants with logits after more rows than the last one of each sequence, descending.
+    ``decoding`` are the
+    variants with one row per sequence, ascending. ``widest`` maps a number of rows to the largest number of sequences of its
+    variants. ``rows_with_logits`` are the numbers of rows of variants with logits after more rows than the last one of each
+    sequence, descending.
     """
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
@@ -46,6 +48,7 @@ class VariantIndex:
         self._decoding = [  # (KV length, the largest number of sequences that decode over it), ascending
             (reach, max(min(size) for size, kv_lens in buckets.items() if kv_lens[-1] >= reach)) for reach in reaches
         ]
+        self.decoding = tuple(v for v in ordinary if v.rows == v.sequences)
         self._kv_lens = sorted({variant.kv_len for variant in ordinary})
         self.max_kv_len = self._kv_lens[-1]
 
