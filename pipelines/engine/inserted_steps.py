@@ -36,8 +36,7 @@ class InsertedSteps:
         Only prompts make way: a decode step would wait for another one as long as it takes itself.
         """
         self.has_failed = False
-        is_possible = batch.has_prompts and not batch.checks and not self._core.device.quarantine.has_suspects
-        return partial(self._run_due, batch) if is_possible else None
+        return partial(self._run_due, batch) if batch.has_prompts and not batch.checks else None
 
     def count(self, batch: Batch, seconds: float) -> None:
         """Add the ``seconds`` that a batch took to the times of those of its prompts that go on."""
@@ -69,7 +68,7 @@ class InsertedSteps:
         now = self._core.clock()
         runner = self._core.device.runner
         steps = runner.insertable()
-        if not steps or not (running := self._running(batch, now)):
+        if not steps or self._core.device.quarantine.has_suspects or not (running := self._running(batch, now)):
             return None
         prompt = min(
             (entry.state for entry in batch.entries if entry.is_prefill), key=lambda state: state.started or now
