@@ -23,7 +23,7 @@ Part: TypeAlias = str
 """A part of the work that may have its own program and device properties: a decoder's phases and ``few_rows``, its calls of few
 rows, or those that another kind of model names, usually one for all calls (``encode``)."""
 ProgramMode = Literal["separate", "shared"]
-ProgramLayout = Literal["separate", "shared", "phases", "few_rows"]
+ProgramLayout = Literal["separate", "shared", "phases", "few_rows", "blocks"]
 """``separate``: one program per variant; ``shared``: one for all; ``phases``: one per phase; ``few_rows``: one for calls of
 few rows (one row, or as many as a probe finds) and one for the others."""
 KVType = Literal["f32", "f16", "bf16", "u8"]

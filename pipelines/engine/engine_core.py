@@ -290,7 +290,9 @@ class EngineCore:
         manager.count_own_slots()
         high_slot = runner.cache.slots.high_slot
         leaving_slots = manager.prefix.leaving_slots
-        device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
+        device = Device(
+            runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots, runner.num_blocks
+        )  # fmt: skip
         view = self.device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self.planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, idle=manager.idle.views) if jobs or len(manager.idle) else view

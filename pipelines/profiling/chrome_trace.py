@@ -1,6 +1,7 @@
 """Converts records to Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
 
-Process 1 is the device: one slice per call, with those between its blocks inside it, counters, and the host's work around each call. Process 2 has one track per request.
+Process 1 is the device: one slice per call, with those between its blocks inside it, counters, and the host's work around each
+call. Process 2 has one track per request.
 ``from_chrome`` reads only slices of the categories ``call``, ``job`` and ``request``; all other events are for viewers.
 """
 
@@ -247,6 +248,7 @@ def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> 
     KV slots but is not part of a call.
     """
     ended = {request.id: request for request in requests}
+    steps = sorted(steps, key=lambda step: step.start)  # a call between the blocks of another one ends before that
     spans: dict[int, list[Span]] = defaultdict(list)
     for request in ended.values():
         until = request.ended if request.started is None else request.started

@@ -230,7 +230,7 @@ class ModelRunner:
         assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
         start = self.clock()
         flight = None
-        if between is not None and self._can_pause and isinstance(program, Chain) and program.num_blocks > 1:
+        if between is not None and self.num_blocks > 1 and isinstance(program, Chain):
             num_tokens = sum(len(segment.tokens) for segment in segments)
             flight = CallInFlight(variant, program.num_blocks, num_tokens, self.clock, between)
             seconds = self._run_in_blocks(program, flight, meanwhile)
@@ -252,10 +252,14 @@ class ModelRunner:
         paused = (0.0, 0) if flight is None else (flight.paused_seconds, flight.num_inserted)
         return StepResult(variant, results, start, start - begin, seconds, self.clock() - end, *paused)
 
-    @property
-    def _can_pause(self) -> bool:
-        """Whether another call may run between two blocks: recurrent states exist once, in memory that both would use."""
-        return bool(self.inserted) and not self.cache.states and self.in_flight is None
+    @cached_property
+    def num_blocks(self) -> int:
+        """The number of blocks of a call between which another one may run; 1 if calls run in one piece.
+
+        No call runs between blocks of a model with recurrent states, because these exist once, in memory that both would use.
+        """
+        program = next(iter(self.inserted.values()), None)
+        return program.num_blocks if isinstance(program, Chain) and not self.cache.states else 1
 
     def _run_in_blocks(self, program: Chain, flight: CallInFlight, meanwhile: Callable[[], None] | None) -> float:
         """Run a program that others may interrupt, and return the seconds that it took itself."""

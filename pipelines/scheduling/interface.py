@@ -100,6 +100,7 @@ class Device:
         is_complete: False while further programs are compiled in the background: larger calls may still be missing.
         swap_seconds: The time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
             first time.
+        num_blocks: In how many blocks a call runs, between two of which a decode step may run; 1 if a call runs in one piece.
         leaving_slots: How many of the KV slots in use hold ended conversations that are offloaded while the first chunk of a
             prompt runs, if more chunks follow.
     """
@@ -110,6 +111,7 @@ class Device:
     is_complete: bool = True
     swap_seconds: float = 0.0
     leaving_slots: int = 0
+    num_blocks: int = 1
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """Return the smallest variant for ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from staticllm.core import Variant
+from staticllm.pipelines.simulator.cost_model import Blocks
 
 NUM_LAYERS = 24
 CALL_SECONDS = 20e-6
@@ -54,7 +55,7 @@ ALIGNED_SINGLE_ROW: Line = {255: 406.6, 1151: 409.1, 2303: 455.0}
 
 @dataclass(frozen=True)
 class NpuCosts:
-    """The seconds of a call of ``num_layers`` blocks and the LM head, each a part that costs the host ``call_seconds`` as well.
+    """The seconds of a call of 24 layers in ``num_blocks`` blocks and the LM head; each of these parts takes ``call_seconds`` more.
 
     Between two entries of a table, in rows and in KV length, costs are linear; beyond the last ones they go on so. Rows are
     rounded up to a multiple of 16, as programs for NPUs must be.
@@ -63,19 +64,23 @@ class NpuCosts:
     blocks: Mapping[int, Line]
     head: Line
     aligned: Line
-    num_layers: int = NUM_LAYERS
+    num_blocks: int = NUM_LAYERS
     call_seconds: float = CALL_SECONDS
 
-    def __call__(self, variant: Variant) -> float:
-        return self.num_layers * self.block_seconds(variant) + self.tail_seconds(variant)
+    @property
+    def divided(self) -> Blocks:
+        """How the calls are divided."""
+        return Blocks(self.num_blocks, self.tail_seconds)
 
-    def block_seconds(self, variant: Variant) -> float:
-        """Return the seconds of one block."""
+    def __call__(self, variant: Variant) -> float:
+        blocks = NUM_LAYERS * self._layer_seconds(variant) + self.num_blocks * self.call_seconds
+        return blocks + self.tail_seconds(variant)
+
+    def _layer_seconds(self, variant: Variant) -> float:
         if variant.rows == 1 and self.aligned and (variant.rows + variant.kv_len) % ROW_STEP == 0:
-            return _at(self.aligned, variant.kv_len) * 1e-6 + self.call_seconds
+            return _at(self.aligned, variant.kv_len) * 1e-6
         rows = variant.rows if variant.rows in self.blocks else -(-variant.rows // ROW_STEP) * ROW_STEP
-        line = {size: _at(costs, variant.kv_len) for size, costs in self.blocks.items()}
-        return _at(line, rows) * 1e-6 + self.call_seconds
+        return _at({size: _at(costs, variant.kv_len) for size, costs in self.blocks.items()}, rows) * 1e-6
 
     def tail_seconds(self, variant: Variant) -> float:
         """Return the seconds of what runs after the last block: the LM head."""

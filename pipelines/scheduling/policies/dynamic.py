@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from staticllm.pipelines.scheduling.between_blocks import inserted_seconds
 from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
@@ -47,13 +48,15 @@ class CandidateCall:
     in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
     the same prompts remain for later calls, which take ``rest_seconds``. Unlike the first call of a new prompt, these read the
     arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests have their next tokens after
-    ``delay_seconds``. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that are waiting.
+    ``delay_seconds``, and the next call can begin after ``total_seconds``. A call of this size could hold at most ``max_tokens``
+    tokens of prompts like those that are waiting.
     """
 
     plan: Plan
     call_seconds: float
     saved_seconds: float
     delay_seconds: float
+    total_seconds: float
     num_tokens: int
     max_tokens: int
     rest_tokens: int
@@ -108,7 +111,7 @@ class Candidates:
         A few prompt tokens in every decode step have the best rate, but would delay the first token without limit.
         """
         left = sum(request.num_left for request in self._backlog)
-        times = [max(left / call.num_tokens, 1.0) * call.delay_seconds for call in calls]
+        times = [max(left / call.num_tokens, 1.0) * call.total_seconds for call in calls]
         remaining_delay = self.batching_delay - (self._view.now - self._backlog[0].arrival)
         bound = max(ABOUT_AS_FAST * min(times), remaining_delay)
         return [call for call, time in zip(calls, times, strict=True) if time <= bound]
@@ -155,12 +158,24 @@ class Candidates:
             with_prefill(beside, prompts),
             call_seconds=seconds,
             saved_seconds=saved_seconds,
-            delay_seconds=seconds if beside.decode else seconds + self.step_seconds,
+            delay_seconds=seconds if beside.decode else self._delay_seconds(seconds),
+            total_seconds=seconds if beside.decode else self._total_seconds(seconds),
             num_tokens=sum(count for _, count in prompts),
             max_tokens=min(rows - beside.num_rows, (widest.sequences - beside.num_sequences) * max(left.values())),
             rest_tokens=rest,
             rest_seconds=rest * self._seconds_per_token,
         )
+
+    def _delay_seconds(self, call_seconds: float) -> float:
+        """Return the seconds after which running requests can have their next tokens if a call without them runs now.
+
+        They have them between two blocks of this call, if it runs in blocks.
+        """
+        return call_seconds / self._view.device.num_blocks + self.step_seconds
+
+    def _total_seconds(self, call_seconds: float) -> float:
+        """Return the seconds of a call without running requests, and of the decode steps between its blocks and after it."""
+        return call_seconds + self.step_seconds + inserted_seconds(self._view, call_seconds, self.step_seconds)
 
     @cached_property
     def _saved_seconds(self) -> float:
@@ -289,7 +304,7 @@ class Dynamic:
     def _begin(self, view: View, call: CandidateCall) -> Plan:
         """Return the plan of a call with prompts, and keep its expected end and the time that its prompts add."""
         self._prefill_seconds = call.added_seconds
-        self._prefill_end = view.now + call.delay_seconds
+        self._prefill_end = view.now + call.total_seconds
         return call.plan
 
 

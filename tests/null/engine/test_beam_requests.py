@@ -101,7 +101,9 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
                 if cancels.get(index) == step and arrival <= step:
                     request.cancel()
             if step in schedule["switches"]:
-                engine.switch(fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options)
+                engine.switch(
+                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options
+                )
             engine.step()
             assert_slots_counted(engine)
             if step > 60 and engine.is_idle:

@@ -163,7 +163,9 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
         for step in range(3000):
             run.arrive(engine, step)
             if step in schedule["switches"]:
-                engine.switch(fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options)
+                engine.switch(
+                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options
+                )
             for client in clients:
                 client.act()
             engine.step()
