@@ -27,6 +27,8 @@ from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]
 """Takes a segment and its logits ``[num_logits, vocab]``; returns how many of its tokens are kept."""
+LEAST_SECONDS = 1e-6
+"""The least time of a call that others interrupted: clocks differ by less, and costs must be above 0."""
 
 
 class Runnable(Protocol):
@@ -270,7 +272,7 @@ class ModelRunner:
         finally:
             self.in_flight = None
             self.cache.arena.is_read = False
-        return max(seconds - flight.paused_seconds, 0.0)
+        return max(seconds - flight.paused_seconds, LEAST_SECONDS)
 
     @cached_property
     def rotations(self) -> KeyRotations | None:
