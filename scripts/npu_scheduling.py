@@ -54,7 +54,7 @@ def beside(costs: str) -> Iterator[str]:
     alone = Scenario(models(costs)[0], (LATE,)).run("fcfs").requests[0].ttft
     yield f"Decode step of two chats: {step * 1e3:.1f} ms. First token of the prompt alone: {alone * 1e3:.0f} ms."
     yield ""
-    yield "| policy | `TPOT_MS` | in one piece: longest gap, steps | TTFT / alone | in blocks: longest gap, steps | TTFT / alone |"
+    yield "| policy | `TPOT_MS` | in one piece: longest gap, steps | TTFT / alone | in blocks: longest gap | TTFT / alone |"
     yield "|---|---|---|---|---|---|"
     for tpot_ms in TARGETS:
         for policy in POLICIES if tpot_ms is None else ("dynamic", "fcfs"):

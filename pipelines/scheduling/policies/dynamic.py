@@ -47,9 +47,9 @@ class CandidateCall:
 
     in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
     the same prompts remain for later calls, which take ``rest_seconds``. Unlike the first call of a new prompt, these read the
-    arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests have their next tokens after
-    ``delay_seconds``, and the next call can begin after ``total_seconds``. A call of this size could hold at most ``max_tokens``
-    tokens of prompts like those that are waiting.
+    arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests can have their next tokens after
+    ``delay_seconds``, in a call in blocks after one of these. ``total_seconds`` later, with the decode steps between its blocks and
+    after it, the next call begins. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that wait.
     """
 
     plan: Plan
@@ -152,30 +152,20 @@ class Candidates:
         if variant is None or widest is None:
             return None
         seconds = device.seconds(variant)
+        inserted = 0.0 if beside.decode else inserted_seconds(view, seconds, self.step_seconds)
         left = {request.id: request.num_left for request in self._backlog}
         rest = sum(left[request] - count for request, count in prompts)
         return CandidateCall(
             with_prefill(beside, prompts),
             call_seconds=seconds,
             saved_seconds=saved_seconds,
-            delay_seconds=seconds if beside.decode else self._delay_seconds(seconds),
-            total_seconds=seconds if beside.decode else self._total_seconds(seconds),
+            delay_seconds=seconds if beside.decode else seconds / device.num_blocks + self.step_seconds,
+            total_seconds=seconds if beside.decode else seconds + inserted + self.step_seconds,
             num_tokens=sum(count for _, count in prompts),
             max_tokens=min(rows - beside.num_rows, (widest.sequences - beside.num_sequences) * max(left.values())),
             rest_tokens=rest,
             rest_seconds=rest * self._seconds_per_token,
         )
-
-    def _delay_seconds(self, call_seconds: float) -> float:
-        """Return the seconds after which running requests can have their next tokens if a call without them runs now.
-
-        They have them between two blocks of this call, if it runs in blocks.
-        """
-        return call_seconds / self._view.device.num_blocks + self.step_seconds
-
-    def _total_seconds(self, call_seconds: float) -> float:
-        """Return the seconds of a call without running requests, and of the decode steps between its blocks and after it."""
-        return call_seconds + self.step_seconds + inserted_seconds(self._view, call_seconds, self.step_seconds)
 
     @cached_property
     def _saved_seconds(self) -> float:

@@ -16,7 +16,6 @@ from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.programs.bind import bind
 from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.interface import Plan
-from staticllm.pipelines.scheduling.planner import make_policy
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NUM_BLOCKS = 3
@@ -40,17 +39,21 @@ def divided(program):
 
 
 class Eager:
-    """Lets all running requests decode between any two blocks."""
+    """Runs a chunk of a prompt and a decode step in turns, and lets all running requests decode between any two blocks."""
 
-    def __init__(self, name):
-        self.policy, self.num_asked, self.kv_lens = make_policy(name), 0, set()
+    def __init__(self, chunk):
+        self.chunk, self.has_prefilled, self.kv_lens = chunk, False, set()
 
     def plan(self, view):
-        return self.policy.plan(view)
+        prompts = [*view.prefilling, *view.waiting]
+        self.has_prefilled = bool(prompts) and not (self.has_prefilled and view.running)
+        if self.has_prefilled and prompts[0].num_left + len(view.running) <= view.free_slots:
+            return Plan(prefill=((prompts[0].id, min(self.chunk, prompts[0].num_left)),))
+        places = view.swapped[: view.free_seqs]
+        return Plan(decode=tuple(r.id for r in (*view.running, *places)), swap_in=tuple(r.id for r in places))
 
     def between_blocks(self, view, call):
         count = min(call.max_decoding, view.free_slots)
-        self.num_asked += count > 0
         self.kv_lens.add(call.variant.kv_len)
         return Plan(decode=tuple(request.id for request in view.running[:count])) if count else None
 
@@ -73,20 +76,29 @@ def divide(pipe):
     pipe.engine.run_between_steps(change)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", pytest.param("dynamic", marks=SLOW)])
+def answers_of(pipe, prompts, num_new):
+    """Return the tokens after prompts that arrive at once."""
+
+    def submit():
+        return [pipe.submit(np.array([prompt]), max_new_tokens=num_new, ignore_eos=True) for prompt in prompts]
+
+    return [list(handle.outputs()[0].tokens) for handle in pipe.engine.run_between_steps(submit)]
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_original(name, policy, model_path, original, prompt_of):
-    scheduler = Eager(policy)
+def test_tokens_are_those_of_the_original(name, model_path, original, prompt_of):
+    scheduler = Eager(32)
     sizes = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, "PREFILL_ROWS": [16, 32], "MAX_NUM_SEQS": 4, "KV_SLOTS": 400}
     with StaticLLMPipeline(model_path(name), "CPU", scheduler=scheduler, **EXACT, **sizes) as pipe:
         divide(pipe)
-        prompts = [prompt_of(length)[::step] for length, step in ((20, 1), (33, 1), (90, 1), (64, -1), (40, -1), (96, -1))]
-        handles = [pipe.submit(np.array([prompt]), max_new_tokens=40, ignore_eos=True) for prompt in prompts]
-        answers = [handle.outputs()[0].tokens for handle in handles]
+        prompts = [
+            prompt_of(length)[::step] for length, step in ((20, 1), (33, 1), (90, 1), (64, -1), (40, -1), (96, -1))
+        ]
+        answers = answers_of(pipe, prompts, 40)
         stats = pipe.stats()
     reference = original(model_path(name))
-    assert [list(answer) for answer in answers] == [reference.greedy(prompt, 40) for prompt in prompts]
-    assert stats.num_inserted >= 4
+    assert answers == [reference.greedy(prompt, 40) for prompt in prompts]
+    assert stats.num_inserted >= 10
     assert scheduler.kv_lens - {0}, "a call that read slots was interrupted"
 
 
@@ -98,15 +110,20 @@ def test_the_ladder_for_blocks_gives_the_tokens_of_the_original(model_path, orig
         return choose_variants(config, "separate", shape, "blocks")
 
     monkeypatch.setattr(decoder_kind, "choose_variants", chosen)
-    scheduler = Eager("fcfs")
+    scheduler = Eager(64)
     with StaticLLMPipeline(
-        model_path("qwen3"), "CPU", scheduler=scheduler, PROGRAMS="separate", MAX_PROMPT_LEN=150, MIN_RESPONSE_LEN=50, **EXACT
+        model_path("qwen3"),
+        "CPU",
+        scheduler=scheduler,
+        PROGRAMS="separate",
+        MAX_PROMPT_LEN=150,
+        MIN_RESPONSE_LEN=50,
+        **EXACT,
     ) as pipe:
         divide(pipe)
         prompts = [prompt_of(length)[::step] for length, step in ((20, 1), (150, 1), (130, -1))]
-        handles = [pipe.submit(np.array([prompt]), max_new_tokens=30, ignore_eos=True) for prompt in prompts]
-        answers = [handle.outputs()[0].tokens for handle in handles]
+        answers = answers_of(pipe, prompts, 30)
         stats = pipe.stats()
     reference = original(model_path("qwen3"))
-    assert [list(answer) for answer in answers] == [reference.greedy(prompt, 30) for prompt in prompts]
-    assert stats.num_inserted
+    assert answers == [reference.greedy(prompt, 30) for prompt in prompts]
+    assert stats.num_inserted >= 4
