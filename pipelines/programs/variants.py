@@ -94,7 +94,8 @@ def choose_variants(
 def block_variants(config: StaticLLMConfig, is_packable: bool = True) -> tuple[Variant, ...]:
     """Return the variants of programs in blocks, those for decoding first: few, since each takes seconds to compile.
 
-    The compiler's schedules for one decoder block (``pipelines/simulator/npu_costs.py``) are the reasons; docs/npu.md has them.
+    The compiler's schedules for one decoder block (``pipelines/simulator/npu_costs.py``) are the reasons
+    (docs/lab/scheduling.md).
 
     - KV lengths are 1152 and its doubles below ``max_seq_len``, then that, and all slots of the arena, in multiples of 16.
     - Decoding has a single row, with one KV slot less, so that both together are a multiple of 16, and 16 rows (or the least

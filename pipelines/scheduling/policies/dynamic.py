@@ -48,8 +48,9 @@ class CandidateCall:
     in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
     the same prompts remain for later calls, which take ``rest_seconds``. Unlike the first call of a new prompt, these read the
     arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests can have their next tokens after
-    ``delay_seconds``, in a call in blocks after one of these. ``total_seconds`` later, with the decode steps between its blocks and
-    after it, the next call begins. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that wait.
+    ``delay_seconds``, in a call in blocks after one of these. ``total_seconds`` later, with the decode steps between its blocks
+    and after it, the next call begins. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that
+    wait.
     """
 
     plan: Plan

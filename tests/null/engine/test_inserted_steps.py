@@ -128,6 +128,7 @@ def test_shipped_policies_run_in_blocks(name):
     run_to_end(engine, requests)
     assert [r.tokens for r in requests] == [fake_answer(r.request.prompt, 12, MASKS) for r in requests]
     assert_empty(engine)
+    engine.close()
 
 
 def variants(prefill, decode):
@@ -157,6 +158,7 @@ def test_a_step_takes_only_slots_that_the_call_in_flight_does_not_need(num_promp
     assert sum(beside.run_prompt()) == max(0, min(NUM_BLOCKS - 1, num_left))
     run_to_end(beside.engine)
     assert_empty(beside.engine)
+    beside.engine.close()
 
 
 def test_a_model_with_recurrent_states_runs_nothing_between_blocks():
@@ -165,6 +167,7 @@ def test_a_model_with_recurrent_states_runs_nothing_between_blocks():
     engine = fake_engine(policy, variants=sizes, masks=MASKS, is_recurrent=True, num_blocks=NUM_BLOCKS)
     requests = [fake_request(range(100 * i, 100 * i + 12), 12) for i in range(3)]
     run_to_end(engine, requests)
+    engine.close()
     assert not policy.calls, "both calls would use the states' memory"
     assert [r.tokens for r in requests] == [
         fake_answer(r.request.prompt, 12, MASKS, is_recurrent=True) for r in requests
@@ -271,6 +274,7 @@ def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(mon
     run_to_end(beside.engine, [again])
     assert again.tokens == fake_answer(range(600, 612), 7, MASKS)
     assert_empty(beside.engine)
+    beside.engine.close()
 
 
 BROKEN = {
@@ -308,6 +312,7 @@ def test_a_beam_search_goes_on_between_blocks():
         run_to_end(engine, [late])
         assert late.tokens == fake_answer(range(300, 314), 4, MASKS)
         assert_empty(engine)
+        engine.close()
         return [(token.id, token.index) for token in outputs_of(search) if hasattr(token, "id")]
 
     policy = Eager()
