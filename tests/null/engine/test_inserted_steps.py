@@ -255,6 +255,23 @@ def test_a_commit_that_fails_between_two_blocks_recomputes_everything(monkeypatc
     )
 
 
+def test_a_call_that_fails_after_inserted_steps_ends_only_its_own_request():
+    beside = Beside()
+    programs = [p for v, p in beside.runner.programs.items() if (v.rows, v.sequences) == (16, 1)]
+
+    def fail(meanwhile=None, between=None):
+        between()
+        between()
+        raise_error(None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for program in programs:
+            patch.setattr(program, "run", fail)
+        assert beside.run_prompt() == [2, 2]
+    assert isinstance(outputs_of(beside.late)[-1].error, DeviceError)
+    beside.check(*beside.decoding)
+
+
 def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(monkeypatch):
     beside = Beside()
     core = beside.engine._core
