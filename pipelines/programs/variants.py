@@ -45,7 +45,6 @@ def choose_variants(
 
     In ``shared`` mode a size costs no program, so there are many; in ``separate`` mode each variant is a program. In the layout
     ``blocks``, which is for NPUs, ``block_variants`` chooses, unless the model has recurrent states.
-
     - KV lengths: ``shared`` has steps of 256 slots, and of an eighth from 4096 slots on; ``separate`` has 256 and its doubles.
       Both end with ``max_seq_len``, the longest sequence, and with all slots of the arena. In ``separate`` mode only single
       rows have them all; other calls have only the largest ones.

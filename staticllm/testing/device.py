@@ -124,20 +124,21 @@ class FakeProgram:
         self.num_runs += 1
         if meanwhile is not None:
             meanwhile()
-        paused = 0.0
-        for _ in range(self.num_blocks - 1 if between is not None else 0):
-            self._compute()
-            logits = self.buffers.logits.copy()
-            begin = time.perf_counter()
-            between()
-            paused += time.perf_counter() - begin
-            assert np.array_equal(self.buffers.logits, logits, equal_nan=True), (
-                "another call has written this one's logits"
-            )
-            self._compute()
-            assert np.array_equal(self.buffers.logits, logits, equal_nan=True), "this block reads other slots or inputs"
+        paused = 0.0 if between is None else sum(self._pause(between) for _ in range(self.num_blocks - 1))
         self._compute()
         return (8 + self.buffers.variant.rows) * 1e-3 + paused
+
+    def _pause(self, between: Callable[[], None]) -> float:
+        """Compute a block, call ``between``, and return the seconds that it took; what the block has read must not change."""
+        self._compute()
+        logits = self.buffers.logits.copy()
+        begin = time.perf_counter()
+        between()
+        seconds = time.perf_counter() - begin
+        assert np.array_equal(self.buffers.logits, logits, equal_nan=True), "another call has written this one's logits"
+        self._compute()
+        assert np.array_equal(self.buffers.logits, logits, equal_nan=True), "this block reads other slots or inputs"
+        return seconds
 
     def _compute(self) -> None:
         buffers = self.buffers
