@@ -83,8 +83,8 @@ class ModelRunner:
 
     ``index`` has the variants whose programs are compiled. ``planned`` are all variants of the model, including those that are
     still being compiled in the background; ``is_complete`` says whether the programs of all of them are there. ``clock`` is what
-    calls are timed with. ``inserted`` are the same programs over buffers of a second ``BufferPool``, which run between the blocks
-    of a call; without any, no call runs there.
+    calls are timed with. ``inserted`` are the programs of decode steps (one row per sequence) once more, over buffers of a second
+    ``BufferPool``: they run between the blocks of a call. Without any, no call runs there.
     """
 
     def __init__(

@@ -10,6 +10,8 @@ MAX_DELAY_SHARE = 0.2
 """Longest delay of a prompt by decode steps, as a share of the device time that its calls take."""
 MAX_TARGET_SHARE = 1.0
 """The same where the user has set ``TPOT_MS``: running requests then get up to half of the device."""
+MIN_SECONDS = 1e-9
+"""Lower bound of divisors."""
 NEARLY_WHOLE = 1 - 1e-9
 """A number of steps that rounding errors keep below a whole number counts as that."""
 
@@ -27,7 +29,7 @@ def due_step(view: View, call: CallView) -> Plan | None:
     variant = call.step(len(running))
     if not running or variant is None:
         return None
-    step_seconds = view.device.seconds(variant)
+    step_seconds = max(view.device.seconds(variant), MIN_SECONDS)
     waited = view.now - (running[0].last_token_time or 0.0)
     rest = call.block_seconds * (call.num_blocks - call.num_done)
     delay = view.now - call.prompt_start - call.prompt_seconds
@@ -50,7 +52,7 @@ def inserted_seconds(view: View, call_seconds: float, step_seconds: float) -> fl
 def _num_needed(view: View, seconds: float, step_seconds: float, block_seconds: float) -> int:
     """Return how many decode steps keep the bound on the time between two tokens, to half a block, while a call runs."""
     longest = view.token_bound.of(step_seconds, view.tpot_ms) - step_seconds
-    longest = max(longest, step_seconds / MAX_TARGET_SHARE / 2) + block_seconds / 2
+    longest = max(longest, step_seconds / 2, MIN_SECONDS) + block_seconds / 2
     return max(0, math.ceil(seconds / longest * NEARLY_WHOLE) - 1)
 
 

@@ -180,11 +180,13 @@ def simulated_runner(
     variants = tuple(variants)
     parts = blocks or Blocks()
 
-    def programs_of(pool: BufferPool) -> dict[Variant, SimulatedProgram]:
+    def programs_of(variants: Sequence[Variant]) -> dict[Variant, SimulatedProgram]:
+        pool = BufferPool(variants, SHAPE)
         return {v: SimulatedProgram(StepBuffers(v, pool), cost(v), clock, logits, parts) for v in variants}
 
-    programs = programs_of(BufferPool(variants, SHAPE))
-    inserted = programs_of(BufferPool(variants, SHAPE)) if parts.num_blocks > 1 else {}
+    programs = programs_of(variants)
+    decoding = [variant for variant in variants if variant.phase == "generate"]
+    inserted = programs_of(decoding) if decoding and parts.num_blocks > 1 else {}
     costs = CostModel(known)
     for variant in variants if known is None else ():
         costs.set(variant, max(cost(variant), LEAST_SECONDS))

@@ -78,13 +78,14 @@ def fake_runner(
     variants = list(variants)
     cache = KVCache(shape, [variant.kv_len for variant in variants])
 
-    def programs_of(pool: BufferPool) -> FakePrograms:
+    def programs_of(pool: BufferPool, variants: Iterable[Variant]) -> FakePrograms:
         buffers = [StepBuffers(variant, pool) for variant in variants]
         return FakePrograms((each.variant, FakeProgram(cache, shape, each, next_token, num_blocks)) for each in buffers)
 
     pool = BufferPool(variants, shape)
-    programs = programs_of(pool)
-    inserted = programs_of(BufferPool(variants, shape, pool.adapters)) if num_blocks > 1 else None
+    programs = programs_of(pool, variants)
+    decoding = [variant for variant in variants if variant.phase == "generate"]
+    inserted = programs_of(BufferPool(decoding, shape, pool.adapters), decoding) if num_blocks > 1 else None
     if is_staged:
         programs.withhold(set(variants) - set(first_to_serve(variants)))
     return ModelRunner(cache, programs, planned=variants, inserted=inserted)

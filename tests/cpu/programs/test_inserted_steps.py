@@ -65,8 +65,9 @@ def divide(pipe):
         runner = pipe.engine.runner
         programs = runner.programs
         first = programs[next(iter(programs))].buffers.pool
-        pool = BufferPool(tuple(programs), first.shape, first.adapters)
-        inserted = {v: bind(programs.compiled(v), first.shape, runner.cache, StepBuffers(v, pool)) for v in programs}
+        decoding = [variant for variant in programs if variant.phase == "generate"]
+        pool = BufferPool(decoding, first.shape, first.adapters)
+        inserted = {v: bind(programs.compiled(v), first.shape, runner.cache, StepBuffers(v, pool)) for v in decoding}
         runner.inserted = {variant: divided(program) for variant, program in inserted.items()}
         for program in map(programs.__getitem__, programs):
             divided(program)
