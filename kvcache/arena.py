@@ -26,6 +26,8 @@ Array = NDArray[Any]
 class Arena:
     """The slots of all KV states of a model. ``stride`` is the current number of slots per head in memory.
 
+    ``is_read``: whether a call whose blocks run one by one reads slots, so that none may be at another place before it ends.
+
     Pages enter memory when they are first written.
 
     Runs on the engine's thread.
@@ -43,6 +45,7 @@ class Arena:
             self._memory.append(memory)
             self._storage.append(storage)
         self.stride = num_slots
+        self.is_read = False
         self._views = self._views_at(num_slots)
 
     @property
@@ -70,6 +73,7 @@ class Arena:
         assert used_slots <= min(stride, self.num_slots) and stride <= self.num_slots
         if stride == self.stride:
             return
+        assert not self.is_read, "a call in flight reads the slots at their old places"
         targets = self._views_at(stride)
         if used_slots:
             for source, target in zip(self._views, targets, strict=True):
@@ -98,6 +102,7 @@ class Arena:
 
     def move(self, sources: Array, targets: Array) -> None:
         """Copy slots ``sources [n]`` to slots ``targets [n]``."""
+        assert not self.is_read, "a call in flight reads the slots at their old places"
         for view in self._views:
             view[:, :, targets] = view[:, :, sources]
 

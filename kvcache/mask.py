@@ -7,12 +7,14 @@ itself, so that no softmax is empty.
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import MaskKind, Variant
 from staticllm.kvcache.sequence import KVSequence
-from staticllm.kvcache.step import Segment, Step, StepBuffers
+from staticllm.kvcache.step import BufferPool, Segment, Step, StepBuffers
 from staticllm.ports import HIDDEN, VISIBLE
 
 Mask = NDArray[np.float32]
@@ -22,39 +24,39 @@ class MaskBuilder:
     """Paints the masks of a step into its buffers; for a single decoding row it repaints only the changed cells."""
 
     def __init__(self) -> None:
-        # the last step, if it had a single row: its variant, sequence, epoch and length
-        self._painted: tuple[Variant, KVSequence, int, int] | None = None
+        # the last step of each pool, if it had a single row: its variant, sequence, epoch and length
+        self._painted: weakref.WeakKeyDictionary[BufferPool, tuple[Variant, KVSequence, int, int]]
+        self._painted = weakref.WeakKeyDictionary()
 
     def paint(self, step: Step, buffers: StepBuffers) -> None:
         """Write the masks ``[1, 1, S, T+S]`` of a step into ``buffers``."""
-        if step.variant.rows == 1 and self._is_continuation(step):
-            self._paint_continuation(step, buffers)
+        before = self._painted.pop(buffers.pool, None)  # all variants of a pool share the memory of their masks
+        if before is not None and _is_continuation(step, before):
+            _paint_continuation(step, buffers, before[3])
         else:
             for kind, mask in buffers.masks.items():
                 _paint_all(step, mask[0, 0], kind)
-        self._painted = None  # all variants share the memory of their masks
         if step.variant.rows == 1:
             sequence = step.segments[0].sequence
-            self._painted = (step.variant, sequence, sequence.epoch, len(sequence))
+            self._painted[buffers.pool] = (step.variant, sequence, sequence.epoch, len(sequence))
 
-    def _is_continuation(self, step: Step) -> bool:
-        if self._painted is None:
-            return False
-        sequence = step.segments[0].sequence
-        variant, owner, epoch, length = self._painted
-        same = variant == step.variant and owner is sequence and epoch == sequence.epoch
-        return same and length <= len(sequence)
 
-    def _paint_continuation(self, step: Step, buffers: StepBuffers) -> None:
-        assert self._painted is not None
-        sequence = step.segments[0].sequence
-        before = self._painted[3]
-        now = len(sequence)
-        for kind, mask in buffers.masks.items():
-            line = mask[0, 0, 0]
-            line[sequence.slots[before:now]] = VISIBLE
-            if not kind.sees_all:
-                line[sequence.slots[kind.first(before) : kind.first(now)]] = HIDDEN
+def _is_continuation(step: Step, painted: tuple[Variant, KVSequence, int, int]) -> bool:
+    sequence = step.segments[0].sequence
+    variant, owner, epoch, length = painted
+    same = variant == step.variant and owner is sequence and epoch == sequence.epoch
+    return same and length <= len(sequence)
+
+
+def _paint_continuation(step: Step, buffers: StepBuffers, before: int) -> None:
+    """Paint what has changed since the sequence had ``before`` tokens."""
+    sequence = step.segments[0].sequence
+    now = len(sequence)
+    for kind, mask in buffers.masks.items():
+        line = mask[0, 0, 0]
+        line[sequence.slots[before:now]] = VISIBLE
+        if not kind.sees_all:
+            line[sequence.slots[kind.first(before) : kind.first(now)]] = HIDDEN
 
 
 def _paint_all(step: Step, mask: Mask, kind: MaskKind) -> None:

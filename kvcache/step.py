@@ -58,9 +58,14 @@ class Step:
 
 
 class BufferPool:
-    """Host memory for the largest variant. Variants never run at the same time, so all use the front of this memory."""
+    """Host memory for the largest variant. Variants of one pool never run at the same time, so all use the front of this memory.
 
-    def __init__(self, variants: Sequence[Variant], shape: ModelShape) -> None:
+    A call that runs between the blocks of another one needs memory of a second pool, with the ``adapters`` of the first.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], shape: ModelShape, adapters: dict[str, NDArray[Any]] | None = None
+    ) -> None:
         self.shape = shape
         sizes = pool_sizes(variants)
         self.ids = np.zeros(sizes.rows, np.int64)
@@ -72,7 +77,7 @@ class BufferPool:
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.adapter_scales = np.zeros(sizes.rows * shape.num_adapters, np.float32)
         dtype = HOST_TYPES[shape.adapter_type]
-        self.adapters: dict[str, NDArray[Any]] = {
+        self.adapters: dict[str, NDArray[Any]] = adapters or {
             name: np.zeros(size, dtype) for name, size in adapter_sizes(shape).items()
         }
         self.presents = [
@@ -91,6 +96,7 @@ class StepBuffers:
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
         self.variant = variant
+        self.pool = pool
         shape = pool.shape
         rows = variant.rows
         count = variant.num_logits

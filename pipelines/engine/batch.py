@@ -92,6 +92,11 @@ class Batch:
         return any(not entry.is_prefill for entry in self.entries)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether at least one entry is a chunk of a prompt."""
+        return any(entry.is_prefill for entry in self.entries)
+
+    @property
     def draft_seconds(self) -> float:
         """The time that the draft model took for the drafts of the call."""
         return 0.0 if self.drafting is None else self.drafting.spent_seconds
@@ -155,6 +160,12 @@ class BatchBuilder:
         if not self._kv_manager.prefix.is_offloading and self._runner.cache.compact():  # else slots become free soon
             variant = self._runner.variant_for([entry.segment for entry in entries]) or variant
         return self._with_drafts(Batch(tuple(self._to_host(entries)), variant, tuple(preempted)))
+
+    def inserted(self, plan: Plan) -> Batch | None:
+        """Return the decode step of a plan between two blocks of the call in flight; None if no program holds it there."""
+        variants = [found for found in self._runner.insertable() if found.rows >= len(plan.decode)]
+        entries = tuple(self._entry(self._kv_manager.states[request], 1, False) for request in plan.decode)
+        return Batch(entries, variants[0], ()) if variants else None
 
     def _with_drafts(self, batch: Batch) -> Batch:
         """Return the batch with drafts after the tokens that decode, where that pays."""
@@ -304,18 +315,24 @@ def call_context(table: RequestTable, slots_in_use: int, preempted: list[int]) -
     return CallContext(tuple(waiting), tuple(swapped), num_running, slots_in_use, tuple(preempted))
 
 
-def step_record(
-    batch: Batch, start: float, seconds: float, context: CallContext, host: HostTimes | None = None
-) -> StepRecord:
-    """Return the record of one device call; without ``host`` of one that failed.
+@dataclass(frozen=True)
+class CallTimes:
+    """When a call ran: its start, a moment of the engine's clock, its seconds, and those of ``num_inserted`` calls within it."""
 
-    ``start`` is a moment of the engine's clock and ``seconds`` the duration of the call.
-    """
+    start: float
+    seconds: float
+    paused_seconds: float = 0.0
+    num_inserted: int = 0
+    is_inserted: bool = False
+
+
+def step_record(batch: Batch, times: CallTimes, context: CallContext, host: HostTimes | None = None) -> StepRecord:
+    """Return the record of one device call; without ``host`` of one that failed."""
     prefill = tuple((entry.state.id, len(entry.segment.tokens)) for entry in batch.entries if entry.is_prefill)
     prompts = {request for request, _ in prefill}
     return StepRecord(
-        start=start,
-        seconds=seconds,
+        start=times.start,
+        seconds=times.seconds,
         variant=batch.variant,
         decode=tuple(entry.state.id for entry in batch.entries if not entry.is_prefill),
         prefill=prefill,
@@ -329,4 +346,7 @@ def step_record(
         host=host,
         drafts=tuple((check.state.id, len(check.draft.tokens), check.num_accepted) for check in batch.checks),
         draft_seconds=batch.draft_seconds,
+        paused_seconds=times.paused_seconds,
+        num_inserted=times.num_inserted,
+        is_inserted=times.is_inserted,
     )

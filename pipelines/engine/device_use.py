@@ -82,10 +82,12 @@ def demand_of(requests: Iterable[ActiveRequest]) -> Demand:
     return Demand(highest, tuple({owner for priority, owner in asked if priority == highest and owner}))
 
 
-def rows_of(batch: Batch | None, slot_bytes: int) -> list[Rows]:
-    """Return the rows of each client and phase in a call, none without one; a slot of the KV cache has ``slot_bytes``."""
-    if batch is None:
-        return []
+def rows_of(batches: Iterable[Batch], slot_bytes: int) -> list[Rows]:
+    """Return the rows of each client and phase in each call; a slot of the KV cache has ``slot_bytes``."""
+    return [rows for batch in batches for rows in _rows_of_one(batch, slot_bytes)]
+
+
+def _rows_of_one(batch: Batch, slot_bytes: int) -> list[Rows]:
     counts: dict[tuple[int, str], int] = {}
     for entry in batch.entries:
         key = entry.state.owner, "prefill" if entry.is_prefill else "decode"

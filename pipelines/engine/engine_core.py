@@ -11,11 +11,12 @@ from functools import partial
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, as_ours
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, call_context, step_record
+from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, CallTimes, call_context, step_record
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.device_state import device_state
 from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_of
+from staticllm.pipelines.engine.inserted_steps import AbandonedCallError, InsertedSteps
 from staticllm.pipelines.engine.jobs import JobSources
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
@@ -47,13 +48,14 @@ class EngineCore:
         self.jobs = JobSources()
         self.wait_until: float | None = None
         self.device = device_state(runner, options, clock)
-        self._last_batch: Batch | None = None  # of the last step
-        self._planner = Planner(policy, options.waits_for_batch)
+        self._last_batches: list[Batch] = []  # of the last step: the inserted ones first
+        self.planner = Planner(policy, options.waits_for_batch)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
         self._unrecorded: list[Callable[[], StepRecord]] = []  # make the records of calls that have ended
         self._preempted: list[int] = []  # since the last call
         self._shifting: list[AnswerState] = []  # since the last call, the model must show how keys are moved for them
         self.feeds = Feeds(self)
+        self._inserted = InsertedSteps(self)
         self.searches: dict[int, BeamRequest] = {}
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
@@ -84,8 +86,8 @@ class EngineCore:
 
     @property
     def rows(self) -> list[Rows]:
-        """The rows of the last step's call, by client; empty if it made none."""
-        return rows_of(self._last_batch, self.device.runner.cache.slot_bytes)
+        """The rows of the last step's call and of those between its blocks, by client; empty if it made none."""
+        return rows_of(self._last_batches, self.device.runner.cache.slot_bytes)
 
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each client sequence that is expected back."""
@@ -124,7 +126,7 @@ class EngineCore:
 
         Any exception leaves requests that only ``end_all`` can end.
         """
-        self._last_batch = None
+        self._last_batches = []
         self._end_expired()
         self._find_rotations()
         if self.requests or self.jobs.has_jobs:
@@ -170,7 +172,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Close the sources of jobs, end the thread of a user's policy, and drop the programs. No request may be left."""
-        for part in (self.jobs, self._planner, self.device.draft_planner, self.device.runner):
+        for part in (self.jobs, self.planner, self.device.draft_planner, self.device.runner):
             part.close()
 
     def _end_expired(self) -> None:
@@ -216,19 +218,29 @@ class EngineCore:
         batch = self._prepare(plan)
         if batch is None:
             return
-        ready = self.clock()
+        planning = self.clock() - begin - batch.draft_seconds
         result = self._run(batch)
-        if result is None:
-            return
-        context = self._count_call(batch, result.device_seconds)
+        if result is not None:
+            self._take_results(batch, result, planning)
+
+    def run_inserted(self, batch: Batch) -> None:
+        """Run a decode step between two blocks of the call in flight, and post its tokens at once: the next call is far away."""
+        result = self._run(batch, is_inserted=True)
+        if result is not None:
+            self._take_results(batch, result, 0.0, is_inserted=True)
+        self.post()
+
+    def _take_results(self, batch: Batch, result: StepResult, planning: float, is_inserted: bool = False) -> None:
+        """Choose tokens after a call, which took ``planning`` seconds to plan, and record it."""
+        context = self._count_call(batch, result.device_seconds, is_inserted)
         chosen = self.clock()
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._take_result(entry, segment, result)
-        planning = ready - begin - batch.draft_seconds
         host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, self.clock() - chosen)
         self.device.batches.observe(batch, host, result.device_seconds)
         self._unposted += [entry.state for entry in batch.entries]
-        self._unrecorded.append(partial(step_record, batch, result.start, result.device_seconds, context, host))
+        times = CallTimes(result.start, result.device_seconds, result.paused_seconds, result.num_inserted, is_inserted)
+        self._unrecorded.append(partial(step_record, batch, times, context, host))
 
     def _prepare(self, plan: Plan) -> Batch | None:
         """Build the planned batch. None if its first request cannot run at all; it is ended."""
@@ -263,37 +275,49 @@ class EngineCore:
         if not self.jobs.has_jobs and not len(self.device.kv_manager.idle):
             index = self.device.runner.index
             high_slot = self.device.runner.cache.slots.high_slot
-            plan = self._planner.repeated(
+            plan = self.planner.repeated(
                 self.device.table, self.device.kv_manager.free_slots, index.max_decoding(high_slot)
             )
             if plan is not None:
                 return plan
-        view = self._view()
-        return self._planner.plan(view) if view.requests or view.jobs else None
+        view = self.view()
+        return self.planner.plan(view) if view.requests or view.jobs else None
 
-    def _view(self) -> View:
+    def view(self) -> View:
+        """Return the engine's state as a policy receives it."""
         runner = self.device.runner
         manager = self.device.kv_manager
         manager.count_own_slots()
         high_slot = runner.cache.slots.high_slot
         leaving_slots = manager.prefix.leaving_slots
-        device = Device(runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots)
+        device = Device(
+            runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots, runner.num_blocks
+        )  # fmt: skip
         view = self.device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
-        jobs = self.jobs.views(self._planner.longest_job(view)) if self.jobs.has_jobs else ()
+        jobs = self.jobs.views(self.planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, idle=manager.idle.views) if jobs or len(manager.idle) else view
 
-    def _run(self, batch: Batch) -> StepResult | None:
+    def _run(self, batch: Batch, is_inserted: bool = False) -> StepResult | None:
         """Run the call. If it fails, end its requests but no others, and return None."""
         start = self.clock()
         for entry in batch.entries:
             entry.state.started = entry.state.started or start
         segments = [entry.segment for entry in batch.entries]
+        meanwhile = partial(self._meanwhile, batch.is_decoding, batch.entries)
+        runner = self.device.runner
         try:
-            meanwhile = partial(self._meanwhile, batch.is_decoding, batch.entries)
-            result = self.device.runner.run(batch.variant, segments, meanwhile, batch.accept)
+            if is_inserted:
+                result = runner.insert(batch.variant, segments, meanwhile)
+            else:
+                result = runner.run(batch.variant, segments, meanwhile, batch.accept, self._inserted.between(batch))
         except Exception as error:
-            seconds = self.clock() - start
-            self._unrecorded.append(partial(step_record, batch, start, seconds, self._count_call(batch, seconds)))
+            if self._inserted.has_failed and not is_inserted:
+                raise  # a bug of ours between two blocks, not an error of this call
+            times = CallTimes(start, self.clock() - start, is_inserted=is_inserted)
+            context = self._count_call(batch, times.seconds, is_inserted)
+            self._unrecorded.append(partial(step_record, batch, times, context))
+            if isinstance(error, AbandonedCallError):
+                return None
             if self.device.runner.cache.is_void:
                 self._preempted += self.device.kv_manager.discard_slots()
             for entry in batch.entries:
@@ -404,11 +428,13 @@ class EngineCore:
         if self.requests[state.request_id].finish(state, reason, error):
             del self.requests[state.request_id]
 
-    def _count_call(self, batch: Batch, seconds: float) -> CallContext:
+    def _count_call(self, batch: Batch, seconds: float, is_inserted: bool = False) -> CallContext:
         """Add a call to the times of its requests, and return what else was in the engine."""
         for entry in batch.entries:
             entry.state.add_call(seconds)
-        self._last_batch = batch
-        context = call_context(self.device.table, self.device.runner.cache.slots.num_used, self._preempted)
-        self._preempted.clear()
+        self._last_batches.append(batch)
+        self._inserted.count(batch, seconds)
+        preempted = [] if is_inserted else self._preempted  # those were preempted for the call in flight
+        context = call_context(self.device.table, self.device.runner.cache.slots.num_used, preempted)
+        preempted.clear()
         return context

@@ -140,6 +140,8 @@ class CallWatch:
             "slots_in_use": step.slots_in_use,
             "gap_ms": self._gap(step),
             "failed": step.has_failed,
+            "inserted": step.num_inserted,
+            "is_inserted": step.is_inserted,
         }
 
     def _gap(self, step: StepRecord) -> float | None:

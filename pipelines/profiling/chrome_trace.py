@@ -1,6 +1,7 @@
 """Converts records to Chrome trace events and back (the "Trace Event Format" that Perfetto and chrome://tracing read).
 
-Process 1 is the device: one slice per call, counters, and the host's work around each call. Process 2 has one track per request.
+Process 1 is the device: one slice per call, with those between its blocks inside it, counters, and the host's work around each
+call. Process 2 has one track per request.
 ``from_chrome`` reads only slices of the categories ``call``, ``job`` and ``request``; all other events are for viewers.
 """
 
@@ -18,7 +19,7 @@ Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace
 DEVICE, REQUESTS = 1, 2
 HOST_TRACK = 1
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def _step_events(step: StepRecord, clock: Clock) -> Iterator[Event]:
         "slots_in_use": step.slots_in_use, "waiting": step.num_waiting, "running": step.num_running,
         "num_swapped": step.num_swapped, "swapped": list(step.swapped), "preempted": list(step.preempted),
         "failed": step.has_failed, "host_ns": None if step.host is None else _host_ns(step.host),
+        "inserted": step.num_inserted, "paused_ns": round(step.paused_seconds * 1e9), "is_inserted": step.is_inserted,
     }  # fmt: skip
     start = clock(step.start)
     name = f"{variant} failed" if step.has_failed else str(variant)
@@ -176,7 +178,7 @@ def _step(event: Event) -> StepRecord:
     args = event["args"]
     return StepRecord(
         start=event["ts"] / 1e6,
-        seconds=event["dur"] / 1e6,
+        seconds=event["dur"] / 1e6 - args["paused_ns"] / 1e9,
         variant=Variant(args["rows"], args["kv_len"], args["sequences"], args["extra_logits"]),
         decode=tuple(args["decode"]),
         prefill=tuple((number, count) for number, count in args["prefill"]),
@@ -190,6 +192,9 @@ def _step(event: Event) -> StepRecord:
         host=_host(args["host_ns"]),
         drafts=tuple((number, count, accepted) for number, count, accepted in args["drafts"]),
         draft_seconds=args["draft_ns"] / 1e9,
+        paused_seconds=args["paused_ns"] / 1e9,
+        num_inserted=args["inserted"],
+        is_inserted=args["is_inserted"],
     )
 
 
@@ -243,6 +248,7 @@ def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> 
     KV slots but is not part of a call.
     """
     ended = {request.id: request for request in requests}
+    steps = sorted(steps, key=lambda step: step.start)  # a call between the blocks of another one ends before that
     spans: dict[int, list[Span]] = defaultdict(list)
     for request in ended.values():
         until = request.ended if request.started is None else request.started

@@ -42,6 +42,8 @@ class StepRecord:
     ``preempted`` holds the ids of requests that lost their KV slots before the call. ``drafts`` holds triples of a
     decoding request's id, the number of drafted tokens that the call checked for it, and how many of them were accepted; a
     draft model took ``draft_seconds`` for them before the call. If ``has_failed``, no keys and values of the call were kept.
+    ``num_inserted`` other calls, whose records have ``is_inserted``, ran between the blocks of the call, for ``paused_seconds``,
+    which are not in ``seconds``.
     """
 
     start: float
@@ -59,11 +61,14 @@ class StepRecord:
     host: HostTimes | None = None
     drafts: tuple[tuple[int, int, int], ...] = ()
     draft_seconds: float = 0.0
+    paused_seconds: float = 0.0
+    num_inserted: int = 0
+    is_inserted: bool = False
 
     @property
     def end(self) -> float:
         """The moment at which the call returned."""
-        return self.start + self.seconds
+        return self.start + self.seconds + self.paused_seconds
 
     @property
     def padding_rows(self) -> int:

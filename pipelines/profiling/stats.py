@@ -35,7 +35,8 @@ class Stats:
     ``prefix_hit_tokens`` were found in the prefix cache. ``slots_in_use`` counts KV slots of the arena after the last call, and
     ``finish_reasons`` counts requests by reason. ``num_jobs`` calls of other models, such as embeddings, took ``job_seconds`` of
     device time, which is not in ``device_seconds``. Of ``drafted_tokens`` drafted tokens, which were checked beside tokens that
-    decoded, ``accepted_tokens`` were accepted; a draft model took ``draft_seconds`` for them.
+    decoded, ``accepted_tokens`` were accepted; a draft model took ``draft_seconds`` for them. ``num_inserted`` of the
+    ``num_steps`` calls ran between the blocks of another one.
     """
 
     num_requests: int
@@ -64,11 +65,13 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_seconds: float = 0.0
+    num_inserted: int = 0
 
 
 @dataclass
 class _Totals:
     steps: int = 0
+    inserted: int = 0
     failed_steps: int = 0
     preemptions: int = 0
     seconds: float = 0.0
@@ -143,6 +146,7 @@ def _add_step(totals: _Totals, step: StepRecord) -> None:
     prefill = step.prefill_rows
     decode = step.decode_rows
     totals.steps += 1
+    totals.inserted += step.is_inserted
     totals.preemptions += len(step.preempted)
     if step.has_failed:
         totals.failed_steps += 1
@@ -204,6 +208,7 @@ def _stats_of(totals: _Totals) -> Stats:
         drafted_tokens=totals.drafted,
         accepted_tokens=totals.accepted,
         draft_seconds=totals.draft_seconds,
+        num_inserted=totals.inserted,
     )
 
 
@@ -249,11 +254,11 @@ def breakdowns_of(steps: Sequence[StepRecord]) -> list[Breakdown]:
 
 
 def _between(before: StepRecord, after: StepRecord) -> float:
-    """Return the seconds between two calls that no part measures; 0.0 if the second call decodes nothing.
+    """Return the seconds between two calls that no part measures; 0.0 if the second call decodes nothing, or is inside another.
 
-    In that case the engine may have been idle before it.
+    In the first case the engine may have been idle before it, in the second the device ran blocks of the other call.
     """
-    if before.host is None or after.host is None or not after.decode:
+    if before.host is None or after.host is None or not after.decode or after.is_inserted:
         return 0.0
     known = before.host.commit + before.host.sampling + after.host.plan + after.host.prepare
     return after.start - before.end - known

@@ -21,17 +21,20 @@ from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.costs.probe import CostProbe
+from staticllm.pipelines.programs.in_flight import Between, CallInFlight, Chain
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
 
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]
 """Takes a segment and its logits ``[num_logits, vocab]``; returns how many of its tokens are kept."""
+LEAST_SECONDS = 1e-6
+"""The least time of a call that others interrupted: clocks differ by less, and costs must be above 0."""
 
 
 class Runnable(Protocol):
     """One variant that can run: ``run`` reads and overwrites ``buffers`` and returns the seconds it took.
 
-    ``meanwhile`` is called while the device runs, and must not touch ``buffers``.
+    ``meanwhile`` is called while the device runs, and must not touch ``buffers``. One that runs in blocks is a ``Chain``.
     """
 
     @property
@@ -61,7 +64,8 @@ class StepResult:
     """What one call computed, and what it took.
 
     ``start`` is when the device began (a moment of the runner's clock). Seconds: ``prepare`` for ids, positions and masks,
-    ``device`` for the call itself, ``commit`` for the checks and copies after it.
+    ``device`` for the call itself, ``commit`` for the checks and copies after it, and ``paused`` for other calls between its
+    blocks, which are not in ``device``. ``num_inserted`` counts these calls.
     """
 
     variant: Variant
@@ -70,6 +74,8 @@ class StepResult:
     prepare_seconds: float
     device_seconds: float
     commit_seconds: float
+    paused_seconds: float = 0.0
+    num_inserted: int = 0
 
 
 class ModelRunner:
@@ -77,7 +83,8 @@ class ModelRunner:
 
     ``index`` has the variants whose programs are compiled. ``planned`` are all variants of the model, including those that are
     still being compiled in the background; ``is_complete`` says whether the programs of all of them are there. ``clock`` is what
-    calls are timed with.
+    calls are timed with. ``inserted`` are the programs of decode steps (one row per sequence) once more, over buffers of a second
+    ``BufferPool``: they run between the blocks of a call. Without any, no call runs there.
     """
 
     def __init__(
@@ -87,10 +94,13 @@ class ModelRunner:
         costs: CostModel[Variant] | None = None,
         planned: Iterable[Variant] = (),
         clock: Clock = time.perf_counter,
+        inserted: Mapping[Variant, Runnable] | None = None,
     ) -> None:
         self.cache = cache
         self.clock = clock
         self.programs = programs
+        self.inserted: Mapping[Variant, Runnable] = inserted or {}
+        self.in_flight: CallInFlight | None = None
         self.costs = costs or CostModel[Variant]()
         self.probe = CostProbe(programs, self.costs)
         self._planned = frozenset(planned)
@@ -158,21 +168,77 @@ class ModelRunner:
         segments: Sequence[Segment],
         meanwhile: Callable[[], None] | None = None,
         accept: Accept | None = None,
+        between: Between | None = None,
     ) -> StepResult:
         """Run one variant, and keep the tokens of every segment whose numbers are finite.
 
         ``meanwhile`` is called while the device runs. ``accept`` returns how many of a segment's first tokens are kept, since
-        the model may accept only a part of a draft. Without it, all tokens are kept.
+        the model may accept only a part of a draft. Without it, all tokens are kept. ``between`` is called between two blocks of
+        a program that has several, if another call can run there; it may call ``insert``.
         """
+        return self.run_step(self.programs[variant], Step(variant, tuple(segments)), meanwhile, accept, between)
+
+    def insert(
+        self, variant: Variant, segments: Sequence[Segment], meanwhile: Callable[[], None] | None = None
+    ) -> StepResult:
+        """Run one of the variants that ``insertable`` returned, between two blocks of the call in flight, like ``run``."""
+        assert self.in_flight is not None and variant in self.insertable(), "it cannot run there"
+        assert len(segments) <= self.insertable_slots, "its slots would lie where the call in flight does not let them"
+        self.in_flight.num_inserted += 1
+        return self.run_step(self.inserted[variant], Step(variant, tuple(segments)), meanwhile)
+
+    def insertable(self) -> tuple[Variant, ...]:
+        """Return the variants of decode steps that can run between two blocks of the call in flight, by ascending rows.
+
+        The call in flight reads the slots of the arena at its KV length, so that only variants of the same one leave them where
+        they are. A call of KV length 0 reads none. Of each number of rows only the smallest variant is returned.
+        """
+        flight = self.in_flight
+        if flight is None or self.insertable_slots < 1:
+            return ()
+        kv_len = flight.variant.kv_len
+        least = kv_len or self.cache.slots.high_slot
+        seeing = [v for v in self.index.decoding if (v.kv_len == least if kv_len else v.kv_len >= least)]
+        smallest = {variant.rows: variant for variant in reversed(seeing) if variant in self.inserted}
+        return tuple(smallest[rows] for rows in sorted(smallest))
+
+    @property
+    def insertable_slots(self) -> int:
+        """The number of KV slots that a step between two blocks may take: those of the call in flight stay free.
+
+        If that call reads slots, the new ones must lie below its KV length, or the others would have to move.
+        """
+        flight = self.in_flight
+        if flight is None:
+            return 0
+        slots = self.cache.slots
+        free = slots.num_free - flight.num_tokens
+        return min(free, flight.variant.kv_len - slots.num_used) if flight.variant.kv_len else free
+
+    def run_step(
+        self,
+        program: Runnable,
+        step: Step,
+        meanwhile: Callable[[], None] | None = None,
+        accept: Accept | None = None,
+        between: Between | None = None,
+    ) -> StepResult:
+        """Run one program for a step, as ``run`` says."""
         begin = self.clock()
-        program = self.programs[variant]
-        step = Step(variant, tuple(segments))
-        self.cache.fill(step, program.buffers)
+        variant = step.variant
+        segments = step.segments
+        buffers = program.buffers
+        self.cache.fill(step, buffers)
         assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
         start = self.clock()
-        seconds = program.run(meanwhile)
+        flight = None
+        if between is not None and self.num_blocks > 1 and isinstance(program, Chain):
+            num_tokens = sum(len(segment.tokens) for segment in segments)
+            flight = CallInFlight(variant, program.num_blocks, num_tokens, self.clock, between)
+            seconds = self._run_in_blocks(program, flight, meanwhile)
+        else:
+            seconds = program.run(meanwhile)
         end = self.clock()
-        buffers = program.buffers
         logits = [buffers.logits[0, place] for place in step.logits()]
         are_finite = self.cache.are_finite(step, buffers)
         best = [_most_likely(lines) if is_kept else None for lines, is_kept in zip(logits, are_finite, strict=True)]
@@ -185,7 +251,28 @@ class ModelRunner:
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
         results = tuple(map(SegmentResult, logits, best, accepted, stored))
-        return StepResult(variant, results, start, start - begin, seconds, self.clock() - end)
+        paused = (0.0, 0) if flight is None else (flight.paused_seconds, flight.num_inserted)
+        return StepResult(variant, results, start, start - begin, seconds, self.clock() - end, *paused)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """The number of blocks of a call between which another one may run; 1 if calls run in one piece.
+
+        No call runs between blocks of a model with recurrent states, because these exist once, in memory that both would use.
+        """
+        program = next(iter(self.inserted.values()), None)
+        return program.num_blocks if isinstance(program, Chain) and not self.cache.states else 1
+
+    def _run_in_blocks(self, program: Chain, flight: CallInFlight, meanwhile: Callable[[], None] | None) -> float:
+        """Run a program that others may interrupt, and return the seconds that it took itself."""
+        self.in_flight = flight
+        self.cache.arena.is_read = bool(flight.variant.kv_len)
+        try:
+            seconds = program.run(meanwhile, flight.pause)
+        finally:
+            self.in_flight = None
+            self.cache.arena.is_read = False
+        return max(seconds - flight.paused_seconds, LEAST_SECONDS)
 
     @cached_property
     def rotations(self) -> KeyRotations | None:
@@ -230,6 +317,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the programs with their inference requests, and give the KV slots back at once. Nothing can run afterwards."""
         self.programs = {}
+        self.inserted = {}
         self.probe = CostProbe(self.programs, self.costs)
         self.cache.release()
 

@@ -22,8 +22,9 @@ class VariantIndex:
 
     ``needs_real_rows``: no row of a call may be idle. All look-ups except ``with_logits`` are for calls with logits after the
     last token of each sequence, and find only variants for these. ``sizes`` are their ``(rows, sequences)``, ascending.
-    ``widest`` maps a number of rows to the largest number of sequences of its variants. ``rows_with_logits`` are the numbers of
-    rows of variants with logits after more rows than the last one of each sequence, descending.
+    ``decoding`` are the variants with one row per sequence, ascending. ``chunk_rows`` are the numbers of rows in which a prompt
+    may run, ascending. ``widest`` maps a number of rows to the largest number of sequences of its variants. ``rows_with_logits``
+    are the numbers of rows of variants with logits after more rows than the last one of each sequence, descending.
     """
 
     def __init__(self, variants: Iterable[Variant], needs_real_rows: bool = False) -> None:
@@ -42,10 +43,12 @@ class VariantIndex:
         self.sizes = tuple(sorted(buckets))
         widest = {rows: max(s for r, s in self.sizes if r == rows) for rows, _ in self.sizes}
         self.widest: Mapping[int, int] = MappingProxyType(widest)
+        self.chunk_rows = tuple(sorted({rows for rows, sequences in self.sizes if sequences == 1 or rows > sequences}))
         reaches = sorted({kv_lens[-1] for kv_lens in buckets.values()})
         self._decoding = [  # (KV length, the largest number of sequences that decode over it), ascending
             (reach, max(min(size) for size, kv_lens in buckets.items() if kv_lens[-1] >= reach)) for reach in reaches
         ]
+        self.decoding = tuple(v for v in ordinary if v.rows == v.sequences)
         self._kv_lens = sorted({variant.kv_len for variant in ordinary})
         self.max_kv_len = self._kv_lens[-1]
 
@@ -185,7 +188,7 @@ def plan_chunks(
 
 
 def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> ChunkOptions:
-    found = (index.at(rows, 1, past, is_fresh) for rows, sequences in index.sizes if sequences == 1)
+    found = (index.of_rows(rows, 1, past, is_fresh) for rows in index.chunk_rows)
     variants = tuple(variant for variant in found if variant is not None)
     return ChunkOptions(variants, tuple(map(cost, variants)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ModelShape, ProgramMode, Variant
+from staticllm.core import ModelShape, ProgramLayout, ProgramMode, Variant
 from staticllm.errors import ConfigError
 
 LEAST_ROWS, SIZES_PER_OCTAVE = 16, 8
@@ -25,13 +25,26 @@ MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """Numbers of sequences of mixed calls, beside ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
+ROW_STEP = 16
+"""On an NPU, calls are cheap if their rows, and rows and KV slots together, are multiples of this."""
+FRESH_ROWS = (128, 512)
+"""Rows of the first calls of prompts on an NPU, below the longest prompt. A few sizes without a past cost a prompt least: between
+any two blocks of such a call a decode step can run, so that it may be long."""
+SMALL_MIXED_ROWS, MIXED_BLOCK_ROWS = 64, 128
+"""Rows of the other calls with prompts there. They decode as well: up to here, rows that decode cost nearly nothing more."""
+PACKED_ROWS = 16
+"""A step of 16 sequences costs 1.28 times as much as one of a single sequence, and of 2 or 4 hardly less."""
+LEAST_DECODE_KV_LEN = 1152
+"""Shorter KV lengths save 4 % of a decode step there; from this one on, twice as many slots cost 8 % to 50 % more."""
 
 
-def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None) -> tuple[Variant, ...]:
+def choose_variants(
+    config: StaticLLMConfig, mode: ProgramMode, shape: ModelShape | None = None, layout: ProgramLayout | None = None
+) -> tuple[Variant, ...]:
     """Return all variants of a pipeline, those for decoding first.
 
-    In ``shared`` mode a size costs no program, so there are many; in ``separate`` mode each variant is a program.
-
+    In ``shared`` mode a size costs no program, so there are many; in ``separate`` mode each variant is a program. In the layout
+    ``blocks``, which is for NPUs, ``block_variants`` chooses, unless the model has recurrent states.
     - KV lengths: ``shared`` has steps of 256 slots, and of an eighth from 4096 slots on; ``separate`` has 256 and its doubles.
       Both end with ``max_seq_len``, the longest sequence, and with all slots of the arena. In ``separate`` mode only single
       rows have them all; other calls have only the largest ones.
@@ -50,6 +63,8 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     needs_real_rows = shape is not None and shape.needs_real_rows
     if shape is not None and not shape.kv_states:
         return _of_one_kv_len(config, mode, shape.max_rows)
+    if layout == "blocks" and not needs_real_rows:
+        return block_variants(config, is_packable=shape is None or shape.is_packable)
     kv_lens = _kv_lens(config, mode, total)
     sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(num_seqs, mode))]
     packed_kv_lens = kv_lens if mode == "shared" else tuple(sorted({config.max_seq_len, total}))
@@ -75,6 +90,45 @@ def choose_variants(config: StaticLLMConfig, mode: ProgramMode, shape: ModelShap
     return tuple(dict.fromkeys((*decoding, *drafting, *prefill, *mixed)))
 
 
+def block_variants(config: StaticLLMConfig, is_packable: bool = True) -> tuple[Variant, ...]:
+    """Return the variants of programs in blocks, those for decoding first: few, since each takes seconds to compile.
+
+    The compiler's schedules for one decoder block (``pipelines/simulator/npu_costs.py``) are the reasons
+    (docs/lab/scheduling.md).
+
+    - KV lengths are 1152 and its doubles below ``max_seq_len``, then that, and all slots of the arena, in multiples of 16.
+    - Decoding has a single row, with one KV slot less, so that both together are a multiple of 16, and 16 rows (or the least
+      multiple of 16 that holds all sequences). If sequences cannot share a call, a single row has all KV lengths as they are.
+    - A prompt begins in 128, 512 or 1024 rows without a past, or in the least multiple of 16 that holds the longest prompt.
+      It goes on in 128 rows, in which sequences decode as well; for ``max_seq_len`` 64 rows exist, too.
+
+    A decode step can run between two blocks of a call only at the KV length of that call. So the prompts' KV lengths are those of
+    the packed steps. Sizes that the user has set are kept as they are. Raises ``ConfigError`` as ``choose_variants``.
+    """
+    num_seqs = config.num_seqs("separate") if is_packable else 1
+    total = _aligned(config.num_kv_slots("separate"))
+    longest = _aligned(config.max_seq_len)
+    given = config.generate_kv_lens and _kv_lens(config, "separate", total)
+    kv_lens = given or tuple(dict.fromkeys((*_powers(LEAST_DECODE_KV_LEN, longest), total)))
+    packed = _aligned(num_seqs) if num_seqs > 1 else 1
+    if packed > 1:
+        single = [Variant(1, kv_len if given else kv_len - 1) for kv_len in kv_lens if kv_len <= longest]
+    else:
+        single = [Variant(1, kv_len) for kv_len in kv_lens]
+    decoding = [*single, *(Variant(packed, kv_len, packed) for kv_len in kv_lens if packed > 1)]
+    if config.prefill_rows or config.prefill_kv_lens:
+        return (*decoding, *_prefill_variants(config, "separate", kv_lens, needs_real_rows=False))
+    largest = _aligned(min(config.max_prompt_len, LARGEST_CHUNK))
+    fresh = [Variant(rows, 0) for rows in (*(rows for rows in FRESH_ROWS if rows < largest), largest)]
+    sizes = [(SMALL_MIXED_ROWS, longest), *((MIXED_BLOCK_ROWS, kv_len) for kv_len in kv_lens)]
+    past = [Variant(rows, kv_len, packed) for rows, kv_len in sizes if rows > packed]
+    return tuple(dict.fromkeys((*decoding, *fresh, *past)))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ROW_STEP) * ROW_STEP
+
+
 def _kv_lens(config: StaticLLMConfig, mode: ProgramMode, total: int) -> tuple[int, ...]:
     """Return the KV lengths of the variants for decoding, up to all ``total`` slots of the arena."""
     given = config.generate_kv_lens
@@ -93,10 +147,11 @@ def first_to_serve(variants: Iterable[Variant]) -> tuple[Variant, ...]:
     """Return the fewest variants that can run any prompt: single rows and the smallest chunk, at the largest KV length."""
     known = list(variants)
     most = max(variant.kv_len for variant in known)
-    alone = [variant for variant in known if variant.sequences == 1 and variant.kv_len == most]
-    decoding = [variant for variant in alone if variant.rows == 1]
-    chunks = sorted(variant for variant in alone if variant.rows > 1)
-    return (*decoding, *chunks[:1])
+    widest = [variant for variant in known if variant.kv_len == most]
+    alone = [variant for variant in widest if variant.sequences == 1]
+    decoding = [variant for variant in alone if variant.rows == 1] or sorted(v for v in widest if v.phase == "generate")
+    chunks = sorted(variant for variant in alone or widest if variant.rows > variant.sequences)
+    return (*decoding[:1], *chunks[:1])
 
 
 def _of_one_kv_len(config: StaticLLMConfig, mode: ProgramMode, max_rows: int | None) -> tuple[Variant, ...]:

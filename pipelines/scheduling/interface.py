@@ -100,6 +100,7 @@ class Device:
         is_complete: False while further programs are compiled in the background: larger calls may still be missing.
         swap_seconds: The time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
             first time.
+        num_blocks: In how many blocks a call runs, between two of which a decode step may run; 1 if a call runs in one piece.
         leaving_slots: How many of the KV slots in use hold ended conversations that are offloaded while the first chunk of a
             prompt runs, if more chunks follow.
     """
@@ -110,6 +111,7 @@ class Device:
     is_complete: bool = True
     swap_seconds: float = 0.0
     leaving_slots: int = 0
+    num_blocks: int = 1
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """Return the smallest variant for ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.
@@ -273,10 +275,53 @@ class Plan:
         return len(self.decode) + len(self.prefill)
 
 
+@dataclass(frozen=True)
+class CallView:
+    """A device call that runs in blocks, at a moment between two of them, at which the device is free.
+
+    Attributes:
+        variant: The program of the call.
+        seconds: The expected duration of the whole call without others, in seconds.
+        num_blocks, num_done: The number of its blocks, and of those that have run.
+        num_inserted: The number of decode steps that have run between its blocks.
+        steps: The variants that can decode now, ascending by rows. They see all slots of the arena, and leave each where it is.
+        prompt_start: The moment at which the first call of its oldest prompt began.
+        prompt_seconds: The device time that the calls of this prompt have taken, those of the blocks that have run included.
+    """
+
+    variant: Variant
+    seconds: float
+    num_blocks: int
+    num_done: int
+    num_inserted: int
+    steps: tuple[Variant, ...]
+    prompt_start: float
+    prompt_seconds: float
+
+    @property
+    def block_seconds(self) -> float:
+        """The expected duration of one block, in seconds."""
+        return self.seconds / self.num_blocks
+
+    @property
+    def max_decoding(self) -> int:
+        """The largest number of requests that can decode now in one step."""
+        return max((variant.rows for variant in self.steps), default=0)
+
+    def step(self, num_requests: int) -> Variant | None:
+        """Return the smallest variant that decodes this many requests now; None if there is none."""
+        return next((variant for variant in self.steps if variant.rows >= num_requests), None)
+
+
 class Policy(Protocol):
     """Decides which requests are in the next device call. A policy may keep state of its own.
 
     Every plan is checked against the rules in ``pipelines/scheduling/plans.py``; one that breaks a rule never runs.
+
+    A policy may also have a method ``between_blocks(view: View, call: CallView) -> Plan | None``. It is called between two blocks
+    of a call that runs in blocks, if requests outside this call are running and a step of them can run there. ``view`` has only
+    the requests outside the call. The method returns a plan that only decodes running requests, or None to go on with the call.
+    For a policy without it, ``pipelines/scheduling/between_blocks.py`` decides.
     """
 
     def plan(self, view: View) -> Plan:

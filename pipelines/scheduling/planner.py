@@ -14,9 +14,10 @@ from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling import policies
-from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus, View
+from staticllm.pipelines.scheduling.between_blocks import due_step
+from staticllm.pipelines.scheduling.interface import CallView, Plan, Policy, RequestStatus, View
 from staticllm.pipelines.scheduling.job_scheduler import JobScheduler, urgency
-from staticllm.pipelines.scheduling.plans import IllegalPlanError, alone, check, check_wait_so_far
+from staticllm.pipelines.scheduling.plans import IllegalPlanError, alone, check, check_between_blocks, check_wait_so_far
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import RequestTable
 from staticllm.system.threads import start_thread
@@ -56,6 +57,7 @@ class Planner:
         self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
         self._plans_jobs = _plans_jobs(policy)
+        self._decides_between = _decides_between_blocks(policy)
         self._thread = None if self._is_shipped else _PolicyThread(policy)
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
@@ -87,9 +89,27 @@ class Planner:
             self._last = plan if self._is_shipped else Plan()
             return plan
         except Exception as error:
-            is_known = isinstance(error, (IllegalPlanError, _StallError, _PolicyError))
-            self._fail(view, str(error) if is_known else f"it raised {error!r}", isinstance(error, _StallError))
+            self._fail(view, _reason(error), isinstance(error, _StallError))
         return _fallback(view)
+
+    def between_blocks(self, view: View, call: CallView) -> Plan | None:
+        """Return a legal decode step that runs between two blocks of ``call``, or None.
+
+        A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, as by ``plan``.
+        """
+        try:
+            found = self._asked_between(view, call)
+            return None if found is None else check_between_blocks(found, view, call)
+        except Exception as error:
+            self._fail(view, _reason(error), isinstance(error, _StallError))
+        return None
+
+    def _asked_between(self, view: View, call: CallView) -> object:
+        if not (self._decides_between and self.policy is self._own):
+            return due_step(view, call)
+        if self._thread:
+            return self._thread.between_blocks(view, call)
+        return self.policy.between_blocks(view, call)  # type: ignore[attr-defined]
 
     def longest_job(self, view: View) -> float:
         """Return the longest time that the jobs of a view should take, s; asked before they are composed."""
@@ -213,6 +233,16 @@ def _plans_jobs(policy: Policy) -> bool:
     return found
 
 
+def _decides_between_blocks(policy: Policy) -> bool:
+    """Return whether the policy has a method ``between_blocks``, read once. Raises ``ConfigError``."""
+    try:
+        return callable(getattr(policy, "between_blocks", None))
+    except Exception as error:
+        raise ConfigError(
+            f"between_blocks of the scheduler {type(policy).__name__} raised {error!r}: must be a method"
+        ) from error
+
+
 class NoPlanError(Exception):
     """No request can run, not even alone; ``request`` is the id of the first one."""
 
@@ -255,19 +285,32 @@ class _PolicyError(Exception):
     """An exception of a user's policy, converted to text on the policy's thread."""
 
 
+def _reason(error: Exception) -> str:
+    """Return what the warning says about a policy's error."""
+    is_known = isinstance(error, (IllegalPlanError, _StallError, _PolicyError))
+    return str(error) if is_known else f"it raised {error!r}"
+
+
 class _PolicyThread:
     """Calls a user's policy on a thread of its own, so that it can neither stop nor change the engine."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._views: queue.SimpleQueue[View | None] = queue.SimpleQueue()
+        self._views: queue.SimpleQueue[tuple[View, CallView | None] | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._index: tuple[VariantIndex, VariantIndex] | None = None  # the engine's, and the policy's copy
         self._thread = start_thread(self._run, "staticllm-policy")
 
     def plan(self, view: View) -> object:
         """Return the policy's plan, not yet checked. Runs on the engine's thread."""
-        self._views.put(view)
+        return self._asked(view, None)
+
+    def between_blocks(self, view: View, call: CallView) -> object:
+        """Return the policy's plan between two blocks of ``call``, not yet checked; None for no plan."""
+        return self._asked(view, call)
+
+    def _asked(self, view: View, call: CallView | None) -> object:
+        self._views.put((view, call))
         try:
             plan = self._plans.get(timeout=STALL_SECONDS)
         except queue.Empty:
@@ -282,13 +325,19 @@ class _PolicyThread:
         self._thread.join(timeout=0.2)
 
     def _run(self) -> None:
-        while (view := self._views.get()) is not None:
+        while (asked := self._views.get()) is not None:
+            view, call = asked
             try:
-                self._plans.put(_plain(self._policy.plan(self._copy(view)), len(view.requests)))
+                self._plans.put(_plain(self._decided(self._copy(view), call), len(view.requests)))
             except IllegalPlanError as error:
                 self._plans.put(error)
             except BaseException as error:  # also SystemExit and the like: the engine waits for an answer
                 self._plans.put(_shown(error))
+
+    def _decided(self, view: View, call: CallView | None) -> object:
+        if call is None:
+            return self._policy.plan(view)
+        return self._policy.between_blocks(view, replace(call))  # type: ignore[attr-defined]
 
     def _copy(self, view: View) -> View:
         """Return an equal view whose objects the engine does not use."""

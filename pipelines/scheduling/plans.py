@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import plan_chunks
-from staticllm.pipelines.scheduling.interface import Plan, RequestStatus, RequestView, View
+from staticllm.pipelines.scheduling.interface import CallView, Plan, RequestStatus, RequestView, View
 
 MAX_WAIT_SECONDS = 1.0
 """Longest total wait before one call that a policy may ask for, in seconds."""
@@ -264,6 +264,23 @@ def check(plan: object, view: View) -> Plan:
             "is-a-plan", f"the plan holds something other than request ids and counts: {error}"
         ) from None
     return plan
+
+
+def check_between_blocks(plan: object, view: View, call: CallView) -> Plan:
+    """Return ``plan`` if it is a ``Plan`` that may run between two blocks of ``call``.
+
+    Raises ``IllegalPlanError`` (it is not a ``Plan``, or it breaks a rule; the error names the rule).
+    """
+    if not isinstance(plan, Plan):
+        raise IllegalPlanError("is-a-plan", f"between_blocks() returned a {type(plan).__name__}, not a Plan")
+    if plan != Plan(decode=plan.decode):
+        raise IllegalPlanError("only-decodes", "a plan between two blocks does more than decode")
+    found = check(plan, view)
+    if call.step(len(plan.decode)) is None:
+        raise IllegalPlanError(
+            "holds-between", f"{len(plan.decode)} requests decode between two blocks, at most {call.max_decoding} can"
+        )
+    return found
 
 
 def check_wait_so_far(plan: Plan, start: float) -> None:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Literal
 
 from staticllm.config import StaticLLMConfig
-from staticllm.core import ProgramMode
+from staticllm.core import ProgramLayout, ProgramMode
 from staticllm.errors import ConfigError
 from staticllm.pipelines.profiling.records import RequestRecord
 from staticllm.pipelines.programs.variant_index import VariantIndex
@@ -21,6 +21,7 @@ from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.npu_costs import NpuCosts
 from staticllm.pipelines.simulator.simulated_clients import BulkJobs
 from staticllm.pipelines.simulator.simulated_device import DeviceModel, Ended, SimulatedDevice, SimulatedRequest
 from staticllm.pipelines.simulator.summary import Run, summarize
@@ -237,10 +238,18 @@ def longest(arrivals: Sequence[Arrival]) -> tuple[int, int]:
     return max(arrival.num_prompt for arrival in arrivals), max(arrival.num_output for arrival in arrivals)
 
 
-def configured_model(config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost) -> DeviceModel:
+def npu_model(config: StaticLLMConfig, costs: NpuCosts, host: HostCost) -> DeviceModel:
+    """Return a device with the programs in blocks, ``max_num_seqs`` and KV slots that the pipeline would have on an NPU."""
+    model = configured_model(config, "separate", costs, host, "blocks")
+    return replace(model, blocks=costs.divided)
+
+
+def configured_model(
+    config: StaticLLMConfig, mode: ProgramMode, cost: Cost, host: HostCost, layout: ProgramLayout | None = None
+) -> DeviceModel:
     """Return a device with the programs, ``max_num_seqs`` and KV slots that the pipeline would have with this config."""
     limits = Limits(config.num_seqs(mode), config.ttft_ms, config.tpot_ms, config.gap_ms)
-    index = VariantIndex(choose_variants(config, mode))
+    index = VariantIndex(choose_variants(config, mode, None, layout))
     return DeviceModel(index, cost, limits, config.num_kv_slots(mode), config.num_host_slots, config.max_seq_len, host)
 
 

@@ -39,6 +39,17 @@ class AnalyticCosts:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """How the calls of a device are divided: ``num_blocks`` equal blocks, then a tail of ``tail`` seconds, both in their costs.
+
+    Between two blocks other calls may run.
+    """
+
+    num_blocks: int = 1
+    tail: Cost = lambda variant: 0.0
+
+
+@dataclass(frozen=True)
 class HostCost:
     """The seconds of the host between two device calls: ``step + row * num_rows + sequence * num_sequences``.
 

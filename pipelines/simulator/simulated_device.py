@@ -19,7 +19,7 @@ from staticllm.pipelines.profiling.records import JobRecord, Record, RequestReco
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.simulator.cost_model import Blocks, Cost, HostCost
 from staticllm.pipelines.simulator.simulated_clients import BulkJobs, SimulatedClients, SimulatedJobs
 from staticllm.pipelines.simulator.simulated_programs import (
     ANSWER_TOKEN,
@@ -39,7 +39,7 @@ class DeviceModel:
     ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
     sequence. The policy sees the exact costs, or begins with the measurements ``known`` and updates them. ``jobs`` are calls of
     another model. ``waits_for_batch``: as in ``EngineOptions``. ``prefix_caching``: whether beams and client sequences that
-    lose their slots are kept in the host pool; prompts never begin alike.
+    lose their slots are kept in the host pool; prompts never begin alike. ``blocks``: how the calls are divided.
     """
 
     index: VariantIndex
@@ -54,6 +54,7 @@ class DeviceModel:
     waits_for_batch: bool = True
     drafting: Drafting | None = None
     prefix_caching: bool = False
+    blocks: Blocks = field(default_factory=Blocks)
 
     @property
     def options(self) -> EngineOptions:
@@ -121,7 +122,13 @@ class SimulatedDevice:
         self.jobs: list[JobRecord] = []
         self.is_running = False  # a call has begun, and ``finish`` was not called
         self._runner = simulated_runner(
-            model.index.variants, model.cost, model.kv_slots, self.clock, model.host, model.known
+            model.index.variants,
+            model.cost,
+            model.kv_slots,
+            self.clock,
+            model.host,
+            model.known,
+            blocks=model.blocks,
         )
         self.core = EngineCore(self._runner, policy, model.options, self.clock)
         self.core.profiler.trace = self

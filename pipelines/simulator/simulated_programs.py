@@ -14,14 +14,15 @@ from staticllm.errors import ConfigError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
-from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
+from staticllm.kvcache.step import BufferPool, Segment, Step, StepBuffers
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.engine.speculation.draft_model import PACKED_TOKENS, DraftModel
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.programs.model_runner import Accept, ModelRunner, StepResult
-from staticllm.pipelines.simulator.cost_model import Cost, HostCost
+from staticllm.pipelines.programs.in_flight import Between
+from staticllm.pipelines.programs.model_runner import Accept, ModelRunner, Runnable, StepResult
+from staticllm.pipelines.simulator.cost_model import Blocks, Cost, HostCost
 from staticllm.pipelines.simulator.workload import Arrival
 
 VOCAB_SIZE = MAX_ANSWERS + 2
@@ -53,21 +54,41 @@ class VirtualClock:
 
 
 class SimulatedProgram:
-    """A program that takes ``seconds`` on ``clock``."""
+    """A program that takes ``seconds`` on ``clock``, in blocks and a tail."""
 
-    def __init__(self, buffers: StepBuffers, seconds: float, clock: VirtualClock, logits: NextLogits) -> None:
+    def __init__(
+        self, buffers: StepBuffers, seconds: float, clock: VirtualClock, logits: NextLogits, blocks: Blocks
+    ) -> None:
         self.buffers = buffers
+        self.num_blocks = blocks.num_blocks
         self._seconds = seconds
+        self._tail_seconds = min(blocks.tail(buffers.variant), seconds)
         self._clock = clock
         self._next_logits = logits
 
-    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
-        """Let the time of a call pass, and return it in seconds."""
+    def run(self, meanwhile: Callable[[], None] | None = None, between: Callable[[], None] | None = None) -> float:
+        """Let the time of a call pass, and return it in seconds, with that of ``between``."""
         if meanwhile is not None:
             meanwhile()
-        self._clock.advance(self._seconds)
+        if between is None:
+            self._clock.advance(self._seconds)
+            paused = 0.0
+        else:
+            paused = self._run_blocks(between)
         self.buffers.logits[0] = self._next_logits(self.buffers.input_ids[0, self.buffers.logit_rows])
-        return self._seconds
+        return self._seconds + paused
+
+    def _run_blocks(self, between: Callable[[], None]) -> float:
+        """Let the time of blocks and tail pass, and return the seconds that ``between`` took."""
+        paused = 0.0
+        for number in range(self.num_blocks):
+            self._clock.advance((self._seconds - self._tail_seconds) / self.num_blocks)
+            begin = self._clock()
+            if number < self.num_blocks - 1:
+                between()
+            paused += self._clock() - begin
+        self._clock.advance(self._tail_seconds)
+        return paused
 
 
 class SimulatedCache(KVCache):
@@ -102,23 +123,26 @@ class SimulatedRunner(ModelRunner):
         costs: CostModel[Variant],
         clock: VirtualClock,
         host: HostCost,
+        inserted: Mapping[Variant, SimulatedProgram],
     ) -> None:
-        super().__init__(cache, programs, costs, clock=clock)
+        super().__init__(cache, programs, costs, clock=clock, inserted=inserted)
         self._virtual_clock = clock
         self._host = host
         self.num_calls = 0
         self.is_waking = True
 
-    def run(
+    def run_step(
         self,
-        variant: Variant,
-        segments: Sequence[Segment],
+        program: Runnable,
+        step: Step,
         meanwhile: Callable[[], None] | None = None,
         accept: Accept | None = None,
+        between: Between | None = None,
     ) -> StepResult:
         self.num_calls += 1
-        self._virtual_clock.advance(self._lead(segments))
-        result = super().run(variant, segments, meanwhile, accept)
+        self._virtual_clock.advance(self._lead(step.segments))
+        self.is_waking = False
+        result = super().run_step(program, step, meanwhile, accept, between)
         self._virtual_clock.advance(self._host.answer)
         return result
 
@@ -149,16 +173,25 @@ def simulated_runner(
     host: HostCost,
     known: Mapping[Variant, float] | None = None,
     logits: NextLogits = next_logits,
+    *,
+    blocks: Blocks | None = None,
 ) -> SimulatedRunner:
     """Return a runner of programs with these costs. The engine knows them, or begins with the measurements ``known``."""
     variants = tuple(variants)
-    pool = BufferPool(variants, SHAPE)
-    programs = {v: SimulatedProgram(StepBuffers(v, pool), cost(v), clock, logits) for v in variants}
+    parts = blocks or Blocks()
+
+    def programs_of(variants: Sequence[Variant]) -> dict[Variant, SimulatedProgram]:
+        pool = BufferPool(variants, SHAPE)
+        return {v: SimulatedProgram(StepBuffers(v, pool), cost(v), clock, logits, parts) for v in variants}
+
+    programs = programs_of(variants)
+    decoding = [variant for variant in variants if variant.phase == "generate"]
+    inserted = programs_of(decoding) if decoding and parts.num_blocks > 1 else {}
     costs = CostModel(known)
     for variant in variants if known is None else ():
         costs.set(variant, max(cost(variant), LEAST_SECONDS))
     cache = SimulatedCache([variant.kv_len for variant in variants], num_slots, clock, host.swap)
-    return SimulatedRunner(cache, programs, costs, clock, host)
+    return SimulatedRunner(cache, programs, costs, clock, host, inserted)
 
 
 def _logits_after_each() -> Logits:

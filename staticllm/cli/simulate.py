@@ -43,7 +43,7 @@ GROUPS = {
 }
 RARE = {
     "Costs of calls": (
-        "costs", "programs", "weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "job_ms",
+        "costs", "blocks", "call_us", "programs", "weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "job_ms",
     ),
     "Limits": ("concurrency", "max_num_seqs", "kv_slots", "host_kv_slots"),
     "Answers and drafts": ("answers", "beams", "draft_tokens", "accept", "draft_ms"),
@@ -102,7 +102,14 @@ COUNT = click.IntRange(1)
     StaticLLMConfig.gap_ms,
 )
 @value("--programs", click.Choice(["shared", "separate"]), "Which programs the device has, without --costs.", "shared")
-@value("--costs", click.Path(), "Read costs from a file, JSON: rows, kv_len, sequences, seconds.")
+@value(
+    "--costs",
+    click.Path(),
+    "Read costs from a file, JSON: rows, kv_len, sequences, seconds; or npu-4000 or npu-4000-int4: a 0.5B model in blocks on an "
+    "NPU, by its compiler's schedule.",
+)
+@value("--blocks", COUNT, "Blocks per call, between which decode steps run.  [24 for npu-4000, else 1]")
+@value("--call-us", click.FLOAT, "With --costs npu-4000: assumed us of host and driver per block.", 20.0)
 @value("--weights-ms", click.FLOAT, "Without --costs: ms per call,", 20.0)
 @value("--row-ms", click.FLOAT, "plus ms per row,", 0.5)
 @value("--attention-us", click.FLOAT, "plus us per row and slot that it sees.", 0.05)
@@ -217,18 +224,35 @@ def _arrivals(options: dict[str, Any], rate: float) -> list[Arrival]:
 
 def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     from staticllm.pipelines.programs.variant_index import VariantIndex
-    from staticllm.pipelines.simulator.cluster import configured_model, longest, tabled_model
-    from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs
+    from staticllm.pipelines.simulator.cluster import configured_model, longest, npu_model, tabled_model
+    from staticllm.pipelines.simulator.cost_model import AnalyticCosts, Blocks, HostCost, read_costs
+    from staticllm.pipelines.simulator.npu_costs import NPU_COSTS
     from staticllm.pipelines.simulator.simulated_programs import Drafting
 
-    for name in ("weights_ms", "row_ms", "attention_us", "host_ms", "swap_us", "transfer_ms", "slot_bytes", "draft_ms"):
+    for name in (
+        "weights_ms",
+        "row_ms",
+        "attention_us",
+        "host_ms",
+        "swap_us",
+        "call_us",
+        "transfer_ms",
+        "slot_bytes",
+        "draft_ms",
+    ):
         if not 0 <= options[name] < float("inf"):
             raise click.UsageError(f"--{name.replace('_', '-')} {options[name]:g}: must be 0 or more")
     prompt, output = longest(arrivals)
     names = ("max_num_seqs", "kv_slots", "host_kv_slots", "ttft_ms", "tpot_ms", "gap_ms")
     config = StaticLLMConfig(max_prompt_len=prompt, min_response_len=output, **{name: options[name] for name in names})
     host = HostCost(options["host_ms"] / 1e3, swap=options["swap_us"] / 1e6)
-    if options["costs"]:
+    blocks = Blocks(options["blocks"] or 1)
+    if options["costs"] in NPU_COSTS:
+        costs = replace(NPU_COSTS[options["costs"]], call_seconds=options["call_us"] / 1e6)
+        costs = replace(costs, num_blocks=options["blocks"] or costs.num_blocks)
+        model = npu_model(config, costs, host)
+        blocks = costs.divided
+    elif options["costs"]:
         variants, table = read_costs(options["costs"])
         model = tabled_model(config, VariantIndex(variants), table, host)
     else:
@@ -238,7 +262,7 @@ def _model(options: dict[str, Any], arrivals: list[Arrival]) -> DeviceModel:
     has_beams = any(arrival.are_beams for arrival in arrivals)
     num_drafts = options["draft_tokens"]
     drafting = None if num_drafts is None else Drafting(num_drafts, options["accept"], options["draft_ms"] / 1e3)
-    return replace(model, drafting=drafting, prefix_caching=has_beams)
+    return replace(model, drafting=drafting, prefix_caching=has_beams, blocks=blocks)
 
 
 def _devices(options: dict[str, Any]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ including those of idle rows, into a state in their order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -64,22 +65,30 @@ def fake_runner(
     is_staged: bool = False,
     next_token: NextToken | None = None,
     num_adapters: int = 2,
+    *,
+    num_blocks: int = 1,
 ) -> ModelRunner:
     """Return a runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls.
 
     With ``is_staged`` it begins with the fewest programs that can serve; ``add_program`` adds those of ``runner.programs.late``.
-    ``next_token`` replaces the checksum; the slots are checked all the same.
+    ``next_token`` replaces the checksum; the slots are checked all the same. With ``num_blocks`` above 1, the programs are chains
+    of that many blocks, and other calls may run between two of them.
     """
     shape = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters)
     variants = list(variants)
     cache = KVCache(shape, [variant.kv_len for variant in variants])
+
+    def programs_of(pool: BufferPool, variants: Iterable[Variant]) -> FakePrograms:
+        buffers = [StepBuffers(variant, pool) for variant in variants]
+        return FakePrograms((each.variant, FakeProgram(cache, shape, each, next_token, num_blocks)) for each in buffers)
+
     pool = BufferPool(variants, shape)
-    programs = FakePrograms(
-        (variant, FakeProgram(cache, shape, StepBuffers(variant, pool), next_token)) for variant in variants
-    )
+    programs = programs_of(pool, variants)
+    decoding = [variant for variant in variants if variant.phase == "generate"]
+    inserted = programs_of(BufferPool(decoding, shape, pool.adapters), decoding) if num_blocks > 1 else None
     if is_staged:
         programs.withhold(set(variants) - set(first_to_serve(variants)))
-    return ModelRunner(cache, programs, planned=variants)
+    return ModelRunner(cache, programs, planned=variants, inserted=inserted)
 
 
 def add_program(runner: ModelRunner, variant: Variant) -> None:
@@ -90,23 +99,49 @@ def add_program(runner: ModelRunner, variant: Variant) -> None:
 
 
 class FakeProgram:
-    """One variant of the fake model, bound to a KV cache like a compiled program."""
+    """One variant of the fake model, bound to a KV cache like a compiled program, in ``num_blocks`` blocks.
+
+    Each block reads all inputs and slots. Blocks that do not find the same ones raise.
+    """
 
     def __init__(
-        self, cache: KVCache, shape: ModelShape, buffers: StepBuffers, next_token: NextToken | None = None
+        self,
+        cache: KVCache,
+        shape: ModelShape,
+        buffers: StepBuffers,
+        next_token: NextToken | None = None,
+        num_blocks: int = 1,
     ) -> None:
         self.buffers = buffers
+        self.num_blocks = num_blocks
         self._next_token = next_token
         self.num_runs = 0
         self._shape = shape
         self._states = cache.states
         self._past = [cache.arena.state_view(i, buffers.variant.kv_len) for i in range(len(shape.kv_states))]
 
-    def run(self, meanwhile: Callable[[], None] | None = None) -> float:
+    def run(self, meanwhile: Callable[[], None] | None = None, between: Callable[[], None] | None = None) -> float:
         """Fill presents and logits from the buffers and the arena. Return a made-up duration: 8 ms and 1 ms per row, in s."""
         self.num_runs += 1
         if meanwhile is not None:
             meanwhile()
+        paused = 0.0 if between is None else sum(self._pause(between) for _ in range(self.num_blocks - 1))
+        self._compute()
+        return (8 + self.buffers.variant.rows) * 1e-3 + paused
+
+    def _pause(self, between: Callable[[], None]) -> float:
+        """Compute a block, call ``between``, and return the seconds that it took; what the block has read must not change."""
+        self._compute()
+        logits = self.buffers.logits.copy()
+        begin = time.perf_counter()
+        between()
+        seconds = time.perf_counter() - begin
+        assert np.array_equal(self.buffers.logits, logits, equal_nan=True), "another call has written this one's logits"
+        self._compute()
+        assert np.array_equal(self.buffers.logits, logits, equal_nan=True), "this block reads other slots or inputs"
+        return seconds
+
+    def _compute(self) -> None:
         buffers = self.buffers
         ids = adapted_tokens(buffers.input_ids[0], buffers.adapter_scales[0])
         own = np.stack([ids, buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
@@ -121,7 +156,6 @@ class FakeProgram:
             buffers.logits[0, index, token] = 1.0 if chosen is None else CERTAIN
         if any((rows[..., 0] % ADAPTED == self._shape.vocab_size).any() for rows in (own, *self._past)):
             buffers.logits[:] = np.nan  # even if it is masked: 0 x NaN is NaN
-        return (8 + buffers.variant.rows) * 1e-3
 
     def _chosen(self, pairs: NDArray[np.int64]) -> int | None:
         """Return what ``next_token`` says after these (token, position) ``pairs [n, 2]``."""

@@ -35,6 +35,7 @@ def fake_engine(
     masks: Sequence[MaskKind] = (CAUSAL,),
     is_recurrent: bool = False,
     is_staged: bool = False,
+    num_blocks: int = 1,
     starts_thread: bool = True,
     text: EngineText | None = None,
 ) -> Engine:
@@ -52,6 +53,7 @@ def fake_engine(
         masks: The kinds of mask that the model reads.
         is_recurrent: Whether the model has recurrent states.
         is_staged: Whether only a part of the programs is there at first; ``add_program`` adds the others.
+        num_blocks: The number of blocks of each program, between which other calls may run.
         starts_thread: Whether ``submit`` starts the engine's thread. Without it, the caller serves requests with ``step``
             or ``run_to_end``, and must not call ``run_between_steps``, which would wait forever.
         text: What the engine needs of a tokenizer, for grammars and the stop strings of beams.
@@ -61,7 +63,9 @@ def fake_engine(
     options = EngineOptions(
         limits, max_seq_len, max_waiting, host_kv_slots, measure_costs=False, state_slots=state_slots
     )
-    runner = fake_runner(variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged)
+    runner = fake_runner(
+        variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged, num_blocks=num_blocks
+    )
     return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options, text)
 
 

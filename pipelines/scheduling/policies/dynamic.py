@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from staticllm.pipelines.scheduling.between_blocks import inserted_seconds
 from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
 from staticllm.pipelines.scheduling.plans import (
     admissible_prompts,
@@ -46,14 +47,17 @@ class CandidateCall:
 
     in prompt tokens per second of device time. The call runs ``num_tokens`` prompt tokens in ``call_seconds``. ``rest_tokens`` of
     the same prompts remain for later calls, which take ``rest_seconds``. Unlike the first call of a new prompt, these read the
-    arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests have their next tokens after
-    ``delay_seconds``. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that are waiting.
+    arena. A mixed call also decodes, which is worth ``saved_seconds``. The running requests can have their next tokens after
+    ``delay_seconds``, in a call in blocks after one of these. ``total_seconds`` later, with the decode steps between its blocks
+    and after it, the next call begins. A call of this size could hold at most ``max_tokens`` tokens of prompts like those that
+    wait.
     """
 
     plan: Plan
     call_seconds: float
     saved_seconds: float
     delay_seconds: float
+    total_seconds: float
     num_tokens: int
     max_tokens: int
     rest_tokens: int
@@ -108,7 +112,7 @@ class Candidates:
         A few prompt tokens in every decode step have the best rate, but would delay the first token without limit.
         """
         left = sum(request.num_left for request in self._backlog)
-        times = [max(left / call.num_tokens, 1.0) * call.delay_seconds for call in calls]
+        times = [max(left / call.num_tokens, 1.0) * call.total_seconds for call in calls]
         remaining_delay = self.batching_delay - (self._view.now - self._backlog[0].arrival)
         bound = max(ABOUT_AS_FAST * min(times), remaining_delay)
         return [call for call, time in zip(calls, times, strict=True) if time <= bound]
@@ -149,13 +153,15 @@ class Candidates:
         if variant is None or widest is None:
             return None
         seconds = device.seconds(variant)
+        inserted = 0.0 if beside.decode else inserted_seconds(view, seconds, self.step_seconds)
         left = {request.id: request.num_left for request in self._backlog}
         rest = sum(left[request] - count for request, count in prompts)
         return CandidateCall(
             with_prefill(beside, prompts),
             call_seconds=seconds,
             saved_seconds=saved_seconds,
-            delay_seconds=seconds if beside.decode else seconds + self.step_seconds,
+            delay_seconds=seconds if beside.decode else seconds / device.num_blocks + self.step_seconds,
+            total_seconds=seconds if beside.decode else seconds + inserted + self.step_seconds,
             num_tokens=sum(count for _, count in prompts),
             max_tokens=min(rows - beside.num_rows, (widest.sequences - beside.num_sequences) * max(left.values())),
             rest_tokens=rest,
@@ -289,7 +295,7 @@ class Dynamic:
     def _begin(self, view: View, call: CandidateCall) -> Plan:
         """Return the plan of a call with prompts, and keep its expected end and the time that its prompts add."""
         self._prefill_seconds = call.added_seconds
-        self._prefill_end = view.now + call.delay_seconds
+        self._prefill_end = view.now + call.total_seconds
         return call.plan
 
 

@@ -289,6 +289,8 @@ function callRow(calls) {
     call.prefill.length > 4 && el("span", { class: "chip prefill" }, `+${call.prefill.length - 4}`),
     call.decode.length > 0 && el("span", { class: "chip decode" }, `decode ${ids}`),
     call.drafted > 0 && el("span", { class: "chip" }, `drafts ${call.accepted}/${call.drafted}`),
+    call.is_inserted && el("span", { class: "chip" }, "between blocks"),
+    call.inserted > 0 && el("span", { class: "chip" }, `with ${call.inserted} between its blocks`),
     padding > 0 && el("span", { class: "chip" }, `padding ${padding}`),
     call.preempted.length > 0 && el("span", { class: "chip bad" }, `preempted ${call.preempted.map((id) => `#${id}`).join(" ")}`),
     call.failed && el("span", { class: "chip bad" }, "failed"),

@@ -314,13 +314,13 @@ def test_rows_and_demand_are_those_of_clients_and_phases():
         entries=(entry(1, 1, False), entry(2, 5, True), entry(1, 1, False), entry(0, 1, False)),
         variant=SimpleNamespace(kv_len=16),
     )
-    assert rows_of(batch, 10) == [Rows(1, "decode", 2, 40), Rows(2, "prefill", 5, 100), Rows(0, "decode", 1, 20)]
+    assert rows_of([batch], 10) == [Rows(1, "decode", 2, 40), Rows(2, "prefill", 5, 100), Rows(0, "decode", 1, 20)]
     demand = demand_of([state(1), state(2, 5), state(0, 5), state(3, 5), state(2, 5)])
     assert (demand.priority, sorted(demand.owners)) == (5, [2, 3])
     assert demand_of([]) == Demand(0, ())
     uses = []
     scheduler = DeviceScheduler(on_use=lambda ask, seconds, shares: uses.append((seconds, shares)))
-    with DeviceUse(scheduler, EngineId(1), weight_bytes=80).turn(Worker(rows=rows_of(batch, 10)), Limits(4)):
+    with DeviceUse(scheduler, EngineId(1), weight_bytes=80).turn(Worker(rows=rows_of([batch], 10)), Limits(4)):
         pass
     ((seconds, shares),) = uses
     assert [(each.owner, each.rows, each.num_bytes) for each in shares] == [

@@ -35,7 +35,7 @@ LEVELS = (
     "pipelines.generation pipelines.profiling",
     "pipelines.programs pipelines.conversation",
     "pipelines.scheduling.interface pipelines.artifacts",
-    "pipelines.scheduling.plans",
+    "pipelines.scheduling.plans pipelines.scheduling.between_blocks",
     "pipelines.scheduling.time_slices",
     "pipelines.scheduling.policies",
     "pipelines.scheduling",

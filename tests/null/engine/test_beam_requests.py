@@ -66,6 +66,7 @@ schedules = st.fixed_dictionaries(
         "is_packable": st.booleans(),
         "poisoned": st.just(()),
         "switches": st.sets(st.integers(1, 60), max_size=2),
+        "num_blocks": st.sampled_from([1, 3]),
     }
 )
 
@@ -82,6 +83,7 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
         host_kv_slots=schedule["host_kv_slots"],
         gap_ms=schedule["gap_ms"],
         masks=MASKS,
+        num_blocks=schedule["num_blocks"],
         starts_thread=False,
     )
     run, cancels = Schedule(schedule), schedule["search_cancels"]
@@ -99,7 +101,9 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
                 if cancels.get(index) == step and arrival <= step:
                     request.cancel()
             if step in schedule["switches"]:
-                engine.switch(fake_runner(variants, MASKS), engine._core.device.options)
+                engine.switch(
+                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options
+                )
             engine.step()
             assert_slots_counted(engine)
             if step > 60 and engine.is_idle:

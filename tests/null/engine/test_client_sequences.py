@@ -135,6 +135,7 @@ schedules = st.fixed_dictionaries(
         "is_packable": st.booleans(),
         "poisoned": st.just(()),
         "switches": st.sets(st.integers(1, 60), max_size=2),
+        "num_blocks": st.sampled_from([1, 3]),
     }
 )
 
@@ -152,6 +153,7 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
         schedule["host_kv_slots"],
         gap_ms=schedule["gap_ms"],
         masks=MASKS,
+        num_blocks=schedule["num_blocks"],
         starts_thread=False,
     )
     run, clients = Schedule(schedule), [Client(engine, i, script) for i, script in enumerate(schedule["clients"])]
@@ -161,7 +163,9 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
         for step in range(3000):
             run.arrive(engine, step)
             if step in schedule["switches"]:
-                engine.switch(fake_runner(variants, MASKS), engine._core.device.options)
+                engine.switch(
+                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options
+                )
             for client in clients:
                 client.act()
             engine.step()

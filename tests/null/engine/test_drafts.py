@@ -43,6 +43,7 @@ schedules = st.fixed_dictionaries(
         "poisoned": st.sets(st.integers(0, 6), max_size=1),
         "is_packable": st.booleans(),
         "drafters": st.lists(st.sampled_from(KINDS), min_size=7, max_size=7),
+        "num_blocks": st.sampled_from([1, 3]),
     }
 )
 
@@ -60,6 +61,7 @@ def test_any_schedule_with_drafts_gives_each_request_its_own_answer(schedule):
         gap_ms=schedule["gap_ms"],
         masks=MASKS,
         is_packable=schedule["is_packable"],
+        num_blocks=schedule["num_blocks"],
     )
     run = Schedule(schedule)
     for step in range(3000):

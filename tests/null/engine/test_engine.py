@@ -55,6 +55,7 @@ schedules = st.fixed_dictionaries(
         "poisoned": st.sets(st.integers(0, 8), max_size=2),
         "adapters": st.lists(st.integers(0, len(ADAPTERS) - 1), max_size=4),
         "compiled": st.none() | st.permutations(range(len(FAKE_VARIANTS))),
+        "num_blocks": st.sampled_from([1, 3]),
     }
 )
 
@@ -62,7 +63,7 @@ schedules = st.fixed_dictionaries(
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
-    """Schedules include swaps, time slices, preemptions, adapters, recurrent and unpackable models, and late programs."""
+    """Schedules include swaps, time slices, preemptions, adapters, recurrent and unpackable models, late programs and blocks."""
     is_recurrent = schedule["kind"] == "recurrent"
     variants = FAKE_VARIANTS if schedule["kind"] == "packed" else [v for v in FAKE_VARIANTS if v.sequences == 1]
     engine = fake_engine(
@@ -74,6 +75,7 @@ def test_any_schedule_gives_each_request_its_own_answer(schedule):
         masks=MASKS,
         is_recurrent=is_recurrent,
         is_staged=schedule["compiled"] is not None,
+        num_blocks=schedule["num_blocks"],
     )
     late = [FAKE_VARIANTS[i] for i in schedule["compiled"] or () if FAKE_VARIANTS[i] in engine.runner.programs.late]
     run = Schedule(schedule)

@@ -81,6 +81,14 @@ def test_a_watch_tells_calls_and_answers_once_by_their_number():
     assert [call["number"] for call in watched.entries(after=2)] == [3]
 
 
+def test_a_watch_tells_which_calls_ran_between_the_blocks_of_another():
+    watched = Watched()
+    watched.add(step(1.1, [1], is_inserted=True), step(1.0, prefill=[(2, 9)], num_inserted=1, paused_seconds=0.02))
+    inserted, whole = watched.entries()
+    assert (inserted["inserted"], inserted["is_inserted"]) == (0, True)
+    assert (whole["inserted"], whole["is_inserted"], whole["ms"]) == (1, False, 10.0)
+
+
 def test_the_gap_of_a_call_is_the_longest_time_since_a_previous_token():
     watched = Watched()
     for record in (

@@ -12,6 +12,7 @@ from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, StaticLLMError
 from staticllm.pipelines.profiling.chrome_trace import spans_of, to_chrome
 from staticllm.pipelines.profiling.records import HostTimes, RequestRecord, StepRecord
+from staticllm.pipelines.profiling.stats import Profiler, breakdowns_of
 from staticllm.pipelines.profiling.trace import Trace, recording
 from staticllm.pipelines.scheduling.interface import Plan
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -93,6 +94,47 @@ def test_a_trace_is_equal_after_saving_and_loading(tmp_path):
         assert after.reason is before.reason
     again.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / "trace.json").read_text()
+
+
+def interrupted():
+    """Return the records of a call with a prompt, between whose blocks two steps ran; these are recorded first."""
+    inserted = [
+        replace(call(start, decode=(7,), swapped=(8,)), seconds=0.05, is_inserted=True) for start in (1.1, 1.300000001)
+    ]
+    whole = replace(call(1.0, prefill=((9, 16),), swapped=(8,)), seconds=0.4, paused_seconds=0.11, num_inserted=2)
+    return [*inserted, whole, call(1.6, decode=(7,))]
+
+
+def test_calls_between_the_blocks_of_another_lie_within_it(tmp_path):
+    steps = interrupted()
+    document = to_chrome(steps, [])
+    first, second, whole, _ = slices(document, "call")
+    ends = [event["ts"] + event["dur"] for event in (first, second, whole)]
+    assert whole["ts"] < first["ts"] < ends[0] < second["ts"] < ends[1] < ends[2]
+    assert ends[2] - whole["ts"] == pytest.approx(0.51e6)
+    Trace(steps).save(tmp_path / "trace.json")
+    again = Trace.load(tmp_path / "trace.json").steps
+    assert [(s.num_inserted, s.is_inserted) for s in again] == [(0, True), (0, True), (2, False), (0, False)]
+    assert [s.seconds for s in again] == pytest.approx([s.seconds for s in steps], abs=2e-9)
+    assert [s.paused_seconds for s in again] == pytest.approx([0, 0, 0.11, 0], abs=2e-9)
+    spans = spans_of(steps, [])
+    assert [(span.kind, span.start) for span in spans[9]] == [("prefill", 1.0)]
+    assert [(span.kind, span.start, span.end) for span in spans[8]] == [("swapped", 1.0, 1.6)], "once, not three times"
+
+
+def test_the_time_of_calls_between_blocks_counts_once():
+    profiler = Profiler()
+    host = HostTimes(0.0, 0.0, 0.0, 0.0)
+    for step in interrupted():
+        profiler.record(replace(step, host=host))
+    stats = profiler.stats()
+    assert (stats.num_steps, stats.num_inserted) == (4, 2)
+    assert stats.device_seconds == pytest.approx(0.05 + 0.05 + 0.4 + 0.5)
+    assert stats.prefill_share == pytest.approx(0.4)
+    (_, decode) = breakdowns_of([replace(step, host=host) for step in interrupted()])
+    assert decode.ms["other"] == pytest.approx(1e3 * (1.6 - 1.51) / 3), (
+        "blocks of the other call are no time of the host"
+    )
 
 
 def test_spans_show_when_a_request_was_swapped():

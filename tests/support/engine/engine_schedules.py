@@ -49,10 +49,18 @@ def assert_slots_counted(engine):
 
 
 class Disturbed:
-    """A shipped policy, some of whose plans are replaced by ones that swap out, preempt, or skip a request."""
+    """A shipped policy, some of whose plans are replaced by ones that swap out, preempt, or skip a request.
+
+    Between two blocks it lets requests decode two times of three, all that can or the first one.
+    """
 
     def __init__(self, name, moves):
-        self.policy, self.moves, self.used = make_policy(name), list(moves), set()
+        self.policy, self.moves, self.used, self.num_between = make_policy(name), list(moves), set(), 0
+
+    def between_blocks(self, view, call):
+        self.num_between += 1
+        count = (0, 1, min(call.max_decoding, view.free_slots))[self.num_between % 3]
+        return Plan(decode=tuple(request.id for request in view.running[:count])) if count and view.running else None
 
     def plan(self, view):
         plan = self.policy.plan(view)
