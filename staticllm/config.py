@@ -234,8 +234,7 @@ class StaticLLMConfig:
         prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
         measure_costs: Measure the costs of calls while the pipeline is idle, after the first request. A request that arrives
             meanwhile waits for one call, which takes up to about 0.15 s (``MEASURE_COSTS``).
-        max_num_seqs: Requests that decode together, None for 16, or for 4 if each variant has a program of its own
-            (``MAX_NUM_SEQS``).
+        max_num_seqs: Requests that decode together, None for 16, or for 4 with ``PROGRAMS=separate`` (``MAX_NUM_SEQS``).
         kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program
             of its own (``KV_SLOTS``).
         kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
@@ -352,7 +351,8 @@ class StaticLLMConfig:
 
     def num_seqs(self, mode: ProgramMode) -> int:
         """Return the number of sequences that decode together."""
-        return self.max_num_seqs or (16 if mode == "shared" else 4)
+        is_whole = mode == "separate" and self.programs == "separate"  # such programs hold the weights once more each
+        return self.max_num_seqs or (4 if is_whole else 16)
 
     def num_kv_slots(self, mode: ProgramMode) -> int:
         """Return the number of KV slots in the arena."""

@@ -24,6 +24,7 @@ from staticllm.pipelines.loading.background import BackgroundLoader, BackgroundW
 from staticllm.pipelines.loading.decoder_kind import LoadedDecoder
 from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.pipelines.programs.compile import DecoderPrograms
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.model_runner import ModelRunner
@@ -219,7 +220,7 @@ class DeferredCompiler:
     def _install(self, variants: Sequence[Variant]) -> None:
         runner = self._engine.runner
         for variant in variants:
-            _bound_programs(runner).add(variant, self._compiled[variant])
+            _add_program(runner, variant, self._compiled[variant])
             runner.costs.doubt(variant)
         runner.refresh_variants()
 
@@ -240,6 +241,13 @@ class DeferredCompiler:
 def _bound_programs(runner: ModelRunner) -> BoundPrograms:
     assert isinstance(runner.programs, BoundPrograms), "a loaded model has bound programs"
     return runner.programs
+
+
+def _add_program(runner: ModelRunner, variant: Variant, program: AnyProgram) -> None:
+    """Add the program of a variant, also to those that run between blocks if it decodes."""
+    _bound_programs(runner).add(variant, program)
+    if isinstance(runner.inserted, BoundPrograms) and variant.rows == variant.sequences:
+        runner.inserted.add(variant, program)
 
 
 def _from_cpu_first(
@@ -310,10 +318,9 @@ def _completed(loaded: LoadedDecoder, deferred: DeferredDecoder) -> LoadedDecode
         deferred.choose()
     compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
     programs = replace(loaded.programs, compiled=compiled)
-    bound = _bound_programs(loaded.runner)
     for variant in deferred.variants:
-        bound.add(variant, compiled[variant])
-        bound[variant].run()
+        _add_program(loaded.runner, variant, compiled[variant])
+        _bound_programs(loaded.runner)[variant].run()
     loaded.runner.refresh_variants()
     deferred.store(programs)
     return replace(loaded, programs=programs, deferred=None)

@@ -99,7 +99,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         )
         lowered = _lowered(source.model, lowering, decoder_passes(device), config.adapters)
         layout = program_layout(device, job.directory, config, kv_type)
-        variants = choose_variants(config, mode, lowered.shape)
+        variants = choose_variants(config, mode, lowered.shape, layout)
         probes = probes_of(job)
 
         def options_of(layout: ProgramLayout) -> CompileOptions:

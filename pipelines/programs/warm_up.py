@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
-from staticllm.kvcache.step import StepBuffers
+from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.bind import BoundPrograms, HostMemory, allocate, bind
+from staticllm.pipelines.programs.bind import BoundPrograms, HostMemory, Program, allocate, bind
 from staticllm.pipelines.programs.compile import DecoderPrograms
 from staticllm.pipelines.programs.model_runner import ModelRunner
 
@@ -47,7 +47,21 @@ def make_runner(
     bound = BoundPrograms(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )
-    return ModelRunner(cache, bound, warm_up(bound, programs.costs, on_progress, programs.kept_costs), planned)
+    costs = warm_up(bound, programs.costs, on_progress, programs.kept_costs)
+    return ModelRunner(cache, bound, costs, planned, inserted=_inserted(programs, variants, host))
+
+
+def _inserted(programs: DecoderPrograms, variants: Sequence[Variant], host: HostMemory) -> Mapping[Variant, Program]:
+    """Return the programs of decode steps once more, over memory of their own, if there are blocks between which they can run."""
+    decoding = [variant for variant in variants if variant.rows == variant.sequences]
+    if programs.options.layout != "blocks" or not decoding:
+        return {}
+    shape = programs.shape
+    pool = BufferPool(decoding, shape, host.pool.adapters)
+    compiled = {variant: program for variant, program in programs.compiled.items() if variant in decoding}
+    return BoundPrograms(
+        compiled, lambda variant, program: bind(program, shape, host.cache, StepBuffers(variant, pool))
+    )
 
 
 def warm_up(

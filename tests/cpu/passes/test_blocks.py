@@ -100,7 +100,9 @@ def test_equal_parts_of_two_programs_are_compiled_once(zoo):
     first = chains.compile(lowered.specialise(Variant(1, 128)), "CPU", {}, "it")
     again = chains.compile(lowered.specialise(Variant(1, 64)), "CPU", {}, "it")
     prompt = chains.compile(lowered.specialise(Variant(64, 0)), "CPU", {}, "it")
-    assert made == ["host", "block1", "part2", *(["host", "block1"] * 2)], "one head serves one row of logits of any call"
+    assert made == ["host", "block1", "part2", *(["host", "block1"] * 2)], (
+        "one head serves one row of logits of any call"
+    )
     assert first.parts[2] is prompt.parts[2]
     assert first.parts[2] is again.parts[2]
     assert chains.bank.num_bytes < 1.02 * sum(entry.data.nbytes for entry in chains.bank.entries)

@@ -1,41 +1,17 @@
-"""Tests decode steps between the blocks of a prompt's call on real programs: tokens are those of the original, in f32.
-
-The programs are whole ones that stand for chains: their buffers are filled, ``between`` is called, and then the program runs.
-"""
+"""Tests decode steps between the blocks of a prompt's call on real programs: tokens are those of the original, in f32."""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
 from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
-from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.pipelines.programs.bind import bind
-from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.interface import Plan
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-NUM_BLOCKS = 3
 SLOW = pytest.mark.slow
 MODELS = ["llama", "gemma2", *(pytest.param(name, marks=SLOW) for name in ("gpt_neox", "bloom", "phi3", "qwen2_moe"))]
-
-
-def divided(program):
-    """Let a program call ``between`` before it runs, once for each of its blocks but the last."""
-    whole = program.run
-
-    def run(meanwhile=None, between=None):
-        start = time.perf_counter()
-        for _ in range(NUM_BLOCKS - 1 if between is not None else 0):
-            between()
-        paused = time.perf_counter() - start
-        return whole(meanwhile) + paused
-
-    program.run, program.num_blocks = run, NUM_BLOCKS
-    return program
 
 
 class Eager:
@@ -58,25 +34,6 @@ class Eager:
         return Plan(decode=tuple(request.id for request in view.running[:count])) if count else None
 
 
-def divide(pipe):
-    """Make chains of a pipeline's programs, with buffers of a second pool for the inserted calls."""
-
-    def change():
-        runner = pipe.engine.runner
-        programs = runner.programs
-        first = programs[next(iter(programs))].buffers.pool
-        decoding = [variant for variant in programs if variant.phase == "generate"]
-        pool = BufferPool(decoding, first.shape, first.adapters)
-        inserted = {v: bind(programs.compiled(v), first.shape, runner.cache, StepBuffers(v, pool)) for v in decoding}
-        runner.inserted = {variant: divided(program) for variant, program in inserted.items()}
-        for program in map(programs.__getitem__, programs):
-            divided(program)
-        vars(runner).pop("num_blocks", None)
-        assert runner.num_blocks == NUM_BLOCKS
-
-    pipe.engine.run_between_steps(change)
-
-
 def answers_of(pipe, prompts, num_new):
     """Return the tokens after prompts that arrive at once."""
 
@@ -89,9 +46,9 @@ def answers_of(pipe, prompts, num_new):
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_original(name, model_path, original, prompt_of):
     scheduler = Eager(32)
-    sizes = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, "PREFILL_ROWS": [16, 32], "MAX_NUM_SEQS": 4, "KV_SLOTS": 400}
+    lengths = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 64, "PREFILL_ROWS": [16, 32]}
+    sizes = {"PROGRAMS": "blocks", "MAX_NUM_SEQS": 4, "KV_SLOTS": 400, **lengths}
     with StaticLLMPipeline(model_path(name), "CPU", scheduler=scheduler, **EXACT, **sizes) as pipe:
-        divide(pipe)
         prompts = [
             prompt_of(length)[::step] for length, step in ((20, 1), (33, 1), (90, 1), (64, -1), (40, -1), (96, -1))
         ]
@@ -103,25 +60,11 @@ def test_tokens_are_those_of_the_original(name, model_path, original, prompt_of)
     assert scheduler.kv_lens - {0}, "a call that read slots was interrupted"
 
 
-def test_the_ladder_for_blocks_gives_the_tokens_of_the_original(model_path, original, prompt_of, monkeypatch):
+def test_the_ladder_for_blocks_gives_the_tokens_of_the_original(model_path, original, prompt_of):
     """Its rows are multiples of 16, and single rows have another KV length than the others."""
-    from staticllm.pipelines.loading import decoder_kind
-
-    def chosen(config, mode, shape):
-        return choose_variants(config, "separate", shape, "blocks")
-
-    monkeypatch.setattr(decoder_kind, "choose_variants", chosen)
     scheduler = Eager(64)
-    with StaticLLMPipeline(
-        model_path("qwen3"),
-        "CPU",
-        scheduler=scheduler,
-        PROGRAMS="separate",
-        MAX_PROMPT_LEN=150,
-        MIN_RESPONSE_LEN=50,
-        **EXACT,
-    ) as pipe:
-        divide(pipe)
+    sizes = {"PROGRAMS": "blocks", "MAX_PROMPT_LEN": 150, "MIN_RESPONSE_LEN": 50}
+    with StaticLLMPipeline(model_path("qwen3"), "CPU", scheduler=scheduler, **sizes, **EXACT) as pipe:
         prompts = [prompt_of(length)[::step] for length, step in ((20, 1), (150, 1), (130, -1))]
         answers = answers_of(pipe, prompts, 30)
         stats = pipe.stats()

@@ -35,7 +35,7 @@ def test_every_prompt_has_a_plan_that_fits(max_prompt_len, min_response_len, mod
 
 
 def test_default_buckets():
-    assert [str(v) for v in choose_variants(StaticLLMConfig(), "separate")] == [
+    assert [str(v) for v in choose_variants(StaticLLMConfig(programs="separate"), "separate")] == [
         *(f"generate[1x{c}]" for c in (256, 512, 1024, 1152, 2304)),
         *(f"generate[4x{c}x4]" for c in (1152, 2304)),
         *(f"prefill[{r}x{c}]" for r in (64, 1024) for c in (0, 2304)),
