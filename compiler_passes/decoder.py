@@ -48,7 +48,7 @@ DECODER_EMBEDDER = DECODER.replace(
     "select_logits", Pass("cut_head", lambda graph, options: cut_head(graph, options.is_normalised))
 )
 """Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""
-FEW_ROWS = 16
+FEW_ROWS = 1
 """Most rows for which merged projections and signed sines are faster on an NPU (docs/npu.md)."""
 DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (

@@ -9,7 +9,13 @@ import openvino as ov
 from staticllm.compiler_passes.decoder import DECODER
 from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
 from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline, PassReport, VariantPass
+from staticllm.compiler_passes.pass_pipeline import (
+    LoweringOptions,
+    PassPipeline,
+    PassReport,
+    VariantPass,
+    run_variant_passes,
+)
 from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
 from staticllm.core import KEY_POSITIONS, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
@@ -31,9 +37,7 @@ class LoweredModel:
         ``is_static``: check that every shape in it is static.
         """
         model = fix_shapes(self.graph, variant)
-        for entry in self.variant_passes:
-            if entry.applies(variant):
-                entry.run(self.graph, model)
+        run_variant_passes(self.variant_passes, self.graph, model, variant)
         if is_static:
             check_static(model, f"fix_shapes{variant}")
         return model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -136,13 +137,32 @@ class PassPipeline(Generic[Graph, Options]):
         return tuple(reports)
 
 
+def run_variant_passes(entries: Iterable[VariantPass[Graph]], graph: Graph, model: ov.Model, variant: Variant) -> None:
+    """Run the passes that apply to a variant on its ``model``, which is changed in place.
+
+    Raises:
+        UnsupportedModelError: a pass cannot change the model; the message names the pass and the node.
+    """
+    for entry in entries:
+        if entry.applies(variant):
+            with _named(entry.name):
+                entry.run(graph, model)
+
+
 def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> int:
     """Run one pass and the check after it. Return the number of nodes."""
-    try:
+    with _named(entry.name):
         entry.run(graph, options)
+    return check_graph(graph, entry.name)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the pass in which OpenVINO raises an error."""
+    try:
+        yield
     except StaticLLMError:
         raise
     except RuntimeError as error:  # of OpenVINO, whose last line says what is wrong
         what = (str(error).strip().splitlines() or ["no reason given"])[-1][:300]
-        raise UnsupportedModelError(entry.name, f"OpenVINO cannot evaluate a part of the graph: {what}") from error
-    return check_graph(graph, entry.name)
+        raise UnsupportedModelError(name, f"OpenVINO cannot evaluate a part of the graph: {what}") from error

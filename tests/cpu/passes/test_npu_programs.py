@@ -23,8 +23,8 @@ ZOO = (
 )  # fmt: skip
 QUICK = ("gemma2", "qwen2_moe", "lfm2")  # windows and soft caps; experts; recurrent states
 PAST = 40
-VARIANTS = (Variant(1, PAST), Variant(6, PAST), Variant(FEW_ROWS + 4, PAST))
-"""One row; few rows, whose projections are merged; more rows, whose projections are apart."""
+VARIANTS = (Variant(FEW_ROWS, PAST), Variant(FEW_ROWS + 5, PAST))
+"""One row, whose projections are merged; more rows, whose projections are apart."""
 core = ov.Core()
 
 

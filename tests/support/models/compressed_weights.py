@@ -14,7 +14,8 @@ def packed(values, bits):
     flat = values.astype(np.int16).reshape(-1)
     if bits == 8:
         return (flat & 255).astype(np.uint8)
-    return ((flat[::2] & 15) | (flat[1::2] & 15) << 4).astype(np.uint8)
+    even = np.append(flat, np.zeros(flat.size % 2, np.int16))
+    return ((even[::2] & 15) | (even[1::2] & 15) << 4).astype(np.uint8)
 
 
 def integers(values, kind):
