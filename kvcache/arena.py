@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,10 +21,14 @@ from staticllm.core import KVState
 from staticllm.kvcache.groups import StateGroup, group_states, place_of
 
 Array = NDArray[Any]
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""Returns an array of so many bytes. Raises ``MemoryError``."""
 
 
 class Arena:
     """The slots of all KV states of a model. ``stride`` is the current number of slots per head in memory.
+
+    ``allocate`` gives the memory; by default it is the host's.
 
     ``is_read``: whether a call whose blocks run one by one reads slots, so that none may be at another place before it ends.
 
@@ -33,7 +37,7 @@ class Arena:
     Runs on the engine's thread.
     """
 
-    def __init__(self, states: Sequence[KVState], num_slots: int) -> None:
+    def __init__(self, states: Sequence[KVState], num_slots: int, allocate: Allocate | None = None) -> None:
         self.num_slots = num_slots
         self.num_states = len(states)
         self.groups = group_states(tuple(states))
@@ -41,7 +45,10 @@ class Arena:
         self._memory: list[mmap.mmap | None] = []  # of each storage; None for an array of numpy's own
         for group in self.groups:
             size = group.heads * num_slots * group.head_dim
-            memory, storage = _untouched((len(group.members), size), group.dtype)
+            shape = (len(group.members), size)
+            memory, storage = (
+                _untouched(shape, group.dtype) if allocate is None else _zeros(shape, group.dtype, allocate)
+            )
             self._memory.append(memory)
             self._storage.append(storage)
         self.stride = num_slots
@@ -156,6 +163,13 @@ def _untouched(shape: tuple[int, int], dtype: type[np.generic]) -> tuple[mmap.mm
     with suppress(OSError, AttributeError):  # a system without such pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory, np.frombuffer(memory, dtype, count).reshape(shape)
+
+
+def _zeros(shape: tuple[int, int], dtype: type[np.generic], allocate: Allocate) -> tuple[None, Array]:
+    """Return zeros in memory that ``allocate`` gives. Raises ``MemoryError``."""
+    storage = allocate(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+    storage.fill(0)
+    return None, storage
 
 
 def _view(storage: Array, group: StateGroup, stride: int) -> Array:

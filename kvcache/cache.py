@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
-from staticllm.kvcache.arena import Arena
+from staticllm.kvcache.arena import Allocate, Arena
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
@@ -29,17 +29,18 @@ class KVCache:
 
     ``kv_lens`` holds the KV lengths of the programs, ascending; the stride of the arena is always one of them. A step calls
     ``fill`` before the device runs and ``commit`` after it; a failed step is not committed. After an exception inside a
-    transaction ``is_void`` is True: slots and sequences may be inconsistent until ``reset``.
+    transaction ``is_void`` is True: slots and sequences may be inconsistent until ``reset``. ``allocate`` gives the memory of the
+    slots; by default it is the host's.
 
     Runs on the engine's thread.
     """
 
-    def __init__(self, shape: ModelShape, kv_lens: Sequence[int]) -> None:
+    def __init__(self, shape: ModelShape, kv_lens: Sequence[int], allocate: Allocate | None = None) -> None:
         self.kv_lens = sorted(set(kv_lens) - {0})
         self.num_slots = self.kv_lens[-1]
         self.kv_states = shape.kv_states
         self.slot_bytes = shape.slot_bytes
-        self.arena = Arena(shape.kv_states, self.num_slots)
+        self.arena = Arena(shape.kv_states, self.num_slots, allocate)
         self.slots = SlotAllocator(self.num_slots)
         self.states = StateBank(shape.recurrent_states)
         self._masks = MaskBuilder()

@@ -74,7 +74,8 @@ def _is_row_wise(node: ov.Node, begin: ov.Node, inner: Sequence[ov.Node]) -> boo
 
 
 def _is_constant(value: ov.Output) -> bool:
-    return through(value, "Convert").get_node().get_type_name() == "Constant"
+    kind: str = through(value, "Convert").get_node().get_type_name()
+    return kind == "Constant"
 
 
 def _varies(value: ov.Output) -> bool:

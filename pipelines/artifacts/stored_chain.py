@@ -20,6 +20,7 @@ from msgspec import Meta
 from staticllm.compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, DeviceError, last_line
+from staticllm.kvcache.arena import Allocate
 from staticllm.pipelines.artifacts.blob_set import ImportTarget, Piece, import_blob
 from staticllm.pipelines.programs.chain import (
     ChainPlan,
@@ -267,9 +268,12 @@ def _require(condition: bool, what: str, value: object) -> None:
         raise BlobError(f"a chain names a {what} that does not exist, {str(value)[:60]!r}: export it again")
 
 
-def read_bank(index: bytes, weights: bytes) -> WeightBank:
-    """Return the bank of a set. Raises ``BlobError`` (an entry is outside of the weights)."""
-    bank = WeightBank()
+def read_bank(index: bytes, weights: bytes, allocate: Allocate | None = None) -> WeightBank:
+    """Return the bank of a set; ``allocate`` gives memory of the device.
+
+    Raises ``BlobError`` (an entry is outside of the weights).
+    """
+    bank = WeightBank(allocate)
     data = np.frombuffer(weights, np.uint8)
     for entry in _decoded(index, _Bank).entries:
         end = entry.offset + entry.num_bytes

@@ -32,6 +32,7 @@ from staticllm.pipelines.loading.kind import Loaded, LoadJob, OpenedModel, Progr
 from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
 from staticllm.pipelines.programs.bind import HostMemory, allocating
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
+from staticllm.pipelines.programs.device_memory import device_allocator
 from staticllm.pipelines.programs.dry_run import random_feeds
 from staticllm.pipelines.programs.layout import (
     is_worth_a_copy,
@@ -204,9 +205,11 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         decided = {name: value for name, value in manifest.config.items() if name not in job.explicit}
         return replace(job, config=replace(job.config, **decided), explicit=job.explicit | decided.keys())
 
-    def memory(self, shape: ModelShape, variants: Sequence[Variant]) -> AbstractContextManager[Future[HostMemory]]:
+    def memory(
+        self, device: str, shape: ModelShape, variants: Sequence[Variant]
+    ) -> AbstractContextManager[Future[HostMemory]]:
         """Return a block that allocates the arena and the buffers."""
-        return allocating(shape, variants)
+        return allocating(shape, variants, device_allocator(get_core(), device))
 
     def first_to_serve(self, variants: Sequence[Variant]) -> tuple[Variant, ...]:
         """Return the fewest variants that can run any prompt."""

@@ -30,6 +30,7 @@ from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
 from staticllm.pipelines.loading.npu_target import check_requirements
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain, CompiledPart
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
+from staticllm.pipelines.programs.device_memory import device_allocator
 
 NUM_IMPORTS = 2
 """Blobs imported in parallel."""
@@ -51,7 +52,7 @@ def import_set(
     kept = CostsPlace(folder, manifest.fingerprint, job.key).costs_of(kind.variant, options)
     shape = stored(kind.shape, manifest.shape)
     files = manifest.files_of(kind.variant)
-    with kind.memory(shape, list(files)) as memory:
+    with kind.memory(job.device, shape, list(files)) as memory:
         import_each = _import_chains if options.layout == "blocks" else _import_each
         compiled = import_each(job, manifest, files, blobs, options)
         costs = manifest.costs_of(kind.variant)
@@ -148,7 +149,7 @@ def _import_chains(
             raise BlobError(f"the set has no file {stem[:60]!r}: export it again")
         return blobs[names[stem]]
 
-    bank = read_bank(contents(BANK), contents(WEIGHTS))
+    bank = read_bank(contents(BANK), contents(WEIGHTS), device_allocator(get_core(), job.device))
     known = dict[str, CompiledPart]()
     asked = set[str]()
     found = dict[V, AnyProgram]()

@@ -34,6 +34,7 @@ from staticllm.pipelines.loading.npu_target import NPUTarget
 from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
 from staticllm.pipelines.programs.chain_compiler import ChainCompiler
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
+from staticllm.pipelines.programs.device_memory import device_allocator
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layout import fixed_layout, phase_properties
 from staticllm.system.heap import return_large_blocks
@@ -125,6 +126,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
         plan = self.lower(job, source, start)
         if job.target is not None:
             plan = replace(plan, chains=ChainCompiler(job.target.compile_part))
+        elif plan.options.layout == "blocks":
+            plan = replace(plan, chains=ChainCompiler(allocate=device_allocator(get_core(), job.device)))
         job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
         return plan
 
@@ -171,9 +174,9 @@ class ProgramKind(ABC, Generic[V, S, R]):
         del manifest
         return job
 
-    def memory(self, shape: S, variants: Sequence[V]) -> AbstractContextManager[Any]:
-        """Return a block that allocates memory of the host for these variants while their programs are compiled or imported."""
-        del shape, variants
+    def memory(self, device: str, shape: S, variants: Sequence[V]) -> AbstractContextManager[Any]:
+        """Return a block that allocates memory for these variants while their programs are compiled or imported."""
+        del device, shape, variants
         return nullcontext()
 
     def first_to_serve(self, variants: Sequence[V]) -> tuple[V, ...]:

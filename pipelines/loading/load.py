@@ -150,7 +150,7 @@ def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
         return _compile_staged(job, plan_for_export(job, place.is_weightless), place)
     exported = compile_for_export(job)
     programs = exported.programs
-    with job.kind.memory(programs.shape, list(programs.compiled)) as memory:
+    with job.kind.memory(job.device, programs.shape, list(programs.compiled)) as memory:
         runner = job.kind.runner(job, programs, memory)
     place.put(exported, runner.costs.measured)
     kept = place.costs_place.costs_of(job.kind.variant, programs.options)
@@ -163,7 +163,7 @@ def _compile(job: Job[V, S, R], place: CostsPlace | None = None) -> Loaded[V, S,
     if is_staged(job):
         return _compile_staged(job, plan)
     kept = place.costs_of(job.kind.variant, plan.options) if place is not None else None
-    with plan.weights.released(), job.kind.memory(plan.lowered.shape, plan.variants) as memory:
+    with plan.weights.released(), job.kind.memory(job.device, plan.lowered.shape, plan.variants) as memory:
         programs = compile_all(plan, job.on_progress)
         programs = replace(programs, kept_costs=kept.read() if kept is not None else {})
         runner = job.kind.runner(job, programs, memory)
@@ -176,7 +176,7 @@ def _compile_staged(
 ) -> Loaded[V, S, R]:
     """Compile the fewest programs that can serve, and defer the others. All of them are written to ``place`` at the end."""
     first = job.kind.first_to_serve(plan.variants)
-    with plan.weights.released(), job.kind.memory(plan.lowered.shape, plan.variants) as memory:
+    with plan.weights.released(), job.kind.memory(job.device, plan.lowered.shape, plan.variants) as memory:
         programs = compile_all(plan.restricted(first), job.on_progress)
         runner = job.kind.runner(job, programs, memory, plan.variants)
     others = (variant for variant in plan.variants if variant not in first)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.errors import ConfigError
+from staticllm.kvcache.arena import Allocate
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.programs.chain import AnyProgram, bind_calls
@@ -34,16 +35,22 @@ class HostMemory:
 
 
 @contextmanager
-def allocating(shape: ModelShape, variants: Sequence[Variant]) -> Iterator[Future[HostMemory]]:
+def allocating(
+    shape: ModelShape, variants: Sequence[Variant], of_device: Allocate | None = None
+) -> Iterator[Future[HostMemory]]:
     """Allocate the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
     with ThreadPoolExecutor(1, "staticllm-memory") as thread:
-        yield thread.submit(allocate, shape, tuple(variants))
+        yield thread.submit(allocate, shape, tuple(variants), of_device)
 
 
-def allocate(shape: ModelShape, variants: Sequence[Variant]) -> HostMemory:
-    """Allocate the memory for ``variants``. Raises ``ConfigError`` (there is not enough)."""
+def allocate(shape: ModelShape, variants: Sequence[Variant], of_device: Allocate | None = None) -> HostMemory:
+    """Allocate the memory for ``variants``, KV slots by ``of_device`` if it is given.
+
+    Raises ``ConfigError`` (there is not enough).
+    """
     try:
-        return HostMemory(KVCache(shape, [variant.kv_len for variant in variants]), BufferPool(variants, shape))
+        cache = KVCache(shape, [variant.kv_len for variant in variants], of_device)
+        return HostMemory(cache, BufferPool(variants, shape))
     except MemoryError as error:
         raise ConfigError(
             f"not enough memory for the KV slots or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"

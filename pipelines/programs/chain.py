@@ -188,6 +188,7 @@ class CompiledChain:
 
     def bound_calls(self, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:
         """Return the calls, bound to ``tensors`` by port name, which the caller keeps, and to wires of their own."""
+        self.bank.settle()
         wires = _make_wires(self.plan)
         return [self._bound(call, tensors, wires) for call in self.plan.calls]
 
@@ -209,7 +210,7 @@ class CompiledChain:
                 picks.append(_Picks.of(table, tensors[source.port], wire.shape[2:], wire.element_type, lead=(1,)))
                 request.set_tensor(port, picks[-1].tensor)
             elif isinstance(source, EntryOf):
-                request.set_tensor(port, self.bank.entries[source.entry].tensor)
+                request.set_tensor(port, self.bank.tensor(source.entry))
             else:
                 request.set_tensor(port, _tensor_at(source, tensors, wires))
         for port, target in zip(program.outputs, call.targets, strict=True):

@@ -11,6 +11,7 @@ from staticllm.compiler_passes.blocks.chain_model import ChainPart
 from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.devices import get_core, with_exact_f32
 from staticllm.errors import DeviceError, last_line
+from staticllm.kvcache.arena import Allocate
 from staticllm.pipelines.programs.chain import CompiledChain, CompiledPart, HostPart, plan_chain
 from staticllm.pipelines.programs.weight_bank import WeightBank
 
@@ -46,11 +47,11 @@ def compile_here(part: ChainPart, device: str, properties: Mapping[str, Any], wh
 class ChainCompiler:
     """Splits and compiles the programs of one model. All of them read one bank of weights.
 
-    One thread uses it at a time.
+    ``allocate`` gives memory that the device reads in place, if it has such memory. One thread uses it at a time.
     """
 
-    def __init__(self, compile_part: CompilePart = compile_here) -> None:
-        self.bank = WeightBank()
+    def __init__(self, compile_part: CompilePart = compile_here, allocate: Allocate | None = None) -> None:
+        self.bank = WeightBank(allocate)
         self._compile_part = compile_part
         self._splitter = Splitter()
         self._known: dict[Hashable, CompiledPart] = {}

@@ -8,6 +8,8 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
+from staticllm.kvcache.arena import Allocate
+
 Place = tuple[int, int]
 """First address and number of bytes."""
 
@@ -20,20 +22,18 @@ class Weights:
     shape: tuple[int, ...]
     element_type: ov.Type
 
-    @property
-    def tensor(self) -> ov.Tensor:
-        """A tensor over the bytes, which the caller must keep."""
-        return ov.Tensor(self.data, ov.Shape(self.shape), self.element_type)
-
 
 class WeightBank:
     """The constants that programs read, each once, however many programs and parts share it.
 
-    In memory they are where the model has them, usually in the mapped file; from a set, in one array.
+    They stay where the model has them, usually in the mapped file, or in the bytes of a set. With ``allocate``, ``settle`` copies
+    them to memory of the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate | None = None) -> None:
         self.entries: list[Weights] = []
+        self._allocate = allocate
+        self._settled: dict[Place, NDArray[np.uint8]] = {}
         self._numbers: dict[tuple[int, tuple[int, ...], str], int] = {}
 
     def add(self, constant: ov.Node) -> int:
@@ -58,6 +58,26 @@ class WeightBank:
             else:
                 found.append((first, size))
         return found
+
+    def settle(self) -> None:
+        """Copy the weights that are not yet there to the memory of the device, if it has its own. Raises ``MemoryError``."""
+        if self._allocate is None:
+            return
+        for first, size in self.regions:
+            if (first, size) not in self._settled:
+                target = self._allocate(size)
+                target[:] = np.frombuffer(self.memory(first, size), np.uint8)
+                self._settled[first, size] = target
+
+    def tensor(self, number: int) -> ov.Tensor:
+        """Return a tensor over the bytes of an entry, which live as long as the bank."""
+        entry = self.entries[number]
+        address = entry.data.ctypes.data
+        for (first, size), target in self._settled.items():
+            if first <= address and address + entry.data.nbytes <= first + size:
+                data = target[address - first : address - first + entry.data.nbytes]
+                return ov.Tensor(data, ov.Shape(entry.shape), entry.element_type)
+        return ov.Tensor(entry.data, ov.Shape(entry.shape), entry.element_type)
 
     def memory(self, first: int, size: int) -> memoryview:
         """Return the memory of one of ``regions``."""
