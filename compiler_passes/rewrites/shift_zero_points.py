@@ -151,7 +151,7 @@ def _numbers(output: ov.Output) -> NDArray[np.float32]:
     node = output.get_node()
     while node.get_type_name() != "Constant":
         node = node.input_value(0).get_node()
-    return np.asarray(node.get_data(dtype=np.float32)).reshape(output.get_shape())
+    return np.asarray(node.get_data(dtype=np.float32)).reshape(list(output.get_shape()))
 
 
 def _sums(source: ov.Output, parts: int, size: int) -> ov.Output:
