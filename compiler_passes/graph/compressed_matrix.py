@@ -116,7 +116,9 @@ def zero_points_of(matrix: CompressedMatrix) -> np.ndarray[tuple[int, ...], np.d
     shape = list(matrix.scale.get_shape())
     if matrix.zero_point is None:
         return np.zeros(shape, np.int64)
-    values = np.asarray(matrix.zero_point.get_data(dtype=np.float32)).reshape(matrix.zero_point.get_output_shape(0))
+    values = np.asarray(matrix.zero_point.get_data(dtype=np.float32)).reshape(
+        list(matrix.zero_point.get_output_shape(0))
+    )
     lowest = -(1 << matrix.bits - 1) if matrix.weights.get_element_type().get_type_name().startswith("i") else 0
     is_known = np.array_equal(values, np.round(values)) and values.min() >= lowest
     if not is_known or values.max() > lowest + (1 << matrix.bits) - 1 or values.size not in (1, np.prod(shape)):

@@ -89,4 +89,4 @@ def _layer(index: int, kind: ov.Type, shape: list[int], offset: int, size: int) 
 
 def address_of(constant: ov.Node) -> int:
     """Return the address of the memory of a constant."""
-    return int(constant.data.ctypes.data)
+    return raw_bytes(constant).ctypes.data

@@ -6,12 +6,13 @@ product is no longer fused with what follows, so those programs keep the project
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.graph.step_graph import StepGraph, part_of
 from staticllm.compiler_passes.rewrites.join_weights import address_of
 from staticllm.compiler_passes.rewrites.merge_projections import (
     find_groups,
@@ -34,9 +35,9 @@ def _whole(graph: StepGraph, constants: Sequence[ov.Node]) -> ov.Node | None:
     whole = graph.blocks.get(address_of(constants[0]))
     if whole is None:
         same = all(np.array_equal(raw_bytes(constants[0]), raw_bytes(other)) for other in constants)
-        return constants[0] if same and np.prod(constants[0].get_output_shape(0)) == 1 else None
+        return constants[0] if same and math.prod(constants[0].get_output_shape(0)) == 1 else None
     ends = [address_of(constant) + constant.get_byte_size() for constant in constants]
     is_whole = ends[:-1] == [address_of(constant) for constant in constants[1:]]
     if not is_whole or ends[-1] != address_of(whole) + whole.get_byte_size():
         return None
-    return ov.Model([whole], []).clone().get_results()[0].input_value(0).get_node()
+    return part_of([whole.output(0)], []).clone().get_results()[0].input_value(0).get_node()

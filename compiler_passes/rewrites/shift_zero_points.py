@@ -131,12 +131,19 @@ def _add_correction(matrix: CompressedMatrix, weights: ov.Node, offsets: NDArray
     scale = _numbers(matrix.scale)
     factors = (offsets.reshape(scale.shape) * scale).reshape([*matrix.shape[:-1], groups])
     kind = matrix.scale.get_element_type().to_dtype()
-    constant = ops.convert_like(ops.constant(factors.astype(kind)), matrix.source)
-    change = ops.matmul(sums.of(matrix, groups), constant, transpose_a=False, transpose_b=True)
+    change = _outer(sums.of(matrix, groups), factors.astype(kind), matrix.source)
     total = ops.add(product, change)
     total.set_friendly_name(f"{product.get_friendly_name()}/shifted")
     for reader in readers:
         reader.replace_source_output(total.output(0))
+
+
+def _outer(sums: ov.Output, factors: NDArray[Any], like: ov.Output) -> ov.Node:
+    """Return ``sums [..., S, groups] · factors [..., N, groups]ᵀ`` in the type of ``like``, as a Multiply if that is enough."""
+    if factors.shape[-1] == 1:
+        row = ops.constant(np.ascontiguousarray(np.swapaxes(factors, -1, -2)))
+        return ops.multiply(sums, ops.convert_like(row, like))
+    return ops.matmul(sums, ops.convert_like(ops.constant(factors), like), transpose_a=False, transpose_b=True)
 
 
 def _numbers(output: ov.Output) -> NDArray[np.float32]:
@@ -144,7 +151,7 @@ def _numbers(output: ov.Output) -> NDArray[np.float32]:
     node = output.get_node()
     while node.get_type_name() != "Constant":
         node = node.input_value(0).get_node()
-    return np.asarray(node.get_data(dtype=np.float32)).reshape(output.get_shape())
+    return np.asarray(node.get_data(dtype=np.float32)).reshape(list(output.get_shape()))
 
 
 def _sums(source: ov.Output, parts: int, size: int) -> ov.Output:
