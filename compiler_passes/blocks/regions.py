@@ -152,7 +152,8 @@ class _Walk:
         if node.get_type_name() == "Parameter":
             return self._add("port", output)
         flow = self.regions.flow
-        if self.hidden is not None and flow.origin(node) == "shared" and self.regions.is_entry(output):
+        is_shared = self.hidden is not None and flow.origin(node) == "shared" and not _is_widened(node)
+        if is_shared and self.regions.is_entry(output):
             return self._add("shared", output)
         place = flow.places.get(node.get_instance_id())
         assert place is None or place > self.first, f"{node.get_friendly_name()} is before its region"
@@ -161,6 +162,13 @@ class _Walk:
     def _add(self, role: Role, output: ov.Output) -> int:
         self.entries.append(Entry(role, output))
         return self.regions.intern(("entry", role, _type_of(output), len(self.entries)))
+
+
+def _is_widened(node: ov.Node) -> bool:
+    """Return whether a node only converts to more bytes: the narrow value is the entry, of which the device reads less."""
+    if node.get_type_name() != "Convert":
+        return False
+    return int(node.get_input_element_type(0).bitwidth) < int(node.get_output_element_type(0).bitwidth)
 
 
 def axis_value(constant: ov.Node) -> Hashable | None:

@@ -125,7 +125,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         job.on_progress(ProgressEvent("read", 1, 1, read - begin))
         plan = self.lower(job, source, start)
         if job.target is not None:
-            plan = replace(plan, chains=ChainCompiler(job.target.compile_part))
+            plan = replace(plan, chains=ChainCompiler(job.target.compile_part, len(job.target.compilers)))
         elif plan.options.layout == "blocks":
             plan = replace(plan, chains=ChainCompiler(allocate=device_allocator(get_core(), job.device)))
         job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from queue import SimpleQueue
 from typing import Any
 
 import openvino as ov
@@ -30,15 +32,23 @@ class CompiledForNPU:
 
 @dataclass(frozen=True)
 class NPUTarget:
-    """The platform for which a model is compiled, and the compiler.
+    """The platform for which a model is compiled, and the compilers, which compile one part each at a time.
 
     ``on_part`` is told of each part. ``seconds``: how long one part may be compiled.
     """
 
     platform: Platform
-    compiler: NPUCompiler
+    compilers: tuple[NPUCompiler, ...]
     on_part: Callable[[CompiledForNPU], None] = lambda part: None
     seconds: float = DEFAULT_SECONDS
+
+    @cached_property
+    def _free(self) -> SimpleQueue[NPUCompiler]:
+        """The compilers that wait for a part."""
+        found = SimpleQueue[NPUCompiler]()
+        for compiler in self.compilers:
+            found.put(compiler)
+        return found
 
     def compile_part(self, part: ChainPart, device: str, properties: Mapping[str, Any], what: str) -> CompiledPart:
         """Compile a part of a chain. Raises ``DeviceError`` (the compiler refused it, crashed or took too long)."""
@@ -47,7 +57,11 @@ class NPUTarget:
             return compile_for_host(part.model)
         given = {name: text_of(value) for name, value in properties.items()}
         name = f"{part.name} of {what}"
-        program = self.compiler.compile(part.model, self.platform.number, given, name=name, seconds=self.seconds)
+        compiler = self._free.get()
+        try:
+            program = compiler.compile(part.model, self.platform.number, given, name=name, seconds=self.seconds)
+        finally:
+            self._free.put(compiler)
         self.on_part(CompiledForNPU(name, program))
         return PartBlob(part.name, program.blob, program.requirements)
 
@@ -61,7 +75,7 @@ class NPUTarget:
             "device_name": "",
             "capabilities": "",
             "platform": self.platform.number,
-            "compiler": self.compiler.version,
+            "compiler": self.compilers[0].version,
         }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
@@ -12,12 +14,25 @@ from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.devices import get_core, with_exact_f32
 from staticllm.errors import DeviceError, last_line
 from staticllm.kvcache.arena import Allocate
-from staticllm.pipelines.programs.chain import CompiledChain, CompiledPart, HostPart, plan_chain
+from staticllm.pipelines.programs.chain import ChainPlan, CompiledChain, CompiledPart, HostPart, plan_chain
 from staticllm.pipelines.programs.weight_bank import WeightBank
 
 HOST_DEVICE = "CPU"
 HOST_PROPERTIES: Mapping[str, Any] = with_exact_f32(HOST_DEVICE, {"INFERENCE_PRECISION_HINT": "f32"})
 """Where and how the host's part of a chain runs: embeddings and positions, in f32."""
+
+
+@dataclass(frozen=True)
+class ChainSource:
+    """A program that will be compiled in blocks: ``make`` returns its static model, of ``rows`` rows; ``what`` is its name."""
+
+    make: Callable[[], ov.Model]
+    rows: int
+    device: str
+    properties: Mapping[str, Any]
+    what: str
+
+
 CompilePart = Callable[[ChainPart, str, Mapping[str, Any], str], CompiledPart]
 """Takes a part, a device, properties and what the part belongs to. Raises ``DeviceError``."""
 
@@ -44,26 +59,70 @@ def compile_here(part: ChainPart, device: str, properties: Mapping[str, Any], wh
     return compile_model(get_core(), part.model, device, properties, f"{part.name} of {what}")
 
 
+@dataclass(frozen=True)
+class PendingChain:
+    """A chain whose parts are being compiled, or will be when they are asked for."""
+
+    plan: ChainPlan
+    parts: tuple[Future[CompiledPart], ...]
+
+
 class ChainCompiler:
     """Splits and compiles the programs of one model. All of them read one bank of weights.
 
-    ``allocate`` gives memory that the device reads in place, if it has such memory. One thread uses it at a time.
+    ``compile_part`` compiles a part; up to ``num_parallel`` threads call it. ``allocate`` gives memory that the device reads in
+    place, if it has such memory. One thread uses it at a time.
     """
 
-    def __init__(self, compile_part: CompilePart = compile_here, allocate: Allocate | None = None) -> None:
+    def __init__(
+        self, compile_part: CompilePart = compile_here, num_parallel: int = 1, allocate: Allocate | None = None
+    ) -> None:
         self.bank = WeightBank(allocate)
         self._compile_part = compile_part
+        self._num_parallel = num_parallel
         self._splitter = Splitter()
-        self._known: dict[Hashable, CompiledPart] = {}
+        self._known: dict[Hashable, Future[CompiledPart]] = {}
 
-    def compile(self, model: ov.Model, device: str, properties: Mapping[str, Any], what: str) -> CompiledChain:
-        """Compile a static program, which is changed. Raises ``DeviceError`` (the device refused a part)."""
-        chain = self._splitter.split(model)
-        asked = tuple(sorted((name, str(value)) for name, value in properties.items()))
-        parts = list[CompiledPart]()
+    def compile_each(self, programs: Sequence[ChainSource]) -> Iterator[CompiledChain]:
+        """Compile static programs, and yield them in their order. Raises ``DeviceError`` (the device refused a part).
+
+        Programs of many rows take longest, so that their parts are compiled first.
+        """
+        if self._num_parallel == 1:
+            for source in programs:
+                yield self._finished(self._pending(source, _run_now))
+            return
+        pool = ThreadPoolExecutor(self._num_parallel, "staticllm-compile")
+        try:
+            order = sorted(programs, key=lambda source: -source.rows)
+            pending = {source.what: self._pending(source, pool.submit) for source in order}
+            for source in programs:
+                yield self._finished(pending.pop(source.what))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, source: ChainSource) -> CompiledChain:
+        """Compile one static program. Raises ``DeviceError`` (the device refused a part)."""
+        (chain,) = self.compile_each([source])
+        return chain
+
+    def _pending(self, source: ChainSource, submit: Callable[..., Future[CompiledPart]]) -> PendingChain:
+        chain = self._splitter.split(source.make())
+        asked = tuple(sorted((name, str(value)) for name, value in source.properties.items()))
+        parts = list[Future[CompiledPart]]()
         for part in chain.parts:
             key = part.key, asked
             if key not in self._known:
-                self._known[key] = self._compile_part(part, device, properties, what)
+                self._known[key] = submit(self._compile_part, part, source.device, source.properties, source.what)
             parts.append(self._known[key])
-        return CompiledChain(plan_chain(chain, self.bank), parts, self.bank)
+        return PendingChain(plan_chain(chain, self.bank), tuple(parts))
+
+    def _finished(self, pending: PendingChain) -> CompiledChain:
+        return CompiledChain(pending.plan, [part.result() for part in pending.parts], self.bank)
+
+
+def _run_now(function: Callable[..., CompiledPart], *arguments: Any) -> Future[CompiledPart]:
+    """Call a function, and return its result like that of a thread."""
+    done = Future[CompiledPart]()
+    done.set_result(function(*arguments))
+    return done

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import openvino as ov
@@ -25,7 +26,7 @@ from staticllm.core import (
 )
 from staticllm.devices import default_mode, get_core
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler, compile_model
+from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
 from staticllm.system.mapped_weights import MappedWeights
 
 V = TypeVar("V", bound=ProgramVariant)
@@ -170,9 +171,12 @@ def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[t
 
 
 def _compile_chains(plan: CompilePlan[V, S]) -> Iterator[CompiledChain]:
-    for variant in plan.variants:
+    def source(variant: V) -> ChainSource:
         properties = plan.options.program_group(variant).properties
-        yield plan.chains.compile(plan.lowered.specialise(variant), plan.options.device, properties, str(variant))
+        make = partial(plan.lowered.specialise, variant)
+        return ChainSource(make, variant.rows, plan.options.device, properties, str(variant))
+
+    return plan.chains.compile_each([source(variant) for variant in plan.variants])
 
 
 def compile_programs(

@@ -14,6 +14,8 @@ from staticllm.errors import ConfigError
 if TYPE_CHECKING:
     from staticllm.pipelines.loading.npu_target import CompiledForNPU, NPUTarget
 
+MOST_COMPILERS = 4
+"""Processes that compile at once; each takes some 150 MB, and more for large parts."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -46,13 +48,15 @@ def npu_target(
     if platform is None:
         yield None
         return
+    from staticllm.pipelines.artifacts.measurements import usable_cores
     from staticllm.pipelines.loading.npu_target import NPUTarget
     from staticllm.pipelines.npu_compiler.find import find_compiler
     from staticllm.pipelines.npu_compiler.platforms import platform_of
 
     known = platform_of(platform)
-    found = find_compiler(compiler)
+    found = tuple(find_compiler(compiler) for _ in range(min(usable_cores(), MOST_COMPILERS)))
     try:
         yield NPUTarget(known, found, on_part)
     finally:
-        found.close()
+        for each in found:
+            each.close()

@@ -41,7 +41,9 @@ def test_a_device_reads_weights_where_they_are(model_path, monkeypatch):
     own = step_seconds(model_path("demo"))
     monkeypatch.setattr(device_memory, "_DEVICES", frozenset())
     other = step_seconds(model_path("demo"))
-    print(f"\na decode step takes {1e3 * own:.2f} ms with weights in {DEVICE} memory, {1e3 * other:.2f} ms in other memory")
+    print(
+        f"\na decode step takes {1e3 * own:.2f} ms with weights in {DEVICE} memory, {1e3 * other:.2f} ms in other memory"
+    )
     assert own <= 1.1 * other
 
 

@@ -20,7 +20,7 @@ from staticllm.core import Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.chain import CompiledChain
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler, compile_model
+from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
 from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
@@ -29,6 +29,10 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/openvino_model.xml"))
 VARIANTS = (Variant(1, 128), Variant(16, 128, 4), Variant(64, 0), Variant(8, 128, 8))
 TOLERANCE = 3e-6
 """Of a value's range: parts and wholes may sum in another order, and keys and values are f32 here."""
+
+
+def source(lowered, variant):
+    return ChainSource(lambda: lowered.specialise(variant), variant.rows, "CPU", EXACT, str(variant))
 
 
 def plan_of(path):
@@ -54,7 +58,7 @@ def test_a_chain_computes_what_the_whole_program_computes(name, lowered):
     for variant in sizes:
         whole = compile_model(ov.Core(), found.specialise(variant), "CPU", EXACT, "it")
         feeds = random_feeds(whole, variant)
-        chain = chains.compile(found.specialise(variant), "CPU", EXACT, "it")
+        chain = chains.compile(source(found, variant))
         assert {port.name for port in chain.inputs} == feeds.keys()
         expected, computed = run_apart(whole, feeds), run_apart(chain, feeds)
         assert expected.keys() == computed.keys()
@@ -97,9 +101,9 @@ def test_equal_parts_of_two_programs_are_compiled_once(zoo):
         return compile_model(ov.Core(), part.model, device, properties, what)
 
     chains = ChainCompiler(compile_part)
-    first = chains.compile(lowered.specialise(Variant(1, 128)), "CPU", {}, "it")
-    again = chains.compile(lowered.specialise(Variant(1, 64)), "CPU", {}, "it")
-    prompt = chains.compile(lowered.specialise(Variant(64, 0)), "CPU", {}, "it")
+    first = chains.compile(source(lowered, Variant(1, 128)))
+    again = chains.compile(source(lowered, Variant(1, 64)))
+    prompt = chains.compile(source(lowered, Variant(64, 0)))
     assert made == ["host", "block1", "part2", *(["host", "block1"] * 2)], (
         "one head serves one row of logits of any call"
     )
@@ -145,7 +149,7 @@ def run(chain: CompiledChain, ids):
 def test_a_small_constant_is_an_input_only_if_layers_differ_in_it(values, num_inputs):
     model, ids = layered(values), np.array([[3, 1, 4, 49]])
     whole = compile_model(ov.Core(), layered(values), "CPU", EXACT, "it")
-    chain = ChainCompiler().compile(model, "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
     repeated = [call for call in chain.plan.calls if call.part == 1]
     assert len(repeated) == 3
     assert {len(call.sources) for call in repeated} == {num_inputs}
@@ -167,7 +171,7 @@ def test_layers_of_other_values_inside_are_other_parts():
     result.output(0).set_names({"logits"})
     model = ov.Model([result], [ids])
     whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
-    chain = ChainCompiler().compile(model, "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
     tokens = np.arange(8)[None]
     np.testing.assert_allclose(run(chain, tokens), run_apart(whole, {"input_ids": tokens})["logits"], rtol=1e-5)
     assert sorted(call.part for call in chain.plan.calls)[0] == 0
