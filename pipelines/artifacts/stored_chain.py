@@ -288,7 +288,8 @@ def _decoded(data: bytes, kind: type[_Chain] | type[_Bank]) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BlobError(f"a chain cannot be read ({error}): export it again") from None
+        reason = " ".join(str(error).split())[:200]
+        raise BlobError(f"a chain cannot be read ({reason}): export it again") from None
 
 
 def export_part(part: CompiledPart) -> bytes:
