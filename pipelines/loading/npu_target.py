@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,8 @@ from staticllm.pipelines.npu_compiler.platforms import Platform
 from staticllm.pipelines.programs.chain import CompiledPart, PartBlob
 from staticllm.pipelines.programs.chain_compiler import compile_for_host
 
+FEW_ROWS, FEW_TILES = 16, 2
+"""A call of few rows waits for the weights: more tiles than these cost it time, and others need all (docs/npu.md)."""
 _CHECK, _REQUIREMENTS, _SUPPORTED = "COMPATIBILITY_CHECK", "RUNTIME_REQUIREMENTS", "SUPPORTED"
 
 
@@ -55,7 +58,8 @@ class NPUTarget:
         del device
         if part.place == "host":
             return compile_for_host(part.model)
-        given = {name: text_of(value) for name, value in properties.items()}
+        tiles = str(FEW_TILES if _num_rows(part) <= FEW_ROWS else self.platform.tiles)
+        given = {"NPU_TILES": tiles, **{name: text_of(value) for name, value in properties.items()}}
         name = f"{part.name} of {what}"
         compiler = self._free.get()
         try:
@@ -77,6 +81,12 @@ class NPUTarget:
             "platform": self.platform.number,
             "compiler": self.compilers[0].version,
         }
+
+
+def _num_rows(part: ChainPart) -> int:
+    """Return how many rows a part computes, by the shape of what the part before it hands over."""
+    shapes = [port.get_shape() for port in part.model.inputs if port.get_any_name().endswith(".hidden")]
+    return max((math.prod(list(shape)[:-1]) for shape in shapes), default=1)
 
 
 def text_of(value: object) -> str:
