@@ -219,7 +219,7 @@ def check_weights(path: str) -> Iterator[Finding]:
     Nothing is said of a model that cannot be read: ``check_model`` does that.
     """
     try:
-        model = read_model(get_core(), check_model_dir(path))
+        model = read_model(get_core(), check_model_dir(path, False))
     except StaticLLMError:
         return
     matrices = find_compressed_matrices(model)

@@ -219,5 +219,5 @@ def unknown_of(platform: Platform, num_calls: int, is_repriced: bool) -> tuple[s
     price = "; it charges reads of 4-bit weights like 16-bit ones on this platform" if is_repriced else ""
     return (
         f"The times are predictions of the compiler's cost model, which reads {rate:.0f} GB/s whatever else runs{price}.",
-        f"It knows nothing of the time of host and driver per call ({num_calls} per step), real bandwidth, clocks and power limits.",
+        f"It knows nothing of the time of host and driver per call ({num_calls} per step), real bandwidth, clocks and power.",
     )

@@ -68,12 +68,9 @@ class PartCalls:
     layers: int
 
     def __str__(self) -> str:
-        layers = (
-            f" ({self.layers} layer{'s' if self.layers > 1 else ''} each)"
-            if self.role == "block" and self.layers
-            else ""
-        )
-        return f"{f'{self.count} x ' if self.count > 1 else ''}{self.part}{layers or f' ({self.role})'}"
+        layers = f"{self.layers} KV layer{'s' if self.layers > 1 else ''} each"
+        detail = layers if self.role == "block" and self.layers else self.role
+        return f"{f'{self.count} x ' if self.count > 1 else ''}{self.part} ({detail})"
 
 
 @dataclass(frozen=True)
