@@ -161,11 +161,10 @@ def _operations(models: Sequence[ov.Model]) -> dict[str, int]:
 def _read_bytes(call: PlannedCall, chain: CompiledChain) -> int:
     """Return the bytes of the weights and KV slots that a call reads."""
     ports = {port.name: math.prod(port.shape) * port.element_type.bitwidth // 8 for port in chain.plan.inputs}
-    weights = sum(
-        chain.bank.entries[source.entry].data.nbytes for source in call.sources if isinstance(source, EntryOf)
-    )
+    entries = (chain.bank.entries[source.entry] for source in call.sources if isinstance(source, EntryOf))
     names = (source.name for source in call.sources if isinstance(source, OfPort))
-    return weights + sum(ports[name] for name in names if name.startswith("past."))
+    kv_bytes: int = sum(ports[name] for name in names if name.startswith("past."))
+    return kv_bytes + sum(entry.data.nbytes for entry in entries)
 
 
 def _counted(

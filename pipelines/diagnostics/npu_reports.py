@@ -14,6 +14,7 @@ Role = Literal["head", "block", "tail"]
 NOT_REPEATING = (
     "no layers repeat: one part has all of them, is compiled as a whole, and can have no step between its layers"
 )
+HEAD = "part      compiled for                     us       DMA       DPU     SHAVE  DMA tasks    blob KiB  seconds"
 MOST_OPERATIONS = 8
 """The kinds of operations of a part that are listed."""
 MOST_DEAREST = 3
@@ -46,7 +47,7 @@ class PartSchedule:
         """Yield the row of the table of parts, and what the part consists of."""
         engines = "  ".join(f"{self.engines.get(name, 0.0):8.1f}" for name in ("DMA", "DPU", "SHAVE"))
         size = f"{self.blob_bytes / 1024:10.0f}  {self.compile_seconds:7.1f}"
-        yield f"{self.name:<8}  {self.program:<24}  {self.us:9.1f}  {engines}  {self.num_dma_tasks:5}  {size}"
+        yield f"{self.name:<8}  {self.program:<24}  {self.us:9.1f}  {engines}  {self.num_dma_tasks:9}  {size}"
         total = sum(kind.total for kind in self.kinds) or 1.0
         if self.kinds:
             yield "          kinds: " + ", ".join(f"{each.kind} {each.total / total:.0%}" for each in self.kinds)
@@ -146,7 +147,6 @@ class NPUReport:
     def lines(self) -> list[str]:
         """Return the lines that ``staticllm inspect`` prints."""
         found = self.compiled
-        head = "part      compiled for                     us       DMA       DPU     SHAVE  reads    blob KiB  seconds"
         return [
             *self.model.lines(),
             "",
@@ -156,7 +156,7 @@ class NPUReport:
             f"  host: {_operations(found.host_operations)}",
             *(f"  {part.name}: {_operations(part.operations)}" for part in self._described()),
             "",
-            head,
+            HEAD,
             *(line for part in found.parts for line in part.lines()),
         ]
 

@@ -106,10 +106,12 @@ def plan(model: str, measured: bool, platform: str | None, compiler: str, as_jso
         job = job_in(model, options["device"], read_properties(options), on_progress, check)
         job = replace(job, target=elsewhere)
         diagnosis = diagnosis_of(job.kind.name)
-        ask = diagnosis.measure if measured else diagnosis.estimate if elsewhere is None else diagnosis.estimate_on_npu
-        found = ask(job)
+        estimate = None
+        if not measured:
+            estimate = diagnosis.estimate(job) if elsewhere is None else diagnosis.estimate_on_npu(job)
+        found = diagnosis.measure(job) if estimate is None else estimate
     _print(found, as_json)
-    if not measured and found.fits is False:
+    if estimate is not None and estimate.fits is False:
         raise SystemExit(1)
 
 
