@@ -111,6 +111,14 @@ def _compressed_matrix(product: ov.Node) -> CompressedMatrix | None:
     return CompressedMatrix(product, weights, zero_point, scale, scaled)
 
 
+def is_symmetric(matrix: CompressedMatrix) -> bool:
+    """Return whether the weights are signed, or are if half of their range is subtracted: no zero point is another number."""
+    zero_points = zero_points_of(matrix)
+    is_unsigned = matrix.weights.get_element_type().get_type_name().startswith("u")
+    middle = 1 << matrix.bits - 1 if is_unsigned else 0
+    return zero_points is not None and bool(np.all(zero_points == middle))
+
+
 def zero_points_of(matrix: CompressedMatrix) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
     """Return the zero point of each scale, in the shape of the scales; None if one is no integer of the weights' type."""
     shape = list(matrix.scale.get_shape())

@@ -111,13 +111,12 @@ def merge_group(group: Sequence[ov.Node], join: JoinConstants) -> bool:
     parts = merged_parts(group, join)
     if parts is None:
         return False
-    sizes, outputs = parts.sizes, parts.outputs
     merged = ops.matmul(group[0].input_value(0), parts.weights, transpose_a=False, transpose_b=True)
     if parts.bias is not None:
         merged = ops.add(merged, parts.bias)
     merged.set_friendly_name(f"{group[0].get_friendly_name()}/merged")
-    pieces = ops.variadic_split(merged, -1, np.array(sizes))
-    for index, output in enumerate(outputs):
+    pieces = ops.variadic_split(merged, -1, np.array(parts.sizes))
+    for index, output in enumerate(parts.outputs):
         redirect(output, pieces.output(index))
     return True
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -20,6 +20,8 @@ from staticllm.kvcache.step import Segment, buffer_bytes
 from staticllm.pipelines.diagnostics.diagnosis import Diagnosis, Trial, copies_of_weights, needs
 from staticllm.pipelines.diagnostics.encoder_diagnosis import try_reranker
 from staticllm.pipelines.diagnostics.measured_memory import measure_memory
+from staticllm.pipelines.diagnostics.npu_programs import CompiledForReport, predicted_times
+from staticllm.pipelines.diagnostics.npu_reports import PredictedTimes
 from staticllm.pipelines.diagnostics.process_memory import MeasuredMemory
 from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
 from staticllm.pipelines.diagnostics.reports import (
@@ -45,6 +47,7 @@ from staticllm.pipelines.loading.kind import ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.compile import CompilePlan, compile_all
 from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.programs.warm_up import make_runner
 from staticllm.properties import resolve
 
@@ -87,7 +90,10 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
         return job_of(directory, name, resolved.config, on_progress, resolved.explicit, check)
 
     def report(self, job: DecoderJob) -> DecoderReport:
-        plan = cast(DecoderPlan, job.kind.plan(job))
+        return self.report_of(job, job.kind.plan(job))
+
+    def report_of(self, job: DecoderJob, plan: CompilePlan[Variant, ModelShape]) -> DecoderReport:
+        assert isinstance(plan, DecoderPlan), "it is a decoder's"
         shape = plan.lowered.shape
         mode = plan.options.mode
         variants = tuple(VariantReport(v.phase, v.rows, v.kv_len, v.sequences) for v in plan.variants)
@@ -110,21 +116,26 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
 
     def estimate(self, job: DecoderJob) -> DecoderEstimate:
         report = self.report(job)
-        copies = copies_of_weights(report)
         num_masks = len(report.masks)
-        parts = {
-            "weights": report.weights_bytes * copies,
+        variants = (
+            VariantEstimate(**asdict(v), mask_bytes=4 * v.rows * (v.kv_len + v.rows) * num_masks)
+            for v in report.variants
+        )
+        programs = ProgramsEstimate(report.programs, report.num_programs, copies_of_weights(report))
+        return DecoderEstimate(**needs(report, self.bytes_of(report)), programs=programs, variants=tuple(variants))
+
+    def bytes_of(self, report: DecoderReport) -> dict[str, int]:
+        return {
+            "weights": report.weights_bytes * copies_of_weights(report),
             "KV slots": report.kv.bytes,
             "host pool, at most": report.kv.host_bytes,
             "recurrent states": report.recurrent.bytes_a_sequence * 2,
             "buffers": report.buffers_bytes,
         }
-        variants = (
-            VariantEstimate(**asdict(v), mask_bytes=4 * v.rows * (v.kv_len + v.rows) * num_masks)
-            for v in report.variants
-        )
-        programs = ProgramsEstimate(report.programs, report.num_programs, copies)
-        return DecoderEstimate(**needs(report, parts), programs=programs, variants=tuple(variants))
+
+    def predicted(self, job: DecoderJob, found: CompiledForReport, is_repriced: bool) -> PredictedTimes:
+        index = VariantIndex(found.plan.variants, found.plan.lowered.shape.needs_real_rows)
+        return predicted_times(index, found.seconds(is_repriced), found.roof, job.config.max_prompt_len)
 
     def measure(self, job: DecoderJob) -> MeasuredMemory:
         """Load a model in a process of its own, and divide its private memory among the parts of a pipeline."""

@@ -18,6 +18,8 @@ from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
 from staticllm.pipelines.artifacts.cache import BlobCache, key_of
 from staticllm.pipelines.artifacts.measurements import CostsPlace
+from staticllm.pipelines.diagnostics.npu_programs import CompiledForReport, compile_for_report, unknown_of
+from staticllm.pipelines.diagnostics.npu_reports import NPUEstimate, NPUReport, PredictedTimes
 from staticllm.pipelines.diagnostics.process_memory import MeasuredMemory, device_memory, private_bytes
 from staticllm.pipelines.diagnostics.reference import EXACT, exact_for
 from staticllm.pipelines.diagnostics.reports import (
@@ -89,7 +91,10 @@ class Diagnosis(Generic[K]):
 
     def report(self, job: LoadJob[K]) -> ModelReport:
         """Lower a model and describe its passes, variants and bytes. Nothing is compiled."""
-        plan = job.kind.plan(job)
+        return self.report_of(job, job.kind.plan(job))
+
+    def report_of(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> ModelReport:
+        """Describe a lowered model."""
         return ModelReport(**self.described(job, plan), settings=planned_settings(get_core(), plan.options))
 
     def described(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> dict[str, Any]:
@@ -119,12 +124,49 @@ class Diagnosis(Generic[K]):
         """
         report = self.report(job)
         known = _kept_seconds(job)
-        parts = {
-            "weights": report.weights_bytes * copies_of_weights(report),
-            "programs": PROGRAM_BYTES * report.num_programs,
-            "buffers": report.buffers_bytes,
-        }
+        parts = {**self.bytes_of(report), "programs": PROGRAM_BYTES * report.num_programs}
         return self._timed(report, parts, known, "kept in the cache" if known else "unknown")
+
+    def bytes_of(self, report: Any) -> dict[str, int]:
+        """Return the bytes of a model by part, without its programs."""
+        return {"weights": report.weights_bytes * copies_of_weights(report), "buffers": report.buffers_bytes}
+
+    def report_on_npu(self, job: LoadJob[K]) -> NPUReport:
+        """Compile a model for the target of its job, and describe its programs by the compiler's schedules.
+
+        Raises as ``compile_for_report``.
+        """
+        found = compile_for_report(job)
+        return NPUReport(self.report_of(job, found.plan), found.described())
+
+    def estimate_on_npu(self, job: LoadJob[K]) -> NPUEstimate:
+        """Compile a model for the target of its job, and predict its times by the compiler's schedules, and its memory.
+
+        Raises as ``compile_for_report``.
+        """
+        found = compile_for_report(job)
+        report = self.report_of(job, found.plan)
+        compiled = found.described()
+        parts = {
+            **self.bytes_of(report),
+            "weights": found.weights_bytes,
+            "buffers": report.buffers_bytes + found.wires_bytes,
+            "blobs": compiled.blob_bytes,
+        }
+        num_calls = compiled.programs[0].num_calls
+        return NPUEstimate(
+            **needs(report, parts),
+            compiled=compiled,
+            device_calls=num_calls,
+            times=self.predicted(job, found, is_repriced=False),
+            repriced=self.predicted(job, found, is_repriced=True) if compiled.is_repriced else None,
+            unknown=unknown_of(found.platform, num_calls, compiled.is_repriced),
+        )
+
+    def predicted(self, job: LoadJob[K], found: CompiledForReport, is_repriced: bool) -> PredictedTimes | None:
+        """Return the predicted times of a decoder; None for other kinds. ``is_repriced``: with 4-bit reads by their bytes."""
+        del job, found, is_repriced
+        return None
 
     def measure(self, job: LoadJob[K]) -> MemoryEstimate | MeasuredMemory:
         """Load a model in this process, run each of its programs, and measure the private memory and the seconds per call."""

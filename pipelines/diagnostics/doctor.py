@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import sys
 import time
@@ -11,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import python_version, release, system
 
 import openvino as ov
 import psutil
 
+from staticllm.compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
 from staticllm.compiler_passes.model_kind import kind_in
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
@@ -27,7 +28,7 @@ from staticllm.errors import (
     UnsupportedModelError,
     last_line,
 )
-from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.artifacts.fingerprint import fingerprint_model, with_article
@@ -55,6 +56,9 @@ PACKAGES = (
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))
 NUM_NEW = 16
+SYMMETRIC_8_BIT = "--weight-format int8 --sym"
+SYMMETRIC_4_BIT = "--weight-format int4 --sym --backup-precision int8_sym"
+"""Options of optimum for weights without zero points. With 4 bits, embedding and head have the backup precision."""
 NOT_TEXT = "its graph is neither a decoder's nor an encoder's"
 
 
@@ -63,12 +67,14 @@ def examine(
     cache_dir: str | None = None,
     model: str | None = None,
     on_progress: OnProgress = lambda event: None,
+    platform: str | None = None,
 ) -> Iterator[Finding]:
     """Check packages, machine, devices, memory, a model, the cache, and the embedded model on each device; yield each finding.
 
     A model is loaded and run on the first of ``devices`` that is there, else on the CPU. ``on_progress`` gets the parts of that.
+    If there is an NPU, if it is one of ``devices``, or for a ``platform`` of NPUs elsewhere, its weights are examined as well.
     """
-    yield Finding("ok", "system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
+    yield Finding("ok", "system", f"{system()} {release()}, Python {python_version()}")
     yield from _packages()
     yield _memory()
     available = get_core().available_devices
@@ -80,6 +86,8 @@ def examine(
     if model is not None:
         there = [name for name in devices if any(name.split(".")[0] == kind(other) for other in available)]
         yield check_model(model, there[0] if there else "CPU", cache_dir, on_progress)
+        if platform is not None or any(kind(name) == "NPU" for name in (*devices, *available)):
+            yield from check_weights(model)
     if cache_dir is not None:
         yield from _cache(Path(cache_dir))
     for device in devices or tuple(available):
@@ -203,6 +211,27 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
     complete = f"complete, weights {here.weights_digest[:12]}, {what}, {ran}{trial.how}"
     return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)
+
+
+def check_weights(path: str) -> Iterator[Finding]:
+    """Say what to export instead if the model at ``path`` has weights with zero points, which cost time on an NPU.
+
+    Nothing is said of a model that cannot be read: ``check_model`` does that.
+    """
+    try:
+        model = read_model(get_core(), check_model_dir(path, False))
+    except StaticLLMError:
+        return
+    matrices = find_compressed_matrices(model)
+    asymmetric = [matrix for matrix in matrices if not is_symmetric(matrix)]
+    if not asymmetric:
+        return
+    bits = " and ".join(f"{size}-bit" for size in sorted({matrix.bits for matrix in asymmetric}))
+    value = f"{len(asymmetric)} of {len(matrices)} matrices have {bits} weights with zero points, which an NPU has to correct"
+    options = SYMMETRIC_4_BIT if any(matrix.bits == 4 for matrix in matrices) else SYMMETRIC_8_BIT
+    yield Finding(
+        "warn", "weights on NPU", value, f"export the original with optimum-cli export openvino {options} (docs/npu.md)"
+    )
 
 
 def _remedy(error: StaticLLMError) -> str:

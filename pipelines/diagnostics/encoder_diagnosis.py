@@ -88,7 +88,9 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
         return encoder_job(directory, device, read_choices(properties), on_progress, check)
 
     def report(self, job: EncoderJob) -> EncoderReport:
-        plan = job.kind.plan(job)
+        return self.report_of(job, job.kind.plan(job))
+
+    def report_of(self, job: EncoderJob, plan: EncoderPlan) -> EncoderReport:
         shape = plan.lowered.shape
         pooling, source = _pooling(job, shape)
         return EncoderReport(

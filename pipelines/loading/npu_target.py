@@ -27,10 +27,17 @@ _CHECK, _REQUIREMENTS, _SUPPORTED = "COMPATIBILITY_CHECK", "RUNTIME_REQUIREMENTS
 
 @dataclass(frozen=True)
 class CompiledForNPU:
-    """One part that was compiled for an NPU, for reports. ``what`` names the part and its program."""
+    """One part that was compiled for an NPU, for reports. ``of`` names the program for which it was compiled."""
 
-    what: str
+    part: ChainPart
+    of: str
     program: NPUProgram = field(repr=False)
+    compiled: PartBlob = field(repr=False)
+
+    @property
+    def what(self) -> str:
+        """The part and its program."""
+        return f"{self.part.name} of {self.of}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,9 @@ class NPUTarget:
             program = compiler.compile(part.model, self.platform.number, given, name=name, seconds=self.seconds)
         finally:
             self._free.put(compiler)
-        self.on_part(CompiledForNPU(name, program))
-        return PartBlob(part.name, program.blob, program.requirements)
+        compiled = PartBlob(part.name, program.blob, program.requirements)
+        self.on_part(CompiledForNPU(part, what, program, compiled))
+        return compiled
 
     def machine_values(self) -> dict[str, str]:
         """Return values of ``Fingerprint`` by field name. What only a device knows is empty."""

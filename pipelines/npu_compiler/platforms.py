@@ -13,7 +13,8 @@ class Platform:
 
     ``number`` is the value of ``NPU_PLATFORM``. ``tiles`` is the largest useful ``NPU_TILES``, and ``default_tiles`` what the
     compiler takes without a device. ``prices_4_bit_as_16`` says that the compiler's cost model charges reads of 4-bit weights as
-    if they had 16 bits (docs/npu.md).
+    if they had 16 bits (docs/npu.md). ``dma_bytes_per_us``: how fast that model reads memory, with all DMA engines, in large
+    transfers.
     """
 
     number: str
@@ -21,6 +22,7 @@ class Platform:
     tiles: int
     default_tiles: int
     prices_4_bit_as_16: bool
+    dma_bytes_per_us: float
 
     def __str__(self) -> str:
         return f"{self.number} ({self.name})"
@@ -29,12 +31,13 @@ class Platform:
 PLATFORMS = {
     platform.number: platform
     for platform in (
-        Platform("3720", "Meteor Lake", 2, 2, True),
-        Platform("4000", "Lunar Lake", 6, 4, True),
-        Platform("5010", "Panther Lake", 3, 3, False),
+        Platform("3720", "Meteor Lake", 2, 2, True, 53.2e3),
+        Platform("4000", "Lunar Lake", 6, 4, True, 64.3e3),
+        Platform("5010", "Panther Lake", 3, 3, False, 145.6e3),
     )
 }
-"""The platforms by number, oldest first. The tiles were found by compiling one program with each ``NPU_TILES``."""
+"""The platforms by number, oldest first. The tiles were found by compiling one program with each ``NPU_TILES``, the rates in
+schedules of large products."""
 
 
 def platform_of(number: object) -> Platform:

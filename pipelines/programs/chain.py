@@ -275,6 +275,11 @@ def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
     return tuple(found[number] for number in range(len(plan.wires)))
 
 
+def wire_bytes(plan: ChainPlan) -> int:
+    """Return the bytes of the memory of all wires."""
+    return sum({id(wire.memory): wire.memory.nbytes for wire in _make_wires(plan)}.values())
+
+
 def _wires_in(ends: Sequence[Any]) -> Iterator[int]:
     return (end.number for end in ends if isinstance(end, OfWire | OfWireRows))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.model_arguments import one_model
+from staticllm.cli.npu_platform import check_platform, npu_target, platform_options
 from staticllm.cli.options import (
     DEVICE_HELP,
     PROGRAM_GROUP,
@@ -22,6 +24,11 @@ from staticllm.cli.options import (
 from staticllm.cli.plan_embed import EMBED_GROUP, embed_options
 from staticllm.cli.progress import progress
 from staticllm.core import ProgramMode
+from staticllm.errors import ConfigError
+from staticllm.model_paths.arguments import expanded
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.loading.npu_target import CompiledForNPU
 
 MODES: dict[str, tuple[ProgramMode, ...]] = {
     "both": ("separate", "shared"),
@@ -33,19 +40,38 @@ MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "
 
 @click.command("inspect", cls=GroupedCommand, groups=PROGRAM_GROUP)
 @model_argument
+@platform_options
+@value(
+    "--trace",
+    click.Path(),
+    "With --platform: a new folder for the parts' schedules, which https://ui.perfetto.dev opens.",
+)
 @flag("--json as_json", "Print one JSON object.")
 @layout_options
-def inspect(model: str, as_json: bool, **options: Any) -> None:
+def inspect(model: str, platform: str | None, compiler: str, trace: str | None, as_json: bool, **options: Any) -> None:
     """Show states, masks, passes, variants and bytes of MODEL (the demo model without it). Nothing is compiled for the device.
 
     Of an encoder: its output, masks, positions and pooling, and whether texts can share a sequence.
+    With --device NPU --platform, the programs are compiled for an NPU elsewhere, and the compiler's schedule is shown: how they
+    were divided, and the microseconds of each part, kind of layer and engine.
     """
-    with progress("lowering the model"):
+    check_platform(platform, options["device"])
+    if trace is not None and platform is None:
+        raise ConfigError(
+            "--trace writes schedules of the NPU compiler: add --device NPU --platform P, or leave it out"
+        )
+    parts: list[CompiledForNPU] = []
+    with progress("lowering the model") as shown, npu_target(platform, compiler, parts.append) as elsewhere:
         from staticllm.devices import check_known
         from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+        from staticllm.pipelines.diagnostics.npu_traces import check_new_folder, write_traces
 
-        job = job_in(model, options["device"], read_properties(options), check=check_known)
-        report = diagnosis_of(job.kind.name).report(job)
+        folder = None if trace is None else check_new_folder(Path(expanded(trace)))
+        job = replace(job_in(model, options["device"], read_properties(options), shown, check_known), target=elsewhere)
+        diagnosis = diagnosis_of(job.kind.name)
+        report = diagnosis.report(job) if elsewhere is None else diagnosis.report_on_npu(job)
+        if folder is not None:
+            write_traces(parts, folder)
     _print(report, as_json)
 
 
@@ -53,25 +79,36 @@ def inspect(model: str, as_json: bool, **options: Any) -> None:
 @embed_options
 @model_argument
 @flag("--measured", "Load the model and measure where its memory goes.")
+@platform_options
 @flag("--json as_json", "Print one JSON object.")
 @layout_options
-def plan(model: str, measured: bool, as_json: bool, **options: Any) -> None:
+def plan(model: str, measured: bool, platform: str | None, compiler: str, as_json: bool, **options: Any) -> None:
     """Estimate the bytes of weights, KV slots and buffers of MODEL, and check whether they fit. Nothing is compiled.
 
     Exit with code 1 if they do not fit. With --measured, load MODEL in a process of its own instead, run its longest prompt and
     some decode steps, and print the private memory of each part and after each stage. Of an encoder, the milliseconds of each
     call are printed too: those that CACHE_DIR keeps, or measured ones.
+    With --device NPU --platform, the programs are compiled for an NPU elsewhere, and the compiler's schedule predicts TTFT and
+    TPOT.
     --embed estimates by WINDVE's cost model how many machines embed a load, without and with their CPUs. With --measured, it
     measures how many queries at once MODEL embeds within --limit-s on each of several devices, for example --device NPU,CPU.
     """
-    with progress("loading and measuring the model" if measured else "lowering the model"):
+    check_platform(platform, options["device"])
+    if platform is not None and measured:
+        raise ConfigError("--measured runs the model, and the NPU of --platform is elsewhere: leave one of them out")
+    text = "loading and measuring the model" if measured else "lowering the model"
+    with progress(text) as shown, npu_target(platform, compiler) as elsewhere:
         from staticllm.devices import check_device, check_known
         from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 
         check = check_device if measured else check_known
-        job = job_in(model, options["device"], read_properties(options), check=check)
+        on_progress = (lambda event: None) if elsewhere is None else shown
+        job = job_in(model, options["device"], read_properties(options), on_progress, check)
+        job = replace(job, target=elsewhere)
         diagnosis = diagnosis_of(job.kind.name)
-        estimate = None if measured else diagnosis.estimate(job)
+        estimate = None
+        if not measured:
+            estimate = diagnosis.estimate(job) if elsewhere is None else diagnosis.estimate_on_npu(job)
         found = diagnosis.measure(job) if estimate is None else estimate
     _print(found, as_json)
     if estimate is not None and estimate.fits is False:
@@ -118,21 +155,34 @@ def _print(report: Any, as_json: bool) -> None:
 @click.argument("model", type=click.Path(), required=False)
 @value("-m --model named", click.Path(), "The same as MODEL.")
 @value("--cache-dir", click.Path(), "A cache folder whose sets are verified.")
+@value("--platform", str, "An NPU elsewhere for which the weights of MODEL are examined: 3720, 4000 or 5010.")
 @flag("--json as_json", "Print JSON.")
 def doctor(
-    devices: tuple[str, ...], model: str | None, named: str | None, cache_dir: str | None, as_json: bool
+    devices: tuple[str, ...],
+    model: str | None,
+    named: str | None,
+    cache_dir: str | None,
+    platform: str | None,
+    as_json: bool,
 ) -> None:
     """Check packages, devices, memory and a cache, load MODEL, and run the embedded model. Exit with code 1 if a check fails.
 
     MODEL is compiled with short lengths and runs a chat turn, a text or pairs, on the first --device, else on the CPU. With
-    --cache-dir, its weights are compared with those that the sets in the cache were compiled from.
+    --cache-dir, its weights are compared with those that the sets in the cache were compiled from. With --device NPU, --platform
+    or an NPU on this machine, it is said whether its weights suit one.
     """
     model = one_model(model, named)
+    if platform is not None:
+        from staticllm.pipelines.npu_compiler.platforms import platform_of
+
+        platform_of(platform)
+        if model is None:
+            raise ConfigError(f"--platform {platform} examines the weights of a model: give MODEL, or leave it out")
     findings = []
     with progress("examining") as shown:
         from staticllm.pipelines.diagnostics.doctor import examine
 
-        for finding in examine(devices, cache_dir, model, shown):
+        for finding in examine(devices, cache_dir, model, shown, platform):
             findings.append(finding)
             if not as_json:
                 mark, colour = MARKS[finding.level]
