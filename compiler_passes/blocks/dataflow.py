@@ -154,9 +154,14 @@ def _origin(node: ov.Node, known: dict[int, Origin]) -> Origin:
         name = port_name(node)
         if name in _TOKENS:
             return "tokens"
-        return "own" if name.startswith(_OWN) else "shared"
+        if name.startswith(_OWN):
+            return "own"
+        return "shared"
     sources = {known[value.get_node().get_instance_id()] for value in node.input_values()}
-    return next((origin for origin in reversed(_ORDER) if origin in sources), "constant")
+    for origin in reversed(_ORDER):
+        if origin in sources:
+            return origin
+    return "constant"
 
 
 def num_bytes(output: ov.Output) -> int:

@@ -108,7 +108,8 @@ def _shift_shared(
     """Give the product its own reading of the shifted weights, and all other readers a shifted zero point."""
     key = matrix.weights.get_instance_id()
     if key not in shifted:
-        signed = shifted[key] = _signed(matrix)
+        signed = _signed(matrix)
+        shifted[key] = signed
         kind = matrix.scale.get_element_type().get_type_name()
         value: ov.Node = ops.convert(signed, kind)
         if np.any(offsets):
@@ -183,5 +184,6 @@ def _packed(values: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     """Return integers ``[rows, count]`` as bytes, two of 4 bits per byte with the first in the low half."""
     if bits == 8:
         return values.view(np.uint8)
-    low, high = values[:, ::2].view(np.uint8), values[:, 1::2].view(np.uint8)
+    low = values[:, ::2].view(np.uint8)
+    high = values[:, 1::2].view(np.uint8)
     return ((low & 15) | (high << 4)).astype(np.uint8)

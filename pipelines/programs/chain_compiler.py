@@ -93,9 +93,13 @@ class ChainCompiler:
                 yield self._finished(self._pending(source, _run_now))
             return
         pool = ThreadPoolExecutor(self._num_parallel, "staticllm-compile")
+
+        def submit(function: Callable[..., CompiledPart], *arguments: Any) -> Future[CompiledPart]:
+            return pool.submit(function, *arguments)
+
         try:
             order = sorted(programs, key=lambda source: -source.rows)
-            pending = {source.what: self._pending(source, pool.submit) for source in order}
+            pending = {source.what: self._pending(source, submit) for source in order}
             for source in programs:
                 yield self._finished(pending.pop(source.what))
         finally:

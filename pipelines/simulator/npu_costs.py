@@ -1,7 +1,7 @@
 """What the programs of a model in blocks cost on an NPU, by the schedule of Intel's compiler; no NPU has run them.
 
 The tables hold microseconds that the cost model of the NPU compiler (openvino 2026.4.1, platform 4000, 4 tiles) predicts for one
-decoder block of a Qwen2-0.5B shape (hidden 896, 14 query and 2 KV heads of 64, inner 4864) with weights as inputs, and for its
+decoder block of a 0.5B shape (hidden 896, 14 query and 2 KV heads of 64, inner 4864) with weights as inputs, and for its
 LM head over 151,936 tokens. The schedule knows neither the host nor the driver: ``call_seconds`` per compiled part that runs is
 an assumption. Nothing is scaled to other models or platforms.
 """
