@@ -152,7 +152,8 @@ class _Walk:
         if node.get_type_name() == "Parameter":
             return self._add("port", output)
         flow = self.regions.flow
-        if self.hidden is not None and flow.origin(node) == "shared" and self.regions.is_entry(output):
+        is_shared = self.hidden is not None and flow.origin(node) == "shared" and not _is_widened(node)
+        if is_shared and self.regions.is_entry(output):
             return self._add("shared", output)
         place = flow.places.get(node.get_instance_id())
         assert place is None or place > self.first, f"{node.get_friendly_name()} is before its region"
@@ -161,6 +162,11 @@ class _Walk:
     def _add(self, role: Role, output: ov.Output) -> int:
         self.entries.append(Entry(role, output))
         return self.regions.intern(("entry", role, _type_of(output), len(self.entries)))
+
+
+def _is_widened(node: ov.Node) -> bool:
+    """Return whether a node only widens f16 numbers, which layers should read as they are."""
+    return node.get_type_name() == "Convert" and node.get_input_element_type(0) == ov.Type.f16
 
 
 def axis_value(constant: ov.Node) -> Hashable | None:

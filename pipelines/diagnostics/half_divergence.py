@@ -29,8 +29,9 @@ WHOLE_NORMS, NORMS_IN_STEPS = "f16", "f16, norms in steps"
 class HalfDivergence:
     """The divergence of programs in f16.
 
-    ``how`` says where they ran. ``decides``: whether the model fails if they diverge; else they only inform. ``not_finite`` is the number of tokens after which a logit was infinite or no number; the
-    divergence is of the others. ``extremes``: what was computed, if it was emulated.
+    ``how`` says where they ran. ``decides``: whether the model fails if they diverge; else they only inform. ``not_finite`` is
+    the number of tokens after which a logit was infinite or no number; the divergence is of the others. ``extremes``: what was
+    computed, if it was emulated.
     """
 
     divergence: Divergence
@@ -88,7 +89,9 @@ def measure_f16(job: LoadJob[Any]) -> Iterator[HalfDivergence]:
     only informs. Raises ``ConfigError`` (the model is no decoder), and what lowering or running it does.
     """
     if job.kind.name != "decoder":
-        raise ConfigError("--precision f16 compares the next tokens of a decoder, this model is an encoder: leave it out")
+        raise ConfigError(
+            "--precision f16 compares the next tokens of a decoder, this model is an encoder: leave it out"
+        )
     decoder: DecoderJob = job
     plan = decoder.kind.plan(decoder)
     assert isinstance(plan, DecoderPlan), "it is the plan of a decoder"

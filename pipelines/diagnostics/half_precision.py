@@ -8,7 +8,7 @@ an NPU's matrix units. A norm is one operation there (docs/npu.md), so its squar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,7 @@ def _is_square(node: ov.Node) -> bool:
     kind = node.get_type_name()
     if kind == "Power":
         exponent = through(node.input_value(1), "Convert", "ConvertLike").get_node()
-        return exponent.get_type_name() == "Constant" and bool(np.all(np.asarray(exponent.data) == 2))  # noqa: PLR2004
+        return exponent.get_type_name() == "Constant" and bool(np.all(np.asarray(exponent.data) == 2))
     return kind == "Multiply" and node.input_value(0) == node.input_value(1)
 
 
