@@ -33,7 +33,7 @@ NPU_PROPERTIES = {
 """What every program of an NPU is compiled with. Without the first, integer weights that are inputs are expanded in each step.
 
 Without the second, squares that are not part of a norm overflow: f16 holds those of numbers up to 255. A norm that the compiler
-recognises is one operation in any case, and its program is the same (docs/npu.md).
+recognises is one operation in any case (docs/npu.md).
 """
 MAX_KV_SLOTS = 1 << 24
 
