@@ -74,7 +74,7 @@ def _is_row_wise(node: ov.Node, begin: ov.Node, inner: Sequence[ov.Node]) -> boo
 
 
 def _is_constant(value: ov.Output) -> bool:
-    return through(value, "Convert").get_node().get_type_name() == "Constant"
+    return bool(through(value, "Convert").get_node().get_type_name() == "Constant")
 
 
 def _varies(value: ov.Output) -> bool:

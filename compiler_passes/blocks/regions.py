@@ -166,7 +166,7 @@ class _Walk:
 
 def _is_widened(node: ov.Node) -> bool:
     """Return whether a node only widens f16 numbers, which layers should read as they are."""
-    return node.get_type_name() == "Convert" and node.get_input_element_type(0) == ov.Type.f16
+    return bool(node.get_type_name() == "Convert" and node.get_input_element_type(0) == ov.Type.f16)
 
 
 def axis_value(constant: ov.Node) -> Hashable | None:

@@ -177,4 +177,4 @@ def _packed(values: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     if bits == 8:
         return values.view(np.uint8)
     low, high = values[:, ::2].view(np.uint8), values[:, 1::2].view(np.uint8)
-    return (low & 15) | (high << 4)
+    return np.asarray((low & 15) | (high << 4), np.uint8)

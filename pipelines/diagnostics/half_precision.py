@@ -16,6 +16,7 @@ import openvino as ov
 from openvino import Op
 
 from staticllm.compiler_passes.blocks.dataflow import Dataflow
+from staticllm.compiler_passes.graph.control_values import key_of
 from staticllm.compiler_passes.graph.step_graph import consumers, through
 from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.core import Variant
@@ -152,7 +153,7 @@ def _is_square(node: ov.Node) -> bool:
     if kind == "Power":
         exponent = through(node.input_value(1), "Convert", "ConvertLike").get_node()
         return exponent.get_type_name() == "Constant" and bool(np.all(np.asarray(exponent.data) == 2))
-    return kind == "Multiply" and node.input_value(0) == node.input_value(1)
+    return kind == "Multiply" and key_of(node.input_value(0)) == key_of(node.input_value(1))
 
 
 def _is_of_sum(node: ov.Node, source: ov.Node) -> bool:

@@ -61,12 +61,12 @@ def test_a_number_is_rounded_as_f16_is():
     assert np.array_equal(program(numbers)[0], expected)
 
 
-def squares_of(values, has_whole_norms):
+def squares_of(values, has_whole_norms, square=lambda x: ops.power(x, ops.constant(np.float32(2)))):
     """Return what RMSNorm makes of the rows of an embedding, in f16."""
     ids = ops.parameter([1, len(values)], ov.Type.i64)
     ids.output(0).set_names({"input_ids"})
     x = ops.gather(ops.constant(values), ids, ops.constant(0))
-    mean = ops.reduce_mean(ops.power(x, ops.constant(np.float32(2))), np.array([-1]), True)
+    mean = ops.reduce_mean(square(x), np.array([-1]), True)
     scale = ops.divide(ops.constant(np.float32(1)), ops.sqrt(ops.add(mean, ops.constant(np.float32(1e-6)))))
     result = ops.result(ops.multiply(x, scale))
     model = ov.Model([result], [ids])
@@ -82,6 +82,9 @@ def test_squares_overflow_unless_a_norm_is_one_operation():
     whole, seen = squares_of(values, True)
     assert np.abs(whole - expected).max() <= 1e-3
     assert (seen.largest, seen.overflows) == (5000, 0)
+    by_product, seen = squares_of(values, True, lambda x: ops.multiply(x, x))
+    assert np.array_equal(by_product, whole)
+    assert seen.overflows == 0
     steps, seen = squares_of(values, False)
     assert np.abs(steps[0] - expected[0]).max() <= 2e-3
     assert not np.abs(steps[1]).any(), "the mean of its squares is infinite"
