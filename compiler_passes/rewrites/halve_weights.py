@@ -7,6 +7,8 @@ such as the frequencies of angles, keeps its type.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
@@ -46,7 +48,7 @@ def halve_weights(graph: StepGraph) -> None:
 
 def _is_large(node: ov.Node) -> bool:
     is_constant = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32
-    return is_constant and int(np.prod(node.get_output_shape(0))) >= LEAST_SIZE
+    return is_constant and int(math.prod(node.get_output_shape(0))) >= LEAST_SIZE
 
 
 def _is_of_weights(port: ov.Input) -> bool:

@@ -76,7 +76,9 @@ class RoundToF16(Op):  # type: ignore[misc]
     def has_evaluate(self) -> bool:
         return True
 
-    def evaluate(self, outputs: list[ov.Tensor], inputs: list[ov.Tensor]) -> bool:
+    def evaluate(  # pyright: ignore[reportIncompatibleMethodOverride] - OpenVINO calls it without a context
+        self, outputs: list[ov.Tensor], inputs: list[ov.Tensor]
+    ) -> bool:
         values = inputs[0].data
         if self._extremes is not None:
             self._extremes.see(values, self._name)
