@@ -11,6 +11,7 @@ from staticllm.compiler_passes.rewrites.decompose_attention import decompose_att
 from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
 from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
+from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
 from staticllm.compiler_passes.rewrites.join_weights import join_weights
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
 from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
@@ -56,6 +57,7 @@ DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
         Pass("narrow_masks", lambda graph, options: narrow_masks(graph)),
         Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
         Pass("gate_last", lambda graph, options: gate_last(graph)),
+        Pass("halve_weights", lambda graph, options: halve_weights(graph)),
         Pass("merge_grouped", lambda graph, options: merge_grouped(graph)),
         Pass("shift_zero_points", lambda graph, options: shift_zero_points(graph)),
         Pass("lead_groups", lambda graph, options: lead_groups(graph)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
 from staticllm.compiler_passes.inputs.check_places import check_places
 from staticllm.compiler_passes.inputs.expose_encoder_mask import expose_encoder_mask
@@ -12,10 +15,17 @@ from staticllm.compiler_passes.inputs.prove_packing import prove_packing
 from staticllm.compiler_passes.inputs.prove_past import prove_past
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
+from staticllm.compiler_passes.rewrites.gate_last import gate_last
+from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
+from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
+from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
+from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
+from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 from staticllm.compiler_passes.shapes.add_pooling import add_pooling
 from staticllm.compiler_passes.shapes.pool_scores import pool_scores
 from staticllm.compiler_passes.shapes.select_output import select_output
 from staticllm.compiler_passes.states.drop_past import drop_past
+from staticllm.devices import kind
 
 ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     (
@@ -34,3 +44,38 @@ ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     )
 )
 """Lowers an encoder to a pure function of packed texts. ``LoweredEncoder`` sets the sizes of a variant afterwards."""
+
+
+def _in_both(run: Callable[[EncoderGraph], None]) -> Callable[[EncoderGraph, EncoderOptions], None]:
+    """Return what runs a rewrite on an encoder, and on its form that continues texts if it has one."""
+
+    def run_both(graph: EncoderGraph, options: EncoderOptions) -> None:
+        del options
+        run(graph)
+        if graph.continued is not None:
+            run(replace(graph, model=graph.continued, notes={}))
+
+    return run_both
+
+
+ENCODER_NPU: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
+    (
+        *ENCODER.passes,
+        Pass("narrow_masks", _in_both(narrow_masks)),
+        Pass("gate_last", _in_both(gate_last)),
+        Pass("halve_weights", _in_both(halve_weights)),
+        Pass("merge_grouped", _in_both(merge_grouped)),
+        Pass("shift_zero_points", _in_both(shift_zero_points)),
+        Pass("lead_groups", _in_both(lead_groups)),
+    )
+)
+"""The same in forms that Intel's NPU compiler makes fast programs of (docs/npu.md).
+
+The rewrites come last, because what they round is not the original's. Heads are not cut: that is slower here, and no platform
+needs it.
+"""
+
+
+def encoder_passes(device: str) -> PassPipeline[EncoderGraph, EncoderOptions]:
+    """Return the passes for a device, such as ``CPU`` or ``GPU.0``, by its kind."""
+    return ENCODER_NPU if kind(device) == "NPU" else ENCODER

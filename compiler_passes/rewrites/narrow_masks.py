@@ -13,15 +13,16 @@ from openvino import opset13 as ops
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 
 STAGE = "narrow_masks"
+MASK = "mask."
+"""The beginning of the names of ports of masks."""
 LOWEST = -32768.0
 """Half of what f16 can hold, so that scores may reach as far down. Its exp() is 0 beside any score of a visible cell above it."""
 
 
 def narrow_masks(graph: StepGraph) -> None:
     """Convert each mask input to f16, once for all layers, and back to the type in which attention reads it."""
-    for kind in graph.masks:
-        mask = graph.parameter(kind.port_name)
-        assert mask is not None
+    masks = [node for node in graph.model.get_parameters() if node.get_friendly_name().startswith(MASK)]
+    for mask in masks:
         readers = mask.output(0).get_target_inputs()
         finite = ops.maximum(mask, ops.constant(np.float32(LOWEST)))
         narrow = ops.convert(finite, "f16")
@@ -29,4 +30,4 @@ def narrow_masks(graph: StepGraph) -> None:
         for reader in readers:
             reader.replace_source_output(wide.output(0))
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{len(graph.masks)} masks are f16")
+    graph.note(STAGE, f"{len(masks)} masks are f16")

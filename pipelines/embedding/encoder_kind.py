@@ -14,10 +14,11 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from staticllm.compiler_passes import model_kind
+from staticllm.compiler_passes.encoder import encoder_passes
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgressEvent, Size
+from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramLayout, ProgressEvent, Size, mode_of
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.artifacts.fingerprint import DENSE
@@ -28,7 +29,7 @@ from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
 from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind, properties_text
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
-from staticllm.pipelines.programs.layout import fixed_layout, program_mode
+from staticllm.pipelines.programs.layout import fixed_layout
 from staticllm.ports import INPUT_IDS
 
 EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
@@ -37,6 +38,11 @@ SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 
 MORE_ROWS = (12, 20, 24, 28, 36, 40, 44, 48, 56, 72, 80, 88, 96, 112, 160, 192, 224)
 SHARED_SIZES = (*SIZES, *((1, rows) for rows in MORE_ROWS))
 """The same where one program runs all sizes, so that another one costs no memory: a text alone has fewer idle rows."""
+BLOCK_ROWS = 256
+"""The most rows of a call in blocks, except for longer texts: on NPUs, 256 rows cost 1.3 times two calls of 128 at most."""
+BLOCK_SIZES = tuple((1, rows) for rows in (16, 32, 48, 64, 96, 128, 192, BLOCK_ROWS))
+"""The same in blocks. One call of several sequences is not faster there than a call for each."""
+_SIZES_OF: Mapping[ProgramLayout, Sequence[tuple[int, int]]] = {"separate": SIZES, "blocks": BLOCK_SIZES}
 TOKENS_PER_TEXT = 8
 """The least tokens of a call for each of its texts."""
 CHUNK_ROWS, SHORT_CHUNKS = 512, (64, 256)
@@ -45,14 +51,16 @@ REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKE
 """There, too: the rows of calls that run the rest of a text whose beginning is kept, and the tokens of such beginnings."""
 
 
-def continuing_for(longest: int, is_shared: bool) -> tuple[EncoderVariant, ...]:
+def continuing_for(longest: int, is_shared: bool, rows: int = CHUNK_ROWS) -> tuple[EncoderVariant, ...]:
     """Return the variants that continue texts of up to ``longest`` tokens: at most one, or several if they share a program.
+
+    ``rows``: those of a call that continues a text, unless it shares a program.
 
     In a shared program, a text can go on after any number of its tokens: a beginning may be kept, and chunks may be short.
     """
     if not is_shared:
-        most = -(-longest // CHUNK_ROWS) * CHUNK_ROWS - CHUNK_ROWS  # all chunks but the last one are full
-        return (EncoderVariant(1, CHUNK_ROWS, 1, most),) if most else ()
+        most = -(-longest // rows) * rows - rows  # all chunks but the last one are full
+        return (EncoderVariant(1, rows, 1, most),) if most else ()
     past = [min(CHUNK_ROWS, longest)]
     while past[-1] < longest:
         past.append(min(2 * past[-1], longest))
@@ -168,22 +176,24 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         given = self.chosen
         vocab_size = _vocab_size(source.model)
         options = EncoderOptions(self.max_length, self.files.dense, given.is_normalised, given.score_tokens)
-        lowered = lower_encoder(source.model, options)
+        lowered = lower_encoder(source.model, options, encoder_passes(job.device))
         shape = lowered.shape
         if given.max_length is not None and given.max_length > shape.max_rows:
             raise ConfigError(
                 f"max_length={given.max_length}: the model was made for texts of at most {shape.max_rows} tokens; lower it"
             )
         longest = min(self.max_length, shape.max_rows)
-        is_shared = program_mode(job.device, job.config) == "shared"
+        layout = fixed_layout(job.device, job.config)
+        is_shared = mode_of(layout) == "shared"
         unsafe = () if is_shared else shape.unsafe_rows
         longest -= longest in unsafe
-        sizes = given.sizes or (SHARED_SIZES if is_shared else SIZES)
+        rows = BLOCK_ROWS if layout == "blocks" else CHUNK_ROWS
+        sizes = given.sizes or _SIZES_OF.get(layout, SHARED_SIZES)
         sizes = [size for size in sizes if size[1] not in unsafe]
-        continuing = continuing_for(longest, is_shared) if self._can_continue(shape) else ()
+        continuing = continuing_for(longest, is_shared, rows) if self._can_continue(shape, rows) else ()
         if continuing:
-            sizes = [size for size in sizes if size[1] <= CHUNK_ROWS]
-            variants = (*variants_for(min(longest, CHUNK_ROWS), sizes), *continuing)
+            sizes = [size for size in sizes if size[1] <= rows]
+            variants = (*variants_for(min(longest, rows), sizes), *continuing)
         else:
             lowered = replace(lowered, continued=None)
             shape = replace(shape, past=())
@@ -191,9 +201,9 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         lowered = replace(lowered, shape=replace(shape, longest=longest, vocab_size=vocab_size))
         return CompilePlan(lowered, self.options(job), variants, source.weights)
 
-    def _can_continue(self, shape: EncoderShape) -> bool:
-        """Return whether texts can run in parts. A vector that needs all tokens, such as a mean, cannot be computed in parts."""
-        is_possible = self.wants_chunks and CHUNK_ROWS not in shape.unsafe_rows and bool(shape.past)
+    def _can_continue(self, shape: EncoderShape, rows: int) -> bool:
+        """Return whether texts can run in parts of ``rows``. A vector that needs all tokens, such as a mean, cannot."""
+        is_possible = self.wants_chunks and rows not in shape.unsafe_rows and bool(shape.past)
         return is_possible and (shape.pooling or self.pooling or default_pooling(shape)) == "last"
 
     def random_call(self, programs: EncoderPrograms, variant: EncoderVariant) -> Mapping[str, NDArray[Any]]:

@@ -26,8 +26,15 @@ BYTES_PER_SHARE = 6e9
 """Price of a second program: its copy of the weights must save 1 % of a token's time per 60 MB."""
 
 
-NPU_PROPERTIES = {"NPU_COMPILER_DYNAMIC_QUANTIZATION": "YES"}
-"""What every program of an NPU is compiled with. Without it, integer weights that are inputs are expanded in each step."""
+NPU_PROPERTIES = {
+    "NPU_COMPILER_DYNAMIC_QUANTIZATION": "YES",
+    "NPU_COMPILATION_MODE_PARAMS": "compute-layers-with-higher-precision=Sqrt,Power,ReduceMean,ReduceSum",
+}
+"""What every program of an NPU is compiled with. Without the first, integer weights that are inputs are expanded in each step.
+
+Without the second, squares that are not part of a norm overflow: f16 holds those of numbers up to 255. A norm that the compiler
+recognises is one operation in any case (docs/npu.md).
+"""
 MAX_KV_SLOTS = 1 << 24
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from staticllm.cli.options import (
     value,
 )
 from staticllm.cli.plan_embed import EMBED_GROUP, embed_options
-from staticllm.cli.progress import progress
+from staticllm.cli.progress import Progress, progress
 from staticllm.core import ProgramMode
 from staticllm.errors import ConfigError
 from staticllm.model_paths.arguments import expanded
@@ -119,20 +120,21 @@ def plan(model: str, measured: bool, platform: str | None, compiler: str, as_jso
 @model_argument
 @value("--device", None, DEVICE_HELP, "CPU")
 @value("--programs", click.Choice(list(MODES)), "One program per variant, or one for all.", "both")
+@value("--precision", click.Choice(["f32", "f16"]), "What is computed in: f32 on the CPU, or f16 as on an NPU.", "f32")
 @flag("--json as_json", "Print one JSON object.")
 @click.pass_context
-def verify(ctx: click.Context, model: str, device: str, programs: str, as_json: bool) -> None:
+def verify(ctx: click.Context, model: str, device: str, programs: str, precision: str, as_json: bool) -> None:
     """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
 
     The chunks are small, and generation exceeds the smaller KV lengths. An encoder runs texts of several lengths, alone and
     packed into the same calls. Exit with code 1 if anything differs.
-    """
-    verdicts = []
-    with progress("comparing with the original") as shown:
-        from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 
-        job = job_in(model, device, {}, shown)
-        for verdict in diagnosis_of(job.kind.name).verdicts(job, MODES[programs]):
+    With --precision f16, print how far a decoder's probabilities in f16 diverge from those in f32 (KL), over texts that it writes
+    itself: on --device if it computes f16, else emulated on the CPU with the programs of that device, which need not be here.
+    """
+    verdicts: list[Any] = []
+    with progress("comparing with the original") as shown:
+        for verdict in _verdicts(model, device, programs, precision, shown):
             verdicts.append(verdict)
             shown.show("comparing with the original")
             if not as_json:
@@ -142,8 +144,23 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, as_json: 
         checks = [verdict.as_dict() for verdict in verdicts]
         click.echo(json.dumps({"model": model, "device": device, "ok": is_ok, "checks": checks}))
     else:
-        click.echo("the same as the original" if is_ok else "NOT the same as the original")
+        same = "as good as the original" if precision == "f16" else "the same as the original"
+        click.echo(same if is_ok else f"NOT {same}")
     ctx.exit(0 if is_ok else 1)
+
+
+def _verdicts(model: str, device: str, programs: str, precision: str, shown: Progress) -> Iterator[Any]:
+    """Yield what is found, one comparison after another."""
+    from staticllm.devices import check_device, check_known
+    from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+
+    if precision == "f16":
+        from staticllm.pipelines.diagnostics.half_divergence import measure_f16
+
+        yield from measure_f16(job_in(model, device, {}, shown, check_known))
+        return
+    job = job_in(model, device, {}, shown, check_device)
+    yield from diagnosis_of(job.kind.name).verdicts(job, MODES[programs])
 
 
 def _print(report: Any, as_json: bool) -> None:

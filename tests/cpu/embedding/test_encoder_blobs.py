@@ -10,10 +10,11 @@ from support.encoders.encoder_directories import TEXTS, a_directory, no_compilat
 from support.helpers import forge
 
 from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.core import EncoderVariant
 from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.artifacts.blob_set import MANIFEST, read_manifest
 from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
+from staticllm.pipelines.embedding.encoder_kind import BLOCK_ROWS, BLOCK_SIZES, EncoderChoices
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
@@ -53,6 +54,16 @@ def test_an_exported_set_is_loaded_without_a_graph_and_computes_the_same(
     manifest = read_manifest(tmp_path / "set")
     assert manifest.is_weightless == (mode == "OPTIMIZE_SIZE")
     assert len(manifest.blobs) == (1 if programs == "shared" else len(manifest.variants))
+    no_compilation(monkeypatch)
+    np.testing.assert_allclose(vectors(directory, **options), expected, atol=1e-6, rtol=0)
+
+
+def test_a_set_in_blocks_computes_the_same_from_one_bank(directory, expected, tmp_path, monkeypatch):
+    options = {"BLOB_PATH": str(tmp_path / "set"), "PROGRAMS": "blocks"}
+    np.testing.assert_allclose(vectors(directory, EXPORT_BLOB=True, **options), expected, atol=1e-6, rtol=0)
+    manifest = read_manifest(tmp_path / "set")
+    assert all(variant.batch == 1 and variant.rows <= BLOCK_ROWS for variant in manifest.files_of(EncoderVariant))
+    assert len({variant.rows for variant in manifest.files_of(EncoderVariant)} & {rows for _, rows in BLOCK_SIZES}) > 3
     no_compilation(monkeypatch)
     np.testing.assert_allclose(vectors(directory, **options), expected, atol=1e-6, rtol=0)
 

@@ -12,9 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.command_line import in_here
+from support.encoders.encoder_directories import a_directory
 from support.npu_compiler.models import a_layer, a_refused_model, a_weighted_model
 
+from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError
+from staticllm.pipelines.artifacts.blob_set import read_manifest
+from staticllm.pipelines.embedding.encoder_kind import BLOCK_ROWS
 from staticllm.pipelines.npu_compiler.find import find_compiler
 from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
 
@@ -122,3 +127,16 @@ def test_the_process_ends_with_its_stdin_also_while_it_compiles(compiler):
     session._child._process.stdin.close()
     process.wait(10)
     assert compiler.compile(a_layer(), "4000").blob
+
+
+def test_an_encoder_is_compiled_for_an_npu_elsewhere(compiler, tmp_path):
+    """All sizes have one sequence of at most 256 rows; parts are compiled once, and the weights are f16 in one bank."""
+    del compiler
+    directory = a_directory(tmp_path)
+    found = in_here("compile", directory, "--device", "NPU", "--platform", "4000", "--export-blob", tmp_path / "set")
+    assert found.returncode == 0, found.stderr
+    manifest = read_manifest(tmp_path / "set")
+    assert manifest.kind == "encoder"
+    assert manifest.programs == "blocks"
+    assert all(variant.batch == 1 and variant.rows <= BLOCK_ROWS for variant in manifest.files_of(EncoderVariant))
+    assert manifest.num_bytes > 0
