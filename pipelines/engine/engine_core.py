@@ -309,7 +309,8 @@ class EngineCore:
             if is_inserted:
                 result = runner.insert(batch.variant, segments, meanwhile)
             else:
-                result = runner.run(batch.variant, segments, meanwhile, batch.accept, self._inserted.between(batch))
+                between = self._inserted.between(batch) if runner.num_blocks > 1 else None
+                result = runner.run(batch.variant, segments, meanwhile, batch.accept, between)
         except Exception as error:
             if self._inserted.has_failed and not is_inserted:
                 raise  # a bug of ours between two blocks, not an error of this call
@@ -433,7 +434,8 @@ class EngineCore:
         for entry in batch.entries:
             entry.state.add_call(seconds)
         self._last_batches.append(batch)
-        self._inserted.count(batch, seconds)
+        if self.device.runner.num_blocks > 1:
+            self._inserted.count(batch, seconds)
         preempted = [] if is_inserted else self._preempted  # those were preempted for the call in flight
         context = call_context(self.device.table, self.device.runner.cache.slots.num_used, preempted)
         preempted.clear()

@@ -189,7 +189,7 @@ def test_options_of_decoders_are_refused_for_encoders(encoder, scores):
         ({"device": "TPU"}, DeviceError, "device 'TPU' is not on this machine; there are: "),
         ({"NO_SUCH": 1}, ConfigError, "unknown property 'NO_SUCH'"),
         ({"KV_SLOTS": 8}, ConfigError, "KV_SLOTS is an option of decoders, this model is an encoder"),
-        ({"PROGRAMS": "phases"}, ConfigError, "PROGRAMS='phases': an encoder has 'separate' or 'shared'"),
+        ({"PROGRAMS": "phases"}, ConfigError, "PROGRAMS='phases': an encoder has 'separate', 'blocks' or 'shared'"),
         ({"BLOB_PATH": "nowhere"}, Exception, "no blob set at 'nowhere'"),
     ],
 )

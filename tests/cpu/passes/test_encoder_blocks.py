@@ -21,7 +21,7 @@ from staticllm.errors import UnsupportedModelError
 from staticllm.pipelines.diagnostics.half_precision import round_to_f16
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.embedding.encoder_calls import random_texts
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler
+from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource
 from staticllm.pipelines.programs.dry_run import run_apart
 
 ARCHITECTURES = sorted(path.stem for path in ARCHIVES.glob("*.zip") if path.stem not in ("bert_tokenizer", "convbert"))
@@ -31,6 +31,10 @@ ALONE = {"modernbert": 1, "modernbert_scores": 1, "deberta": 1}
 """Parts on the device of the models whose two layers differ, by architecture."""
 HALVED = 4e-3
 """Largest difference of numbers of vectors of length 1, and of scores as a share of their range, between f16 weights and f32."""
+
+
+def source_of(lowered, variant):
+    return ChainSource(lambda: lowered.specialise(variant), variant.rows, "CPU", EXACT, str(variant))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def test_blocks_give_the_vectors_of_the_original(name, read):
     chains = ChainCompiler()
     random = np.random.default_rng(3)
     for variant in VARIANTS:
-        chain = chains.compile(lowered.specialise(variant), "CPU", EXACT, "it")
+        chain = chains.compile(source_of(lowered, variant))
         packed = Packed(lowered, variant)
         texts = some_texts(random, lowered.shape, variant)
         pooling = lowered.shape.pooling or "last"
@@ -99,7 +103,7 @@ def test_passes_for_npus_change_a_vector_by_the_rounding_of_weights(name, kind, 
         feeds = feeds_of(usual, variant)
         whole = get_core().compile_model(usual.specialise(variant), "CPU", EXACT)
         (expected, *_) = run_apart(whole, feeds).values()
-        chain = ChainCompiler().compile(lowered.specialise(variant), "CPU", EXACT, "it")
+        chain = ChainCompiler().compile(source_of(lowered, variant))
         (found, *_) = run_apart(chain, feeds).values()
         assert np.abs(expected - found).max() <= HALVED * max(1, np.ptp(expected)), variant
         masks = [kind for kind in types_of_wires(chain) if kind == "f16"]

@@ -10,13 +10,13 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import demo_model_path
+from staticllm.compiler_passes import decoder
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.rewrites import merge_projections as merging
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.config import StaticLLMConfig
 from staticllm.devices import get_core
 from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.loading import decoder_kind
 from staticllm.pipelines.loading.decoder_kind import prepare
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -157,5 +157,5 @@ def test_small_projections_of_the_embedded_model_are_merged(monkeypatch):
     note = note_of()
     merged, _, after = (int(word) for word in note.split() if word.isdigit())
     assert 0 < after < merged
-    monkeypatch.setattr(decoder_kind, "merges_projections", lambda device: False)
+    monkeypatch.setattr(decoder, "merges_projections", lambda device: False)
     assert note_of() == ""
