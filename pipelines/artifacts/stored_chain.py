@@ -47,6 +47,7 @@ ElementType = Literal[
     "f8e5m2", "f8e8m0", "f4e2m1", "u2", "u3", "u6",
 ]  # fmt: skip
 LENGTH_BYTES = 8
+MAX_WIRE_BYTES = 1 << 36
 Pieces = tuple[Piece, ...]
 """The contents of a file, in pieces."""
 
@@ -208,9 +209,6 @@ def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
         raise BlobError(f"a chain has more than {MAX_WIRE_BYTES >> 30} GiB between its parts: export it again")
     requirements = tuple(dict.fromkeys(part.requirements for part in stored.parts if part.requirements))
     return StoredChain(plan, tuple(part.file for part in stored.parts), requirements)
-
-
-MAX_WIRE_BYTES = 1 << 36
 
 
 def _source(end: _End) -> PlannedSource:
