@@ -3,6 +3,7 @@
     pip install ".[train]"
     python scripts/make_bench_model.py                 # a Qwen2-0.5B-shaped model, int8
     python scripts/make_bench_model.py llama-1b        # a Llama-1B-shaped model, int4
+    python scripts/make_bench_model.py npu-int4-g128   # one of the models of npu_table.py
 
 The script prints the model's directory. A complete model is not made again. Benchmarks pass token ids, so the tokenizer of the
 demo model is used for every vocabulary.
@@ -26,31 +27,34 @@ DEMO_DIR = Path(__file__).resolve().parent.parent / "staticllm" / "demo_model"
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture of ``transformers`` with its config and the bits of its weights."""
+    """An architecture of ``transformers`` with its config, and how optimum compresses its weights."""
 
     architecture: str
-    bits: int
+    compression: dict[str, Any]
     config: dict[str, Any]
 
 
+QWEN2 = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+FEW_TOKENS = {**QWEN2, "vocab_size": 4096}
+"""For predictions: the head of a large vocabulary would hide what the layers take."""
+INT4 = {"bits": 4, "ratio": 1.0}
 SHAPES = {
-    "qwen2-0.5b": Shape(
-        "Qwen2",
-        8,
-        {
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "qwen2-0.5b": Shape("Qwen2", {"bits": 8}, QWEN2),
+    "npu-int8": Shape("Qwen2", {"bits": 8}, FEW_TOKENS),
+    "npu-int4": Shape("Qwen2", {**INT4, "sym": True, "group_size": -1}, FEW_TOKENS),
+    "npu-int4-g128": Shape("Qwen2", {**INT4, "sym": True, "group_size": 128}, FEW_TOKENS),
     "llama-1b": Shape(
         "Llama",
-        4,
+        {"bits": 4, "group_size": 128},
         {
             "hidden_size": 2048,
             "intermediate_size": 8192,
@@ -98,7 +102,7 @@ def export(shape: Shape, torch_dir: Path, target: Path) -> None:
     model = getattr(transformers, f"{shape.architecture}ForCausalLM")(config).to(torch.float16)
     model.save_pretrained(torch_dir)
     del model
-    compression = OVWeightQuantizationConfig(bits=shape.bits, **({"group_size": 128} if shape.bits == 4 else {}))
+    compression = OVWeightQuantizationConfig(**shape.compression)
     OVModelForCausalLM.from_pretrained(torch_dir, export=True, quantization_config=compression).save_pretrained(target)
     for stem in TOKENIZER:
         for suffix in (".xml", ".bin"):

@@ -23,7 +23,8 @@ plugin's kernels leave some behind."""
 def main() -> None:
     python = ensure_environment("test", *(OPTIONAL if "--all" in sys.argv else ()))
     workers = min(os.cpu_count() or 1, MAX_WORKERS)
-    in_parallel = [] if workers == 1 else ["-n", str(workers), "--dist", "loadfile"]
+    # A worker that dies ends the run and is named: with one in its place, xdist may wait forever for tests that have run.
+    in_parallel = [] if workers == 1 else ["-n", str(workers), "--dist", "loadfile", "--max-worker-restart", "0"]
     run(python, "-m", "pytest", "--durations=10", *in_parallel, *sys.argv[1:])
 
 

@@ -202,6 +202,7 @@ def test_ctrl_c_ends_the_child_and_removes_its_folder(compiler_of, model, scratc
     compiler = compiler_of("hangs")
     before = processes()
     assert compiler.version
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a library of an earlier test may have set another one
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         compiler.compile(model, "4000", seconds=60)
