@@ -13,7 +13,6 @@ import openvino as ov
 
 from staticllm.compiler_passes.blocks.chain_model import OfPort
 from staticllm.core import Variant
-from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.diagnostics.npu_reports import (
     MOST_OPERATIONS,
@@ -121,10 +120,6 @@ def compile_for_report(job: LoadJob[Any]) -> CompiledForReport:
 
     own = replace(job, target=replace(target, on_part=note))
     plan = own.kind.plan(own, for_blobs=True)
-    if plan.options.layout != "blocks":
-        raise ConfigError(
-            f"PROGRAMS={plan.options.layout}, and --platform compiles programs in blocks only: leave PROGRAMS out"
-        )
     with plan.weights.released():
         compiled = compile_all(plan, job.on_progress).compiled
     chains = {variant: chain for variant, chain in compiled.items() if isinstance(chain, CompiledChain)}

@@ -144,8 +144,11 @@ def export_set(job: Job[V, S, R], target: Path) -> Manifest:
 
 
 def check_new(target: Path) -> None:
-    """Check that ``target`` is new, or holds only a dead writer's leftovers. Raises ``ConfigError``."""
-    if target.exists() and not (is_ours(target) and not (target / MANIFEST).exists()):
+    """Check that ``target`` is new, no link to nothing either, or holds only a dead writer's leftovers.
+
+    Raises ``ConfigError``.
+    """
+    if os.path.lexists(target) and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: create it first")

@@ -110,7 +110,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
         """Read and lower the model; nothing is compiled. ``for_blobs``: whether its programs will be exported.
 
-        Raises as ``lower``, and ``ModelError`` (a file is missing or damaged, or the model is of another kind).
+        Raises as ``lower``, ``ModelError`` (a file is missing or damaged, or the model is of another kind) and ``ConfigError``
+        (an NPU elsewhere takes no programs of this layout).
         """
         begin = time.perf_counter()
         config = job.config
@@ -125,6 +126,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         job.on_progress(ProgressEvent("read", 1, 1, read - begin))
         plan = self.lower(job, source, start)
         if job.target is not None:
+            job.target.check_layout(plan.options.layout)
             plan = replace(plan, chains=ChainCompiler(job.target.compile_part, len(job.target.compilers)))
         elif plan.options.layout == "blocks":
             plan = replace(plan, chains=ChainCompiler(allocate=device_allocator(get_core(), job.device)))

@@ -13,7 +13,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.blocks.chain_model import ChainPart
 from staticllm.devices import type_name
-from staticllm.errors import BlobError
+from staticllm.errors import BlobError, ConfigError
 from staticllm.pipelines.artifacts.fingerprint import passes_digest
 from staticllm.pipelines.npu_compiler.compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
 from staticllm.pipelines.npu_compiler.platforms import Platform
@@ -59,6 +59,11 @@ class NPUTarget:
         for compiler in self.compilers:
             found.put(compiler)
         return found
+
+    def check_layout(self, layout: str) -> None:
+        """Check that the programs are in blocks: others would be compiled on this machine. Raises ``ConfigError``."""
+        if layout != "blocks":
+            raise ConfigError(f"PROGRAMS={layout}, and --platform compiles programs in blocks only: leave PROGRAMS out")
 
     def compile_part(self, part: ChainPart, device: str, properties: Mapping[str, Any], what: str) -> CompiledPart:
         """Compile a part of a chain. Raises ``DeviceError`` (the compiler refused it, crashed or took too long)."""

@@ -28,6 +28,8 @@ from staticllm.system.threads import close_when_collected
 START_SECONDS = 120.0
 """How long a child may take to start: Wine's first start on a busy machine takes a minute."""
 END_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+"""How often a closing thread looks whether the one that compiles has noticed."""
 MARK = "staticllm-npu "
 """Begins each answer of a child; other lines come from the compiler."""
 MAX_NOISE = 16 << 20
@@ -118,8 +120,14 @@ class ChildCompiler:
                 raise
 
     def close(self) -> None:
-        with self._lock:
+        while not self._lock.acquire(timeout=_LOOK_SECONDS):  # another thread compiles
+            session = self._session
+            if session is not None:
+                session.kill()
+        try:
             self._drop()
+        finally:
+            self._lock.release()
 
     def _running(self) -> _Session:
         """Return the child, which is started if there is none. Raises ``DeviceError`` (it does not start)."""

@@ -76,5 +76,8 @@ class NPUCompiler(Protocol):
         ...
 
     def close(self) -> None:
-        """End the process, after the program that is being compiled. The next program starts another one."""
+        """End the process at once, also while another thread's program is compiled, which raises ``DeviceError`` there.
+
+        The next program starts another one.
+        """
         ...

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -79,13 +80,16 @@ def _wine_remedy() -> str:
 
 
 def environment(folder: Path) -> Mapping[str, str]:
-    """Return the variables with which Wine uses only the folder: no window, no debugger, nothing in the user's home."""
+    """Return the variables with which Wine uses only the folder: no window, no debugger, nothing in the user's home.
+
+    Wine's server starts only if ``TMPDIR`` can be written; Python takes another folder then, and so does Wine here.
+    """
     folder = folder.absolute()
     overrides = "winedbg.exe,winemenubuilder.exe,mscoree,mshtml=d"
     return {
         "WINEPREFIX": str(folder / PREFIX), "WINEARCH": "win64", "WINEDEBUG": "-all", "WINEDLLOVERRIDES": overrides,
         "HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "home"), "LC_ALL": "C.UTF-8",
-        "DISPLAY": "", "WAYLAND_DISPLAY": "",
+        "DISPLAY": "", "WAYLAND_DISPLAY": "", "TMPDIR": tempfile.gettempdir(),
     }  # fmt: skip
 
 

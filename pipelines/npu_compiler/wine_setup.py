@@ -106,14 +106,16 @@ def _made(target: Path, wheel: Path | None, steps: _Steps) -> wine.WineSetup:
             "XDG_CACHE_HOME to a folder of a larger disk"
         )
     try:
-        for left in target.parent.glob(f".{target.name}.*"):  # by a process that was killed
+        for left in target.parent.glob(f".{target.name}.*"):  # by a process that was killed; its Wine may still run
+            if (left / wine.PREFIX).is_dir():
+                _stop_server(left)
             shutil.rmtree(left, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise _unwritable(target.parent, error) from None
     try:
         number = version("openvino")
-        steps(f"downloading OpenVINO {number} for Windows")
+        steps(f"downloading OpenVINO {number} for Windows" if wheel is None else f"taking {wheel.name} from the disk")
         source = _downloaded(scratch, number) if wheel is None else wheel
         steps("checking and unpacking it")
         _unpack(source, scratch, number)

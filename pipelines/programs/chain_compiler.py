@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,7 @@ class ChainCompiler:
         self._splitter = Splitter()
         self._known: dict[Hashable, Future[CompiledPart]] = {}
 
-    def compile_each(self, programs: Sequence[ChainSource]) -> Iterator[CompiledChain]:
+    def compile_each(self, programs: Sequence[ChainSource]) -> Generator[CompiledChain, None, None]:
         """Compile static programs, and yield them in their order. Raises ``DeviceError`` (the device refused a part).
 
         Programs of many rows take longest, so that their parts are compiled first.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -157,20 +158,21 @@ def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[t
         _compile_chains(plan) if in_blocks else compile_programs(get_core(), plan.lowered, plan.variants, plan.options)
     )
     compiled_for = first_variants(plan.variants, plan.options)
-    for variant in plan.variants:
-        if variant not in compiled_for:
-            yield variant, next(programs)
-            continue
-        index = compiled_for.index(variant) + 1
-        total = len(compiled_for)
-        on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
-        start = time.perf_counter()
-        compiled = next(programs)
-        on_progress(ProgressEvent("compile", index, total, time.perf_counter() - start, variant))
-        yield variant, compiled
+    with closing(programs):  # or programs that nobody takes are compiled after an error
+        for variant in plan.variants:
+            if variant not in compiled_for:
+                yield variant, next(programs)
+                continue
+            index = compiled_for.index(variant) + 1
+            total = len(compiled_for)
+            on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
+            start = time.perf_counter()
+            compiled = next(programs)
+            on_progress(ProgressEvent("compile", index, total, time.perf_counter() - start, variant))
+            yield variant, compiled
 
 
-def _compile_chains(plan: CompilePlan[V, S]) -> Iterator[CompiledChain]:
+def _compile_chains(plan: CompilePlan[V, S]) -> Generator[CompiledChain, None, None]:
     def source(variant: V) -> ChainSource:
         properties = plan.options.program_group(variant).properties
         make = partial(plan.lowered.specialise, variant)
@@ -181,7 +183,7 @@ def _compile_chains(plan: CompilePlan[V, S]) -> Iterator[CompiledChain]:
 
 def compile_programs(
     core: ov.Core, lowered: Lowered[V, S], variants: Sequence[V], options: CompileOptions
-) -> Iterator[AnyProgram]:
+) -> Generator[AnyProgram, None, None]:
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
     Shared programs are compiled in parallel, because each compilation uses one core. Raises ``DeviceError`` (the device refused a

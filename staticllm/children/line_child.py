@@ -68,6 +68,10 @@ class LineChild(Child):
         """
         ended: float | None = None
         while True:
+            if time.monotonic() >= moment and self.exit_code is None:  # also if lines never stop
+                self.kill()
+                self.end(END_SECONDS)
+                raise TimeoutError
             with contextlib.suppress(queue.Empty):
                 line = self._lines.get(timeout=LOOK_SECONDS)
                 if len(line) > MAX_LINE:
@@ -80,10 +84,6 @@ class LineChild(Child):
                     raise self._lost_child("it closed its pipe")
             elif not self._reader.is_alive() and self._lines.empty():
                 raise self._lost_child("it closed its pipe")
-            elif now >= moment:
-                self.kill()
-                self.end(END_SECONDS)
-                raise TimeoutError
 
     def kill(self) -> None:
         """End the process and its descendants at once."""

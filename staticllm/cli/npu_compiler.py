@@ -11,6 +11,7 @@ import click
 
 from staticllm.cli.options import flag, value
 from staticllm.cli.progress import progress
+from staticllm.cli.signals import unwound_at_signals
 
 
 @click.group("npu-compiler")
@@ -30,7 +31,7 @@ def setup(wheel: Path | None, is_installing: bool, is_forced: bool) -> None:
     It needs Wine and mingw-w64, which it does not install by itself; downloads OpenVINO's wheel for Windows (85 MB) with pip; and
     keeps 0.9 GB in the cache folder of this user. Nothing else of this machine is changed.
     """
-    with progress("setting up the NPU compiler") as shown:
+    with unwound_at_signals(), progress("setting up the NPU compiler") as shown:
         from staticllm.pipelines.npu_compiler.wine_setup import set_up
 
         is_terminal = sys.stderr is not None and sys.stderr.isatty()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from staticllm.cli.options import value
+from staticllm.cli.signals import unwound_at_signals
 from staticllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def check_platform(platform: str | None, device: str, is_verified: bool = False)
 def npu_target(
     platform: str | None, compiler: str, on_part: Callable[[CompiledForNPU], None] = lambda part: None
 ) -> Iterator[NPUTarget | None]:
-    """Find the compiler for a platform, and end its process afterwards; None without a platform.
+    """Find the compiler for a platform, and end its process afterwards, also after a signal; None without a platform.
 
     Raises ``ConfigError`` (the platform is unknown) and ``DeviceError`` (there is no compiler).
     """
@@ -55,8 +56,9 @@ def npu_target(
 
     known = platform_of(platform)
     found = tuple(find_compiler(compiler) for _ in range(min(usable_cores(), MOST_COMPILERS)))
-    try:
-        yield NPUTarget(known, found, on_part)
-    finally:
-        for each in found:
-            each.close()
+    with unwound_at_signals():
+        try:
+            yield NPUTarget(known, found, on_part)
+        finally:
+            for each in found:
+                each.close()

@@ -6,6 +6,7 @@ import json
 
 import msgspec
 import numpy as np
+import openvino as ov
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,16 @@ from support.helpers import EXACT
 from staticllm import StaticLLMPipeline
 from staticllm.errors import BlobError
 from staticllm.pipelines.artifacts.blob_set import read_manifest, read_stored
-from staticllm.pipelines.artifacts.stored_chain import BANK, WEIGHTS, read_bank, read_chain, stems_of
+from staticllm.pipelines.artifacts.stored_chain import (
+    BANK,
+    WEIGHTS,
+    ChainFiles,
+    export_part,
+    read_bank,
+    read_chain,
+    stems_of,
+)
+from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
 
 SHORT = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32, "MAX_NUM_SEQS": 2, **EXACT}
 
@@ -57,6 +67,22 @@ def test_two_exports_are_equal(exported, zoo, tmp_path):
     assert first.keys() == again.keys()
     different = {stem for stem in first if first[stem] != again[stem]}
     assert all(stem.endswith("-device") for stem in different), "the CPU numbers the nodes of a process in its blobs"
+
+
+def test_weights_are_stored_in_the_order_of_their_entries_wherever_they_are_in_memory():
+    def stored(places):
+        memory = np.zeros(64, np.uint8)
+        bank = WeightBank()
+        for value, place in enumerate(places, 1):
+            memory[place : place + 4] = value
+            bank.entries.append(Weights(memory[place : place + 4], (4,), ov.Type.u8))
+        chains = ChainFiles(export_part)
+        chains.add_bank(bank)
+        files = {stem: b"".join(pieces) for stem, pieces in chains.files.items()}
+        assert [entry.data.tolist() for entry in read_bank(files[BANK], files[WEIGHTS]).entries] == [[1] * 4, [2] * 4]
+        return files
+
+    assert stored((0, 32)) == stored((32, 0))
 
 
 def test_a_chain_that_names_what_does_not_exist_is_refused(exported):

@@ -110,3 +110,12 @@ def test_export_blob_of_a_read_only_folder_is_refused_too(read_only):
 def test_export_blob_writes_to_the_same_place(model):
     StaticLLMPipeline(model, "CPU", EXPORT_BLOB="YES", MAX_PROMPT_LEN=64).close()
     assert (model / "openvino_model.blob" / "manifest.json").is_file()
+
+
+@pytest.mark.usefixtures("model")
+def test_a_link_to_nothing_is_refused_before_anything_is_compiled(staticllm, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    done = staticllm("compile", "my_model", "--export-blob", "link", *SIZE)
+    assert done.returncode == 1
+    assert done.stderr == "Error: 'link' exists already: choose another path or remove it\n"
+    assert not (tmp_path / "nowhere").exists()

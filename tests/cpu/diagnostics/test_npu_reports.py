@@ -192,6 +192,19 @@ def test_commands_print_the_values_and_end_the_compiler(zoo, priced):
         assert text == "\n".join(expected.lines()) + "\n"
 
 
+@pytest.mark.parametrize("layout", ["shared", "separate"])
+def test_an_npu_elsewhere_takes_programs_in_blocks_only(zoo, priced, tmp_path, layout):
+    compiler = priced(PricedCompiler())
+    target = tmp_path / "set"
+    command = ("compile", zoo / "qwen2", *ON_4000, *SHORT_OPTIONS, "-p", f"PROGRAMS={layout}", "--export-blob", target)
+    done = command_line.in_here(*command)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(f"PROGRAMS={layout}, and --platform compiles programs in blocks only: leave PROGRAMS out")
+    assert not compiler.compiled
+    assert not target.exists()
+
+
 def test_traces_are_one_file_per_part(zoo, priced, tmp_path):
     compiler = priced(PricedCompiler())
     folder = tmp_path / "traces"

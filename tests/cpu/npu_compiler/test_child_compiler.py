@@ -60,6 +60,13 @@ def model():
     return ov.Model([ops.matmul(value, weights, False, False)], [value], "a small model")
 
 
+def wait_until(is_true):
+    moment = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < moment
+        time.sleep(0.01)
+
+
 def processes():
     return {each.pid for each in psutil.Process().children(recursive=True)}
 
@@ -206,6 +213,30 @@ def test_ctrl_c_ends_the_child_and_removes_its_folder(compiler_of, model, scratc
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         compiler.compile(model, "4000", seconds=60)
+    assert not processes() - before
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("way", ["hangs", "start-hangs"])
+def test_closing_ends_what_another_thread_compiles(compiler_of, model, scratch, way):
+    """Ctrl-C reaches the main thread, while others wait for the compiler's answers."""
+    compiler = compiler_of(way)
+    errors = []
+
+    def compile_on_a_thread():
+        try:
+            compiler.compile(model, "4000")
+        except DeviceError as error:
+            errors.append(str(error))
+
+    before = processes()
+    thread = threading.Thread(target=compile_on_a_thread)
+    thread.start()
+    wait_until(lambda: processes() - before)
+    compiler.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(errors) == 1
     assert not processes() - before
     assert not list(scratch.iterdir())
 

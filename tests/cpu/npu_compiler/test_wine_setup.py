@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import tempfile
 import zipfile
 from hashlib import sha256
 from importlib.metadata import version
@@ -170,6 +171,23 @@ def test_a_step_that_fails_leaves_nothing_and_keeps_the_earlier_set_up(programs,
     assert (earlier / "mark").exists()
 
 
+def test_what_a_killed_set_up_left_is_ended_and_removed(programs, cache, tmp_path):
+    left = cache / f".{default_folder().name}.killed"
+    (left / wine.PREFIX).mkdir(parents=True)
+    programs(wine64="exit 0", wineserver=f'echo "$1 $WINEPREFIX" >> {tmp_path / "asked.txt"}', **MINGW)
+    gcc(tmp_path / "bin", "exit 0")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        set_up(wheel=tmp_path / "none.whl")
+    assert (tmp_path / "asked.txt").read_text() == f"-k {left / wine.PREFIX}\n-w {left / wine.PREFIX}\n"
+    assert not left_in(cache)
+
+
+def test_wine_has_the_temporary_folder_that_python_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert wine.environment(tmp_path)["TMPDIR"] == tempfile.gettempdir() != "/nowhere"
+
+
 def test_a_full_disk_and_another_process_are_one_line(programs, cache, wheel, tmp_path, monkeypatch):
     programs(wine64="exit 0")
     gcc(tmp_path / "bin", "exit 0")
@@ -265,7 +283,7 @@ def test_the_command_reports_errors_and_progress(programs, wheel, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[:2] == [
         "1 of 6: checking Wine and the compiler of the distribution",
-        f"2 of 6: downloading OpenVINO {NUMBER} for Windows",
+        f"2 of 6: taking openvino-{NUMBER}.whl from the disk",
     ]
     assert done.stderr.splitlines()[-1].startswith("Error: building npu_compile.exe failed (exit code 1)")
     assert in_here("npu-compiler", "status").returncode in (0, 1)

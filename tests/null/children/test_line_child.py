@@ -63,6 +63,15 @@ def test_a_late_child_is_killed_with_its_descendants():
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_lines_that_never_stop_do_not_outlast_the_moment():
+    child = child_of("while True: print()")
+    moment = time.monotonic() + 0.5
+    with pytest.raises(TimeoutError):
+        for _ in range(2_000_000):
+            child.next_line(moment)
+    assert child.exit_code is not None
+
+
 @pytest.mark.parametrize("code", ["print('x' * 3_000_000)", "import sys\nwhile True: sys.stdout.write('x' * 65536)"])
 def test_a_line_that_is_too_long_ends_the_child(code):
     child = child_of(code)

@@ -1,0 +1,37 @@
+"""Compiling in blocks that an error stops: what nobody takes is not compiled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from staticllm.core import Variant
+from staticllm.pipelines.programs.compile import compile_each
+
+
+def test_an_error_of_the_callback_ends_the_programs_that_wait():
+    ended = []
+
+    def chains(sources):
+        try:
+            yield from sources
+        finally:
+            ended.append(True)
+
+    variants = tuple(Variant(rows, 64, 1, 1) for rows in (1, 16))
+    group = SimpleNamespace(properties={})
+    options = SimpleNamespace(layout="blocks", mode="separate", device="CPU", program_group=lambda variant: group)
+    plan = SimpleNamespace(
+        options=options, variants=variants, lowered=SimpleNamespace(specialise=lambda variant: None),
+        chains=SimpleNamespace(compile_each=chains),
+    )  # fmt: skip
+
+    def on_progress(event):
+        if event.is_done:
+            raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="is gone") as caught:
+        dict(compile_each(plan, on_progress))
+    assert ended == [True], "while the error is kept, and with it the frames that it passed"
+    del caught
