@@ -58,15 +58,21 @@ def _rows(table: ov.Output, size: int, count: int, port: str, picked: list[Picke
         return _picked_constant(table, size, count, port, picked)
     if kind not in ("Convert", "Reshape", *_ELEMENTWISE):
         return None
+    if kind == "Reshape" and {table.get_shape()[0], node.get_input_shape(0)[0]} != {size}:
+        return None
+    rank = len(table.get_shape())
     inputs = node.input_values()[: 2 if kind in _ELEMENTWISE else 1]
-    data = [_rows(value, size, count, port, picked) for value in inputs]
+    # what has fewer axes than the table has no axis of rows
+    data = [
+        _rows(v, size, count, port, picked) if len(v.get_shape()) == rank or kind == "Reshape" else v for v in inputs
+    ]
     if any(value is None for value in data):
         return None
     if kind == "Convert":
         return ops.convert(data[0], table.get_element_type().get_type_name()).output(0)
     if kind == "Reshape":
         shape = [count, *list(table.get_shape())[1:]]
-        return ops.reshape(data[0], np.array(shape), False).output(0) if table.get_shape()[0] == size else None
+        return ops.reshape(data[0], np.array(shape), False).output(0)
     return _ELEMENTWISE[kind](*data).output(0)
 
 

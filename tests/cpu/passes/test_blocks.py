@@ -178,6 +178,74 @@ def test_layers_of_other_values_inside_are_other_parts():
     assert len(chain.parts) >= 3
 
 
+def with_table(table_of, count, is_scaled=True):
+    """Return a model of two layers for ``count`` tokens, which are looked up in what ``table_of`` makes of numbers ``[8, 8]``."""
+    ids = ops.parameter([1, count], ov.Type.i64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    rng = np.random.default_rng(0)
+    hidden = ops.gather(table_of(rng.standard_normal((8, 8)).astype(np.float32)), ids, ops.constant(0))
+    for _ in range(2):
+        weights = ops.constant(rng.standard_normal((8, 8)).astype(np.float32))
+        hidden = ops.add(hidden, ops.tanh(ops.matmul(hidden, weights, False, False)))
+    result = ops.result(ops.multiply(hidden, ops.constant(np.float32(2))) if is_scaled else hidden)
+    result.output(0).set_names({"logits"})
+    return ov.Model([result], [ids])
+
+
+def check_chain(model, ids):
+    """Compare the chain of a model with the whole model, and return the chain."""
+    whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    np.testing.assert_allclose(run(chain, ids), run_apart(whole, {"input_ids": ids})["logits"], rtol=1e-5, atol=1e-5)
+    return chain
+
+
+@pytest.mark.parametrize(
+    "table_of",
+    [
+        lambda table: ops.add(ops.constant(table), ops.constant(table[0])),
+        lambda table: ops.multiply(ops.constant(table), ops.constant(table[:, :1].copy())),
+        lambda table: ops.reshape(ops.constant(table.reshape(-1)), np.array([8, 8]), False),
+    ],
+    ids=["a number per column", "a number per row", "flat"],
+)
+@pytest.mark.parametrize("count", [4, 8])
+def test_only_the_axis_of_rows_is_picked(table_of, count):
+    """A bias per column has as many numbers as a square table has rows, and a flat table has no rows."""
+    check_chain(with_table(table_of, count), np.array([[7, 0, 3, 3, 1, 2, 6, 5][:count]]))
+
+
+def test_a_model_that_ends_with_its_last_layer_has_no_empty_part():
+    chain = check_chain(with_table(ops.constant, 8, is_scaled=False), np.arange(8)[None])
+    assert [call.part for call in chain.plan.calls] == [0, 1, 1]
+
+
+def test_parts_whose_constants_differ_in_other_places_are_others():
+    """In each model, layers differ in one of two small constants, and the other one, which stays inside, has the same value."""
+
+    def layers(first, second):
+        ids = ops.parameter([1, 4], ov.Type.i64, name="input_ids")
+        ids.output(0).set_names({"input_ids"})
+        rng = np.random.default_rng(0)
+        hidden = ops.gather(ops.constant(rng.standard_normal((50, 8)).astype(np.float32)), ids, ops.constant(0))
+        weights = ops.constant(rng.standard_normal((8, 80)).astype(np.float32))
+        back = ops.constant(rng.standard_normal((80, 8)).astype(np.float32))
+        for own, other in zip(first, second, strict=True):
+            inner = ops.power(ops.matmul(hidden, weights, False, False), ops.constant(np.float32(own)))
+            hidden = ops.add(
+                hidden, ops.multiply(ops.matmul(inner, back, False, False), ops.constant(np.float32(other)))
+            )
+        result = ops.result(ops.tanh(hidden))
+        result.output(0).set_names({"logits"})
+        return ov.Model([result], [ids])
+
+    splitter = Splitter()
+    (first,) = [part for part in splitter.split(layers((2, 2), (2, 3))).parts if part.name == "block1"]
+    (second,) = [part for part in splitter.split(layers((2, 3), (2, 2))).parts if part.name == "block1"]
+    assert first.key[0] == second.key[0], "they compute the same from what enters them"
+    assert first.key != second.key
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=24))
 def test_groups_hold_all_segments_in_their_order(signatures):
     groups = group_segments(signatures)
