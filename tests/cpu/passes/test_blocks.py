@@ -17,7 +17,7 @@ from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.errors import UnsupportedModelError
+from staticllm.errors import DeviceError, UnsupportedModelError
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.chain import CompiledChain
 from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
@@ -113,6 +113,27 @@ def test_equal_parts_of_two_programs_are_compiled_once(zoo):
     assert chains.bank is first.bank
     sizes = {(entry.data.ctypes.data, entry.shape) for entry in first.bank.entries}
     assert len(sizes) == len(first.bank.entries), "each constant is in the bank once"
+
+
+@pytest.mark.parametrize("num_parallel", [1, 2])
+def test_a_part_that_was_refused_is_compiled_again(num_parallel):
+    """Neither a refusal nor the cancelling of the parts behind it is remembered."""
+    model, refusals = layered((0.5, 0.5)), [True]
+
+    def compile_part(part, device, properties, what):
+        if part.place == "device" and refusals and refusals.pop():
+            raise DeviceError(f"{device} refused {part.name}")
+        return compile_model(ov.Core(), part.model, device, properties, what)
+
+    chains = ChainCompiler(compile_part, num_parallel)
+    source = ChainSource(model.clone, 1, "CPU", EXACT, "it")
+    with pytest.raises(DeviceError, match="refused block1"):
+        chains.compile(source)
+    ids = np.array([[3, 1, 4, 49]])
+    whole = compile_model(ov.Core(), model, "CPU", EXACT, "it")
+    np.testing.assert_allclose(
+        run(chains.compile(source), ids), run_apart(whole, {"input_ids": ids})["logits"], atol=1e-5
+    )
 
 
 def test_rows_of_tables_are_picked_by_the_host(zoo):
