@@ -140,7 +140,6 @@ def _import_chains(
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
     """Import each part once, and make the chains of all variants over one bank of weights. Raises ``BlobError`` (refused)."""
-    del manifest
     names = stems_of(list(blobs))
 
     def contents(stem: str) -> bytes:
@@ -157,7 +156,7 @@ def _import_chains(
             stored = read_chain(blobs[file], bank)
             target = ImportTarget(job.device, options.program_group(variant).properties)
             for requirements in stored.requirements:
-                if requirements not in asked:
+                if requirements not in asked and (requirements or manifest.fingerprint.is_elsewhere):
                     check_requirements(get_core(), job.device, requirements)
                     asked.add(requirements)
             for stem, place in zip(stored.files, stored.plan.places, strict=True):
