@@ -148,6 +148,26 @@ def test_the_factors_of_one_product_are_not_merged_for_all_programs():
     same(model, before)
 
 
+def test_factors_behind_a_bias_are_not_merged_either():
+    def biased(products):
+        gate, up = (ops.add(each, ops.constant(random(1, 48)[None])) for each in products)
+        return [ops.multiply(ops.swish(gate), up)]
+
+    model = projections([compressed(random(48, seed=seed), "i4", 16, seed=seed) for seed in range(2)], biased)
+    merge_grouped(StepGraph(model))
+    assert kinds(model).count("MatMul") == 2
+
+
+def test_groups_that_an_embedding_reads_too_or_with_zero_points_stay_where_they_are():
+    """The embedding picks rows, and would need a second copy of them."""
+    table = compressed(random(40), "i4", 16)
+    ids = ops.parameter([1, ROWS], np.int64)
+    shared = ov.Model([ops.result(ops.matmul(ops.gather(table, ids, ops.constant(0)), table, False, True))], [ids])
+    for model in (shared, projections([compressed(random(48), "u4", 16)])):
+        lead_groups(graph := StepGraph(model))
+        assert graph.notes["lead_groups"] == ["0 of 1 matrices in groups have their groups first"]
+
+
 def test_gates_are_multiplied_last():
     model = projections([ops.constant(random(48, seed=seed)) for seed in range(2)], gated)
     before = run(model)
@@ -157,6 +177,23 @@ def test_gates_are_multiplied_last():
     assert product.input_value(1).get_node().get_type_name() == "Swish"
     for own, other in zip(run(model), before, strict=True):
         assert np.array_equal(own, other)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda gate, up: ops.multiply(ops.swish(gate), ops.swish(up)),
+        lambda gate, up: ops.multiply(ops.swish(gate), ops.constant(random(1, 48)[None])),
+        lambda gate, up: ops.multiply(ops.swish(gate), ops.reduce_max(up, np.array([1]), True)),
+        lambda gate, up: ops.multiply(up, ops.swish(gate)),
+    ],
+    ids=["two activations", "a constant", "another shape", "last already"],
+)
+def test_other_products_keep_their_order(product):
+    weights = [ops.constant(random(48, seed=seed)) for seed in range(2)]
+    model = projections(weights, lambda products: [product(*products)])
+    gate_last(graph := StepGraph(model))
+    assert graph.notes["gate_last"] == ["0 products have their gate last"]
 
 
 @pytest.mark.parametrize("kind", ["u8", "i8", "i4", "plain"])
