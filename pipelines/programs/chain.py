@@ -164,7 +164,7 @@ class CompiledChain:
     def bound_calls(self, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:
         """Return the calls, bound to ``tensors`` by port name, which the caller keeps, and to wires of their own."""
         self.bank.settle(self.entries_of_device)
-        wires = _make_wires(self.plan)
+        wires = make_wires(self.plan)
         return [self._bound(call, tensors, wires) for call in self.plan.calls]
 
     def _bound(self, call: PlannedCall, tensors: Mapping[str, ov.Tensor], wires: Sequence[_Wire]) -> BoundCall:
@@ -232,7 +232,7 @@ def _tensor_at(end: OfPort | OfWire, tensors: Mapping[str, ov.Tensor], wires: Se
     return tensors[end.name] if isinstance(end, OfPort) else wires[end.number].tensor
 
 
-def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
+def make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
     """Return the memory of each wire. Wires that are not needed at the same time share it."""
     last_read = {number: place for place, call in enumerate(plan.calls) for number in _wires_in(call.sources)}
     free = dict[int, list[NDArray[np.uint8]]]()
@@ -252,7 +252,7 @@ def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
 
 def wire_bytes(plan: ChainPlan) -> int:
     """Return the bytes of the memory of all wires."""
-    return sum({id(wire.memory): wire.memory.nbytes for wire in _make_wires(plan)}.values())
+    return sum({id(wire.memory): wire.memory.nbytes for wire in make_wires(plan)}.values())
 
 
 def _wires_in(ends: Sequence[Any]) -> Iterator[int]:
