@@ -7,7 +7,7 @@ import openvino as ov
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.compiler_passes.blocks.chain_model import OfPort, OfWire, OfWireRows, WireType
+from staticllm.compiler_passes.blocks.chain_model import OfWire, OfWireRows, WireType
 from staticllm.pipelines.programs.chain import ChainPlan, PlannedCall, make_wires, wire_bytes
 
 BYTES = 64
@@ -20,7 +20,7 @@ def plan_of(calls, num_wires):
 
 def layers(count):
     """Return a chain whose host writes a hidden value and a shared one, which each layer reads."""
-    host = PlannedCall(0, (OfPort("ids"),), (OfWire(0), OfWire(1)))
+    host = PlannedCall(0, (), (OfWire(0), OfWire(1)))
     blocks = [PlannedCall(0, (OfWire(1 + n if n else 0), OfWire(1)), (OfWire(n + 2),)) for n in range(count)]
     return plan_of([host, *blocks], count + 2)
 
