@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights
+from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights, OfWireRows
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.config import StaticLLMConfig
@@ -265,6 +265,51 @@ def test_parts_whose_constants_differ_in_other_places_are_others():
     (second,) = [part for part in splitter.split(layers((2, 3), (2, 2))).parts if part.name == "block1"]
     assert first.key[0] == second.key[0], "they compute the same from what enters them"
     assert first.key != second.key
+
+
+def with_pick(end, axis=1):
+    """Return a model of two layers, then what ``end`` makes of their values ``[1, 8, 8]``, picked rows, and a head."""
+    model = with_table(ops.constant, 8, is_scaled=False)
+    rows = ops.parameter([2], ov.Type.i64, name="logit_rows")
+    rows.output(0).set_names({"logit_rows"})
+    hidden = model.get_results()[0].input_value(0)
+    picked = ops.gather(end(hidden), rows, ops.constant(axis))
+    weights = ops.constant(np.random.default_rng(5).standard_normal((8, 24)).astype(np.float32))
+    head = ops.reshape(picked, np.array([1, 2, 8]), False) if axis == 1 else ops.transpose(picked, np.array([0, 2, 1]))
+    result = ops.result(ops.matmul(head, weights, False, False))
+    result.output(0).set_names({"logits"})
+    return ov.Model([result], [*model.get_parameters(), rows])
+
+
+COLUMNS = np.linspace(1, 2, 8).astype(np.float32)
+ENDS = {
+    "norm": (lambda x: ops.divide(x, ops.sqrt(ops.reduce_mean(ops.multiply(x, x), np.array([-1]), True))), True),
+    "scale per column": (lambda x: ops.multiply(x, ops.constant(COLUMNS[None, None])), True),
+    "scale per row": (lambda x: ops.multiply(x, ops.constant(COLUMNS[None, :, None].copy())), False),
+    "mean of rows": (lambda x: ops.subtract(x, ops.reduce_mean(x, np.array([1]), True)), False),
+    "softmax over rows": (lambda x: ops.softmax(x, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("axis", [1, 2])
+def test_rows_are_picked_before_what_treats_each_row_alike(name, axis):
+    end, is_row_wise = ENDS[name]
+    model = with_pick(end, axis)
+    whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
+    feeds = {"input_ids": np.array([[7, 0, 3, 3, 1, 2, 6, 5]]), "logit_rows": np.array([6, 1])}
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    np.testing.assert_allclose(
+        run_apart(chain, feeds)["logits"], run_apart(whole, feeds)["logits"], rtol=1e-4, atol=1e-5
+    )
+    (picks,) = [call for call in chain.plan.calls if any(isinstance(each, OfWireRows) for each in call.sources)] or [
+        None
+    ]
+    assert (picks is not None) == (axis == 1), "only rows are picked by the host"
+    layer = chain.plan.calls[1].part
+    assert axis == 2 or (chain.plan.calls[-2].part == layer) == is_row_wise, (
+        "nothing is between the layers and the pick"
+    )
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=24))
