@@ -267,6 +267,18 @@ def test_parts_whose_constants_differ_in_other_places_are_others():
     assert first.key != second.key
 
 
+def test_layers_whose_nodes_have_other_attributes_are_other_parts():
+    model = with_table(ops.constant, 8, is_scaled=False)
+    hidden = model.get_results()[0].input_value(0)
+    for axis in (1, 2, 1):
+        hidden = ops.add(hidden, ops.softmax(hidden, axis))
+    result = ops.result(hidden)
+    result.output(0).set_names({"logits"})
+    chain = check_chain(ov.Model([result], model.get_parameters()), np.array([[7, 0, 3, 3, 1, 2, 6, 5]]))
+    (_, _, _, first, second, third) = [call.part for call in chain.plan.calls]
+    assert first == third != second
+
+
 def with_pick(end, axis=1):
     """Return a model of two layers, then what ``end`` makes of their values ``[1, 8, 8]``, picked rows, and a head."""
     model = with_table(ops.constant, 8, is_scaled=False)
