@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
+from staticllm.compiler_passes.npu_forms import NPU_FORMS
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline, VariantPass
 from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
 from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
-from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
-from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
 from staticllm.compiler_passes.rewrites.join_weights import join_weights
-from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
-from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
 from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
-from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
-from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
 from staticllm.compiler_passes.shapes.cut_head import cut_head
 from staticllm.compiler_passes.shapes.select_logits import select_logits
@@ -49,18 +46,19 @@ DECODER_EMBEDDER = DECODER.replace(
     "select_logits", Pass("cut_head", lambda graph, options: cut_head(graph, options.is_normalised))
 )
 """Lowers a stateful model whose hidden states are wanted, not its logits: an embedder that is exported with KV slots."""
+
+
+def _form(name: str, run: Callable[[StepGraph], None]) -> Pass[StepGraph, LoweringOptions]:
+    """Return a pass without options."""
+    return Pass(name, lambda graph, options: run(graph))
+
+
 FEW_ROWS = 1
 """Most rows for which merged projections and signed sines are faster on an NPU (docs/npu.md)."""
 DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
-        *DECODER_UNMERGED.without("group_queries").without("store_kv_as").without("decompose_attention").passes,
-        Pass("narrow_masks", lambda graph, options: narrow_masks(graph)),
-        Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),
-        Pass("gate_last", lambda graph, options: gate_last(graph)),
-        Pass("halve_weights", lambda graph, options: halve_weights(graph)),
-        Pass("merge_grouped", lambda graph, options: merge_grouped(graph)),
-        Pass("shift_zero_points", lambda graph, options: shift_zero_points(graph)),
-        Pass("lead_groups", lambda graph, options: lead_groups(graph)),
+        *DECODER_UNMERGED.without("group_queries").without("store_kv_as").passes,
+        *(_form(name, run) for name, run in NPU_FORMS),
         Pass("join_weights", lambda graph, options: join_weights(graph)),
         Pass("store_kv_as", lambda graph, options: store_kv_as(graph, options.kv_type)),
     ),

@@ -13,14 +13,9 @@ from staticllm.compiler_passes.inputs.expose_past import expose_past
 from staticllm.compiler_passes.inputs.fix_encoder_inputs import fix_encoder_inputs
 from staticllm.compiler_passes.inputs.prove_packing import prove_packing
 from staticllm.compiler_passes.inputs.prove_past import prove_past
+from staticllm.compiler_passes.npu_forms import NPU_FORMS
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
 from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
-from staticllm.compiler_passes.rewrites.gate_last import gate_last
-from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
-from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
-from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
-from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
-from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 from staticllm.compiler_passes.shapes.add_pooling import add_pooling
 from staticllm.compiler_passes.shapes.pool_scores import pool_scores
 from staticllm.compiler_passes.shapes.select_output import select_output
@@ -61,12 +56,7 @@ def _in_both(run: Callable[[EncoderGraph], None]) -> Callable[[EncoderGraph, Enc
 ENCODER_NPU: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     (
         *ENCODER.passes,
-        Pass("narrow_masks", _in_both(narrow_masks)),
-        Pass("gate_last", _in_both(gate_last)),
-        Pass("halve_weights", _in_both(halve_weights)),
-        Pass("merge_grouped", _in_both(merge_grouped)),
-        Pass("shift_zero_points", _in_both(shift_zero_points)),
-        Pass("lead_groups", _in_both(lead_groups)),
+        *(Pass(name, _in_both(run)) for name, run in NPU_FORMS),
     )
 )
 """The same in forms that Intel's NPU compiler makes fast programs of (docs/npu.md).

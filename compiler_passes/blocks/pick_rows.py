@@ -58,16 +58,27 @@ def _rows(table: ov.Output, size: int, count: int, port: str, picked: list[Picke
         return _picked_constant(table, size, count, port, picked)
     if kind not in ("Convert", "Reshape", *_ELEMENTWISE):
         return None
+    if kind == "Reshape":
+        return _reshaped(table, size, count, port, picked)
+    rank = len(table.get_shape())
     inputs = node.input_values()[: 2 if kind in _ELEMENTWISE else 1]
-    data = [_rows(value, size, count, port, picked) for value in inputs]
+    # what has fewer axes than the table has no axis of rows
+    data = [_rows(each, size, count, port, picked) if len(each.get_shape()) == rank else each for each in inputs]
     if any(value is None for value in data):
         return None
     if kind == "Convert":
         return ops.convert(data[0], table.get_element_type().get_type_name()).output(0)
-    if kind == "Reshape":
-        shape = [count, *list(table.get_shape())[1:]]
-        return ops.reshape(data[0], np.array(shape), False).output(0) if table.get_shape()[0] == size else None
     return _ELEMENTWISE[kind](*data).output(0)
+
+
+def _reshaped(table: ov.Output, size: int, count: int, port: str, picked: list[PickedRows]) -> ov.Output | None:
+    """Return the picked rows of a Reshape that leaves each row in its place; None if it is another."""
+    source = table.get_node().input_value(0)
+    if not table.get_shape() or table.get_shape()[0] != size or source.get_shape()[:1] != table.get_shape()[:1]:
+        return None
+    data = _rows(source, size, count, port, picked)
+    shape = np.array([count, *list(table.get_shape())[1:]])
+    return data and ops.reshape(data, shape, False).output(0)
 
 
 def _picked_constant(table: ov.Output, size: int, count: int, port: str, picked: list[PickedRows]) -> ov.Output | None:

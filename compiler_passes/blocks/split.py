@@ -76,12 +76,17 @@ def _boundaries(flow: Dataflow, regions: Regions) -> tuple[int, list[tuple[int, 
     host_cut = max((cut for cut in flow.cuts if cut < first_heavy), default=None)
     if host_cut is None:
         raise UnsupportedModelError("split", "no value depends on the tokens alone: nothing can be done on the host")
-    cuts = [cut for cut in flow.cuts if cut >= host_cut]
+    cuts = [cut for cut in flow.cuts if cut == host_cut or host_cut < cut < _last_computed(flow)]
     pick = _pick_place(flow)
     if pick not in cuts:
         return host_cut, _grouped(regions, [*cuts, None])
     after = cuts.index(pick)
     return host_cut, [*_grouped(regions, cuts[:after]), (pick, None)]
+
+
+def _last_computed(flow: Dataflow) -> int:
+    """Return the place of the last node of the chain that is no result: a cut after it would leave an empty region."""
+    return max(place for place, node in enumerate(flow.chain) if node.get_type_name() != "Result")
 
 
 def _pick_place(flow: Dataflow) -> int:
@@ -152,7 +157,11 @@ class _Builder:
         copy = _Copy(self.flow)
         inputs = [copy.input(entry, index) for index, entry in enumerate(entries)]
         results = copy.results([copy.output(value) for value in region.outputs])
-        inlined = tuple(_bytes_of(each.output.get_node()) for each in region.entries if each not in entries)
+        inlined = tuple(
+            (place, _bytes_of(each.output.get_node()))
+            for place, each in enumerate(region.entries)
+            if each not in entries
+        )
         return ChainPart(name, "device", _model(results, inputs, name), (region.signature, inlined))
 
     def _targets(self, region: Region) -> tuple[Target, ...]:

@@ -193,7 +193,10 @@ def _end(end: PlannedSource) -> _End:
 
 @dataclass(frozen=True)
 class StoredChain:
-    """The calls of a chain, the files of its parts, and what a device is asked before it imports them."""
+    """The calls of a chain, the files of its parts, and what a device is asked before it imports them.
+
+    ``requirements``: each once; one is empty if a part for a device does not say what it needs.
+    """
 
     plan: ChainPlan
     files: tuple[str, ...]
@@ -216,7 +219,7 @@ def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
     _check(plan, bank)
     if sum(wire.num_bytes for wire in stored.wires) > MAX_WIRE_BYTES:
         raise BlobError(f"a chain has more than {MAX_WIRE_BYTES >> 30} GiB between its parts: export it again")
-    requirements = tuple(dict.fromkeys(part.requirements for part in stored.parts if part.requirements))
+    requirements = tuple(dict.fromkeys(part.requirements for part in stored.parts if part.place == "device"))
     return StoredChain(plan, tuple(part.file for part in stored.parts), requirements)
 
 

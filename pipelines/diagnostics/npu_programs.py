@@ -89,9 +89,9 @@ class CompiledForReport:
 
     def _described_program(self, variant: Any) -> ProgramSchedule:
         chain = self.chains[variant]
-        numbers = {part.compiled: number for number, part in enumerate(self.parts)}
+        numbers = {id(part.compiled): number for number, part in enumerate(self.parts)}
         calls = [call for call in chain.plan.calls if chain.plan.places[call.part] == "device"]
-        found = [numbers[part] for call in calls if isinstance(part := chain.parts[call.part], PartBlob)]
+        found = [numbers[id(part)] for call in calls if isinstance(part := chain.parts[call.part], PartBlob)]
         times = [_schedule_of(self.parts[number]) for number in found]
         read = sum(_read_bytes(call, chain) for call in calls)
         return ProgramSchedule(

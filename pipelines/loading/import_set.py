@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -123,10 +124,8 @@ def _import_each(
             imported[name] = pool.submit(import_blob, get_core(), blobs[name], target)
         try:
             for index, (name, variant) in enumerate(firsts.items(), 1):
-                start = time.perf_counter()
-                job.on_progress(ProgressEvent("import", index, len(blobs), 0.0, variant, is_done=False))
-                compiled[name] = imported[name].result()
-                job.on_progress(ProgressEvent("import", index, len(blobs), time.perf_counter() - start, variant))
+                with _told(job, index, len(blobs), variant):
+                    compiled[name] = imported[name].result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -141,7 +140,6 @@ def _import_chains(
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
     """Import each part once, and make the chains of all variants over one bank of weights. Raises ``BlobError`` (refused)."""
-    del manifest
     names = stems_of(list(blobs))
 
     def contents(stem: str) -> bytes:
@@ -152,19 +150,27 @@ def _import_chains(
     bank = read_bank(contents(BANK), contents(WEIGHTS), device_allocator(get_core(), job.device))
     known = dict[str, CompiledPart]()
     asked = set[str]()
-    found = dict[V, AnyProgram]()
+    found = dict[V, CompiledChain]()
     for index, (variant, file) in enumerate(files.items(), 1):
-        start = time.perf_counter()
-        job.on_progress(ProgressEvent("import", index, len(files), 0.0, variant, is_done=False))
-        stored = read_chain(blobs[file], bank)
-        target = ImportTarget(job.device, options.program_group(variant).properties)
-        for requirements in stored.requirements:
-            if requirements not in asked:
-                check_requirements(get_core(), job.device, requirements)
-                asked.add(requirements)
-        for stem, place in zip(stored.files, stored.plan.places, strict=True):
-            if stem not in known:
-                known[stem] = import_part(contents(stem), place, target)
-        found[variant] = CompiledChain(stored.plan, [known[stem] for stem in stored.files], bank)
-        job.on_progress(ProgressEvent("import", index, len(files), time.perf_counter() - start, variant))
-    return found
+        with _told(job, index, len(files), variant):
+            stored = read_chain(blobs[file], bank)
+            target = ImportTarget(job.device, options.program_group(variant).properties)
+            for requirements in stored.requirements:
+                if requirements not in asked and (requirements or manifest.fingerprint.is_elsewhere):
+                    check_requirements(get_core(), job.device, requirements)
+                    asked.add(requirements)
+            for stem, place in zip(stored.files, stored.plan.places, strict=True):
+                if stem not in known:
+                    known[stem] = import_part(contents(stem), place, target)
+            found[variant] = CompiledChain(stored.plan, [known[stem] for stem in stored.files], bank)
+    bank.move({entry for chain in found.values() for entry in chain.entries_of_device})
+    return {**found}
+
+
+@contextmanager
+def _told(job: LoadJob[Any], index: int, total: int, variant: Any) -> Iterator[None]:
+    """Tell of an import before it and, with its seconds, after it."""
+    start = time.perf_counter()
+    job.on_progress(ProgressEvent("import", index, total, 0.0, variant, is_done=False))
+    yield
+    job.on_progress(ProgressEvent("import", index, total, time.perf_counter() - start, variant))

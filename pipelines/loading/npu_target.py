@@ -114,8 +114,12 @@ def check_requirements(core: ov.Core, device: str, requirements: str) -> None:
 
     OpenVINO 2026.4 answers with a type that Python cannot read. The version of OpenVINO must then be that of the compiler.
 
-    Raises ``BlobError`` (it cannot, or does not say).
+    Raises ``BlobError`` (it cannot, or does not say; or the blob does not say what it needs).
     """
+    if not requirements:
+        raise BlobError(
+            "a blob was compiled elsewhere and does not say what it needs: compile it with a newer OpenVINO"
+        )
     try:
         answer = str(core.get_property(device, _CHECK, {_REQUIREMENTS: requirements}))
     except TypeError:

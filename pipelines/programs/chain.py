@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -87,36 +86,6 @@ def _planned_source(source: Source, bank: WeightBank) -> PlannedSource:
 
 
 @dataclass(frozen=True)
-class Port:
-    """A port of a chain, with the methods of a compiled model's ports that programs of both kinds need."""
-
-    name: str
-    shape: tuple[int, ...]
-    element_type: ov.Type
-
-    def get_names(self) -> set[str]:
-        """Return the port's only name."""
-        return {self.name}
-
-    def get_any_name(self) -> str:
-        """Return the port's name."""
-        return self.name
-
-    def get_element_type(self) -> ov.Type:
-        """Return the element type."""
-        return self.element_type
-
-    def get_partial_shape(self) -> ov.PartialShape:
-        """Return the static shape."""
-        return self.partial_shape
-
-    @property
-    def partial_shape(self) -> ov.PartialShape:
-        """The static shape."""
-        return ov.PartialShape(list(self.shape))
-
-
-@dataclass(frozen=True)
 class PartBlob:
     """A part that was compiled for a device that is elsewhere. It can be exported, and cannot run.
 
@@ -176,20 +145,26 @@ class CompiledChain:
         """Whether all parts can run on this machine."""
         return not any(isinstance(part, PartBlob) for part in self.parts)
 
-    @cached_property
-    def inputs(self) -> list[Port]:
-        """The inputs of the whole program."""
-        return [Port(port.name, port.shape, port.element_type) for port in self.plan.inputs]
+    @property
+    def entries_of_device(self) -> frozenset[int]:
+        """The entries of the bank that the device reads. The host reads the others where they are."""
+        calls = (call for call in self.plan.calls if self.plan.places[call.part] == "device")
+        return frozenset(each.entry for call in calls for each in call.sources if isinstance(each, EntryOf))
 
-    @cached_property
-    def outputs(self) -> list[Port]:
+    @property
+    def inputs(self) -> tuple[ChainPort, ...]:
+        """The inputs of the whole program."""
+        return self.plan.inputs
+
+    @property
+    def outputs(self) -> tuple[ChainPort, ...]:
         """The outputs of the whole program."""
-        return [Port(port.name, port.shape, port.element_type) for port in self.plan.outputs]
+        return self.plan.outputs
 
     def bound_calls(self, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:
         """Return the calls, bound to ``tensors`` by port name, which the caller keeps, and to wires of their own."""
-        self.bank.settle()
-        wires = _make_wires(self.plan)
+        self.bank.settle(self.entries_of_device)
+        wires = make_wires(self.plan)
         return [self._bound(call, tensors, wires) for call in self.plan.calls]
 
     def _bound(self, call: PlannedCall, tensors: Mapping[str, ov.Tensor], wires: Sequence[_Wire]) -> BoundCall:
@@ -215,7 +190,7 @@ class CompiledChain:
                 request.set_tensor(port, _tensor_at(source, tensors, wires))
         for port, target in zip(program.outputs, call.targets, strict=True):
             request.set_tensor(port, _tensor_at(target, tensors, wires))
-        return BoundCall(request, (wires, tensors), tuple(picks))
+        return BoundCall(request, (wires, tensors, self.bank), tuple(picks))
 
 
 @dataclass(frozen=True)
@@ -257,7 +232,7 @@ def _tensor_at(end: OfPort | OfWire, tensors: Mapping[str, ov.Tensor], wires: Se
     return tensors[end.name] if isinstance(end, OfPort) else wires[end.number].tensor
 
 
-def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
+def make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
     """Return the memory of each wire. Wires that are not needed at the same time share it."""
     last_read = {number: place for place, call in enumerate(plan.calls) for number in _wires_in(call.sources)}
     free = dict[int, list[NDArray[np.uint8]]]()
@@ -277,7 +252,7 @@ def _make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
 
 def wire_bytes(plan: ChainPlan) -> int:
     """Return the bytes of the memory of all wires."""
-    return sum({id(wire.memory): wire.memory.nbytes for wire in _make_wires(plan)}.values())
+    return sum({id(wire.memory): wire.memory.nbytes for wire in make_wires(plan)}.values())
 
 
 def _wires_in(ends: Sequence[Any]) -> Iterator[int]:

@@ -104,6 +104,7 @@ class ChainCompiler:
                 yield self._finished(pending.pop(source.what))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            self._known = {key: part for key, part in self._known.items() if _is_compiled(part)}
 
     def compile(self, source: ChainSource) -> CompiledChain:
         """Compile one static program. Raises ``DeviceError`` (the device refused a part)."""
@@ -123,6 +124,11 @@ class ChainCompiler:
 
     def _finished(self, pending: PendingChain) -> CompiledChain:
         return CompiledChain(pending.plan, [part.result() for part in pending.parts], self.bank)
+
+
+def _is_compiled(part: Future[CompiledPart]) -> bool:
+    """Return whether a part is there. One that was refused or cancelled is compiled again when it is next needed."""
+    return part.done() and not part.cancelled() and part.exception() is None
 
 
 def _run_now(function: Callable[..., CompiledPart], *arguments: Any) -> Future[CompiledPart]:

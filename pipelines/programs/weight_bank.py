@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import openvino as ov
@@ -27,7 +28,7 @@ class WeightBank:
     """The constants that programs read, each once, however many programs and parts share it.
 
     They stay where the model has them, usually in the mapped file, or in the bytes of a set. With ``allocate``, ``settle`` copies
-    them to memory of the device.
+    those that the device reads to its memory.
     """
 
     def __init__(self, allocate: Allocate | None = None) -> None:
@@ -49,35 +50,60 @@ class WeightBank:
 
     @property
     def regions(self) -> list[Place]:
-        """The memory of all entries, as few disjoint regions in the order of their addresses."""
-        found: list[Place] = []
-        for first, size in sorted((entry.data.ctypes.data, entry.data.nbytes) for entry in self.entries):
-            if found and first < found[-1][0] + found[-1][1]:
-                begin = found[-1][0]
-                found[-1] = begin, max(found[-1][1], first + size - begin)
-            else:
-                found.append((first, size))
-        return found
+        """The memory of all entries, as few disjoint regions, in the order in which the first entry of each was added.
 
-    def settle(self) -> None:
-        """Copy the weights that are not yet there to the memory of the device, if it has its own. Raises ``MemoryError``."""
+        Addresses are others in each process, this order is not: files of weights are written in it.
+        """
+        found: list[tuple[int, int, int]] = []  # first address, end, number of the first entry
+        places = sorted((each.data.ctypes.data, each.data.nbytes, number) for number, each in enumerate(self.entries))
+        for first, size, number in places:
+            if found and first < found[-1][1]:
+                begin, end, earliest = found[-1]
+                found[-1] = begin, max(end, first + size), min(earliest, number)
+            else:
+                found.append((first, first + size, number))
+        return [(first, end - first) for first, end, _ in sorted(found, key=lambda region: region[2])]
+
+    def settle(self, numbers: Iterable[int]) -> None:
+        """Copy these entries, unless they are there, to the memory of the device, if it has its own. Raises ``MemoryError``."""
         if self._allocate is None:
             return
+        wanted = [self.entries[number].data.ctypes.data for number in numbers]
         for first, size in self.regions:
-            if (first, size) not in self._settled:
+            if (first, size) not in self._settled and any(first <= address < first + size for address in wanted):
                 target = self._allocate(size)
                 target[:] = np.frombuffer(self.memory(first, size), np.uint8)
                 self._settled[first, size] = target
 
+    def move(self, numbers: Iterable[int]) -> None:
+        """Settle these entries, copy the others, and keep nothing of the memory in which they were, if the device has its own.
+
+        For a bank that was read from a file: nothing can be added afterwards. Raises ``MemoryError``.
+        """
+        if self._allocate is None:
+            return
+        self.settle(numbers)
+        found = [self._settled_data(entry) for entry in self.entries]
+        self.entries = [
+            replace(entry, data=entry.data.copy() if data is None else data)
+            for entry, data in zip(self.entries, found, strict=True)
+        ]
+        self._settled.clear()
+        self._allocate = None
+
     def tensor(self, number: int) -> ov.Tensor:
         """Return a tensor over the bytes of an entry, which live as long as the bank."""
         entry = self.entries[number]
+        data = self._settled_data(entry)
+        return ov.Tensor(entry.data if data is None else data, ov.Shape(entry.shape), entry.element_type)
+
+    def _settled_data(self, entry: Weights) -> NDArray[np.uint8] | None:
+        """Return the bytes of an entry in the memory of the device; None if they are not there."""
         address = entry.data.ctypes.data
         for (first, size), target in self._settled.items():
             if first <= address and address + entry.data.nbytes <= first + size:
-                data = target[address - first : address - first + entry.data.nbytes]
-                return ov.Tensor(data, ov.Shape(entry.shape), entry.element_type)
-        return ov.Tensor(entry.data, ov.Shape(entry.shape), entry.element_type)
+                return target[address - first : address - first + entry.data.nbytes]
+        return None
 
     def memory(self, first: int, size: int) -> memoryview:
         """Return the memory of one of ``regions``."""

@@ -90,6 +90,10 @@ def test_a_chain_that_names_what_does_not_exist_is_refused(exported):
     bank = read_bank(files[BANK], files[WEIGHTS])
     stem = next(stem for stem in files if "generate" in stem)
     good = json.loads(files[stem])
+    table = next(number for number, entry in enumerate(bank.entries) if len(entry.shape) == 2)
+    scalar = len(bank.entries)
+    bank.entries.append(Weights(np.zeros(4, np.uint8), (), ov.Type.f32))
+    read_chain(json.dumps(good).encode(), bank)
     for change in (
         lambda chain: chain["calls"][0].update(part=99),
         lambda chain: chain["calls"][1]["sources"][0].update(wire=99),
@@ -103,6 +107,11 @@ def test_a_chain_that_names_what_does_not_exist_is_refused(exported):
         lambda chain: chain.update(more=1),
         lambda chain: chain["calls"].reverse(),
         lambda chain: chain["calls"][0]["sources"].append({"port": "input_ids", "entry": 10**6}),
+        lambda chain: chain["calls"][0]["sources"].append({"port": "mask.causal", "entry": table}),
+        lambda chain: chain["calls"][0]["sources"].append({"port": "input_ids", "entry": scalar}),
+        lambda chain: chain["calls"][-1]["sources"].append({"port": "mask.causal", "wire": 0}),
+        lambda chain: chain["calls"][0]["targets"].append({"port": "input_ids", "wire": 0}),
+        lambda chain: [wire.update(shape=[7]) for wire in chain["wires"]],
     ):
         chain = json.loads(json.dumps(good))
         change(chain)

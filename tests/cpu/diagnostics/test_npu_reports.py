@@ -100,6 +100,18 @@ def test_both_prices_of_4_bit_weights_are_there(zoo):
     assert "charges reads of 4-bit weights like 16-bit ones" in text
 
 
+class OneBlob(PricedCompiler):
+    """A compiler whose programs have all the same bytes."""
+
+    def compile(self, *arguments, **options):
+        return replace(super().compile(*arguments, **options), blob=b"one")
+
+
+def test_parts_with_equal_blobs_keep_their_own_times(zoo):
+    found = asked("estimate_on_npu", job_for(zoo / "qwen2", OneBlob()))
+    assert found.times == asked("estimate_on_npu", job_for(zoo / "qwen2", PricedCompiler())).times
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_the_roof_is_the_time_of_all_weights_and_kv_slots(zoo, platform):
     found = asked("estimate_on_npu", job_for(zoo / "qwen2", PricedCompiler(), platform, **SHORT))

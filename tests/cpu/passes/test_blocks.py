@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights
+from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights, OfWireRows
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.errors import UnsupportedModelError
+from staticllm.errors import DeviceError, UnsupportedModelError
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.chain import CompiledChain
 from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
@@ -115,6 +115,27 @@ def test_equal_parts_of_two_programs_are_compiled_once(zoo):
     assert len(sizes) == len(first.bank.entries), "each constant is in the bank once"
 
 
+@pytest.mark.parametrize("num_parallel", [1, 2])
+def test_a_part_that_was_refused_is_compiled_again(num_parallel):
+    """Neither a refusal nor the cancelling of the parts behind it is remembered."""
+    model, refusals = layered((0.5, 0.5)), [True]
+
+    def compile_part(part, device, properties, what):
+        if part.place == "device" and refusals and refusals.pop():
+            raise DeviceError(f"{device} refused {part.name}")
+        return compile_model(ov.Core(), part.model, device, properties, what)
+
+    chains = ChainCompiler(compile_part, num_parallel)
+    source = ChainSource(model.clone, 1, "CPU", EXACT, "it")
+    with pytest.raises(DeviceError, match="refused block1"):
+        chains.compile(source)
+    ids = np.array([[3, 1, 4, 49]])
+    whole = compile_model(ov.Core(), model, "CPU", EXACT, "it")
+    np.testing.assert_allclose(
+        run(chains.compile(source), ids), run_apart(whole, {"input_ids": ids})["logits"], atol=1e-5
+    )
+
+
 def test_rows_of_tables_are_picked_by_the_host(zoo):
     chain = Splitter().split(plan_of(zoo / "llama").lowered.specialise(Variant(16, 128)))
     rows = [source for source in chain.calls[0].sources if isinstance(source, OfRows)]
@@ -176,6 +197,131 @@ def test_layers_of_other_values_inside_are_other_parts():
     np.testing.assert_allclose(run(chain, tokens), run_apart(whole, {"input_ids": tokens})["logits"], rtol=1e-5)
     assert sorted(call.part for call in chain.plan.calls)[0] == 0
     assert len(chain.parts) >= 3
+
+
+def with_table(table_of, count, is_scaled=True):
+    """Return a model of two layers for ``count`` tokens, which are looked up in what ``table_of`` makes of numbers ``[8, 8]``."""
+    ids = ops.parameter([1, count], ov.Type.i64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    rng = np.random.default_rng(0)
+    hidden = ops.gather(table_of(rng.standard_normal((8, 8)).astype(np.float32)), ids, ops.constant(0))
+    for _ in range(2):
+        weights = ops.constant(rng.standard_normal((8, 8)).astype(np.float32))
+        hidden = ops.add(hidden, ops.tanh(ops.matmul(hidden, weights, False, False)))
+    result = ops.result(ops.multiply(hidden, ops.constant(np.float32(2))) if is_scaled else hidden)
+    result.output(0).set_names({"logits"})
+    return ov.Model([result], [ids])
+
+
+def check_chain(model, ids):
+    """Compare the chain of a model with the whole model, and return the chain."""
+    whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    np.testing.assert_allclose(run(chain, ids), run_apart(whole, {"input_ids": ids})["logits"], rtol=1e-5, atol=1e-5)
+    return chain
+
+
+@pytest.mark.parametrize(
+    "table_of",
+    [
+        lambda table: ops.add(ops.constant(table), ops.constant(table[0])),
+        lambda table: ops.multiply(ops.constant(table), ops.constant(table[:, :1].copy())),
+        lambda table: ops.reshape(ops.constant(table.reshape(-1)), np.array([8, 8]), False),
+    ],
+    ids=["a number per column", "a number per row", "flat"],
+)
+@pytest.mark.parametrize("count", [4, 8])
+def test_only_the_axis_of_rows_is_picked(table_of, count):
+    """A bias per column has as many numbers as a square table has rows, and a flat table has no rows."""
+    check_chain(with_table(table_of, count), np.array([[7, 0, 3, 3, 1, 2, 6, 5][:count]]))
+
+
+def test_a_model_that_ends_with_its_last_layer_has_no_empty_part():
+    chain = check_chain(with_table(ops.constant, 8, is_scaled=False), np.arange(8)[None])
+    assert [call.part for call in chain.plan.calls] == [0, 1, 1]
+
+
+def test_parts_whose_constants_differ_in_other_places_are_others():
+    """In each model, layers differ in one of two small constants, and the other one, which stays inside, has the same value."""
+
+    def layers(first, second):
+        ids = ops.parameter([1, 4], ov.Type.i64, name="input_ids")
+        ids.output(0).set_names({"input_ids"})
+        rng = np.random.default_rng(0)
+        hidden = ops.gather(ops.constant(rng.standard_normal((50, 8)).astype(np.float32)), ids, ops.constant(0))
+        weights = ops.constant(rng.standard_normal((8, 80)).astype(np.float32))
+        back = ops.constant(rng.standard_normal((80, 8)).astype(np.float32))
+        for own, other in zip(first, second, strict=True):
+            inner = ops.power(ops.matmul(hidden, weights, False, False), ops.constant(np.float32(own)))
+            hidden = ops.add(
+                hidden, ops.multiply(ops.matmul(inner, back, False, False), ops.constant(np.float32(other)))
+            )
+        result = ops.result(ops.tanh(hidden))
+        result.output(0).set_names({"logits"})
+        return ov.Model([result], [ids])
+
+    splitter = Splitter()
+    (first,) = [part for part in splitter.split(layers((2, 2), (2, 3))).parts if part.name == "block1"]
+    (second,) = [part for part in splitter.split(layers((2, 3), (2, 2))).parts if part.name == "block1"]
+    assert first.key[0] == second.key[0], "they compute the same from what enters them"
+    assert first.key != second.key
+
+
+def test_layers_whose_nodes_have_other_attributes_are_other_parts():
+    model = with_table(ops.constant, 8, is_scaled=False)
+    hidden = model.get_results()[0].input_value(0)
+    for axis in (1, 2, 1):
+        hidden = ops.add(hidden, ops.softmax(hidden, axis))
+    result = ops.result(hidden)
+    result.output(0).set_names({"logits"})
+    chain = check_chain(ov.Model([result], model.get_parameters()), np.array([[7, 0, 3, 3, 1, 2, 6, 5]]))
+    (_, _, _, first, second, third) = [call.part for call in chain.plan.calls]
+    assert first == third != second
+
+
+def with_pick(end, axis=1):
+    """Return a model of two layers, then what ``end`` makes of their values ``[1, 8, 8]``, picked rows, and a head."""
+    model = with_table(ops.constant, 8, is_scaled=False)
+    rows = ops.parameter([2], ov.Type.i64, name="logit_rows")
+    rows.output(0).set_names({"logit_rows"})
+    hidden = model.get_results()[0].input_value(0)
+    picked = ops.gather(end(hidden), rows, ops.constant(axis))
+    weights = ops.constant(np.random.default_rng(5).standard_normal((8, 24)).astype(np.float32))
+    head = ops.reshape(picked, np.array([1, 2, 8]), False) if axis == 1 else ops.transpose(picked, np.array([0, 2, 1]))
+    result = ops.result(ops.matmul(head, weights, False, False))
+    result.output(0).set_names({"logits"})
+    return ov.Model([result], [*model.get_parameters(), rows])
+
+
+COLUMNS = np.linspace(1, 2, 8).astype(np.float32)
+ENDS = {
+    "norm": (lambda x: ops.divide(x, ops.sqrt(ops.reduce_mean(ops.multiply(x, x), np.array([-1]), True))), True),
+    "scale per column": (lambda x: ops.multiply(x, ops.constant(COLUMNS[None, None])), True),
+    "scale per row": (lambda x: ops.multiply(x, ops.constant(COLUMNS[None, :, None].copy())), False),
+    "mean of rows": (lambda x: ops.subtract(x, ops.reduce_mean(x, np.array([1]), True)), False),
+    "softmax over rows": (lambda x: ops.softmax(x, 1), False),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("axis", [1, 2])
+def test_rows_are_picked_before_what_treats_each_row_alike(name, axis):
+    end, is_row_wise = ENDS[name]
+    model = with_pick(end, axis)
+    whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
+    feeds = {"input_ids": np.array([[7, 0, 3, 3, 1, 2, 6, 5]]), "logit_rows": np.array([6, 1])}
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    np.testing.assert_allclose(
+        run_apart(chain, feeds)["logits"], run_apart(whole, feeds)["logits"], rtol=1e-4, atol=1e-5
+    )
+    (picks,) = [call for call in chain.plan.calls if any(isinstance(each, OfWireRows) for each in call.sources)] or [
+        None
+    ]
+    assert (picks is not None) == (axis == 1), "only rows are picked by the host"
+    layer = chain.plan.calls[1].part
+    assert axis == 2 or (chain.plan.calls[-2].part == layer) == is_row_wise, (
+        "nothing is between the layers and the pick"
+    )
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=24))

@@ -13,6 +13,7 @@ from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.compiler_passes.rewrites.gate_last import gate_last
+from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
 from staticllm.compiler_passes.rewrites.join_weights import join_weights
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
 from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
@@ -99,6 +100,15 @@ def test_an_odd_row_of_4_bits_and_fractions_are_left_alone():
     shift_zero_points(graph := StepGraph(model))
     assert "left alone: its zero points are no integers" in graph.notes["shift_zero_points"][0]
     same(model, before)
+    levels = np.random.default_rng(2).integers(0, 16, (8, SIZE - 1))
+    odd = ops.subtract(ops.convert(integers(levels, "u4"), "f32"), ops.constant(np.full((8, 1), 5, np.float32)))
+    value = ops.parameter([1, ROWS, SIZE - 1], np.float32)
+    product = ops.matmul(value, ops.multiply(odd, ops.constant(np.ones((8, 1), np.float32))), False, True)
+    model = ov.Model([ops.result(product)], [value])
+    before = run(model)
+    shift_zero_points(graph := StepGraph(model))
+    assert "left alone: a row is no whole number of bytes" in graph.notes["shift_zero_points"][0]
+    same(model, before)
 
 
 def test_weights_that_an_embedding_shares_are_stored_once():
@@ -148,6 +158,26 @@ def test_the_factors_of_one_product_are_not_merged_for_all_programs():
     same(model, before)
 
 
+def test_factors_behind_a_bias_are_not_merged_either():
+    def biased(products):
+        gate, up = (ops.add(each, ops.constant(random(1, 48)[None])) for each in products)
+        return [ops.multiply(ops.swish(gate), up)]
+
+    model = projections([compressed(random(48, seed=seed), "i4", 16, seed=seed) for seed in range(2)], biased)
+    merge_grouped(StepGraph(model))
+    assert kinds(model).count("MatMul") == 2
+
+
+def test_groups_that_an_embedding_reads_too_or_with_zero_points_stay_where_they_are():
+    """The embedding picks rows, and would need a second copy of them."""
+    table = compressed(random(40), "i4", 16)
+    ids = ops.parameter([1, ROWS], np.int64)
+    shared = ov.Model([ops.result(ops.matmul(ops.gather(table, ids, ops.constant(0)), table, False, True))], [ids])
+    for model in (shared, projections([compressed(random(48), "u4", 16)])):
+        lead_groups(graph := StepGraph(model))
+        assert graph.notes["lead_groups"] == ["0 of 1 matrices in groups have their groups first"]
+
+
 def test_gates_are_multiplied_last():
     model = projections([ops.constant(random(48, seed=seed)) for seed in range(2)], gated)
     before = run(model)
@@ -157,6 +187,23 @@ def test_gates_are_multiplied_last():
     assert product.input_value(1).get_node().get_type_name() == "Swish"
     for own, other in zip(run(model), before, strict=True):
         assert np.array_equal(own, other)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda gate, up: ops.multiply(ops.swish(gate), ops.swish(up)),
+        lambda gate, up: ops.multiply(ops.swish(gate), ops.constant(random(1, 48)[None])),
+        lambda gate, up: ops.multiply(ops.swish(gate), ops.reduce_max(up, np.array([1]), True)),
+        lambda gate, up: ops.multiply(up, ops.swish(gate)),
+    ],
+    ids=["two activations", "a constant", "another shape", "last already"],
+)
+def test_other_products_keep_their_order(product):
+    weights = [ops.constant(random(48, seed=seed)) for seed in range(2)]
+    model = projections(weights, lambda products: [product(*products)])
+    gate_last(graph := StepGraph(model))
+    assert graph.notes["gate_last"] == ["0 products have their gate last"]
 
 
 @pytest.mark.parametrize("kind", ["u8", "i8", "i4", "plain"])
@@ -189,6 +236,17 @@ def test_projections_that_are_not_joined_are_not_merged():
     assert kinds(model).count("MatMul") == 2
 
 
+def test_a_part_of_joined_projections_is_not_merged():
+    """A program may need only two of three projections; the block has the weights of all."""
+    model = projections([compressed(random(48, seed=seed), "i8", seed=seed) for seed in range(3)])
+    join_weights(graph := StepGraph(model))
+    for chosen in (model.get_results()[:2], model.get_results()[1:]):
+        two = ov.Model(chosen, model.get_parameters()).clone()
+        before = run(two)
+        assert merge_joined(graph, two) == 0
+        same(two, before)
+
+
 def rotary(axis=-1, factor=-1):
     """Return ``x * cos + concat(factor * b, a) * sin`` with positions as an input."""
     ids = ops.parameter([1, ROWS], np.int64, name="input_ids")
@@ -211,6 +269,55 @@ def test_signs_move_into_the_sines():
         before = core.compile_model(model, "CPU", EXACT)(feeds)[0].copy()
         assert sign_sine(StepGraph(model), model) == found
         assert np.array_equal(core.compile_model(model, "CPU", EXACT)(feeds)[0], before)
+
+
+def test_signs_stay_where_another_node_reads_the_halves_or_the_factor_is_data():
+    feeds = [np.array([[1, 5, 39]]), np.array([3.0, 4.0, 70.0], np.float32).reshape(1, 1, ROWS, 1)]
+    for change in ("another reader", "data"):
+        model = rotary()
+        concat = next(node for node in model.get_ordered_ops() if node.get_type_name() == "Concat")
+        (product,) = (target.get_node() for target in concat.output(0).get_target_inputs())
+        port = 0 if product.input_value(1).get_node().get_type_name() == "Concat" else 1
+        if change == "data":
+            product.input(port).replace_source_output(
+                ops.tanh(concat.input_value(1).get_node().input_value(0)).output(0)
+            )
+        else:
+            model.add_results([ops.result(ops.multiply(concat, product.input_value(port)))])
+            model.add_results([ops.result(concat)])
+        before = [np.array(value) for value in core.compile_model(model, "CPU", EXACT)(feeds).values()]
+        assert sign_sine(StepGraph(model), model) == 0, change
+        after = [np.array(value) for value in core.compile_model(model, "CPU", EXACT)(feeds).values()]
+        assert all(map(np.array_equal, after, before))
+
+
+def test_f32_matrices_and_tables_of_tokens_become_f16_if_it_can_hold_them():
+    ids = ops.parameter([1, ROWS], np.int64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    numbers = [random(40, seed=seed) for seed in range(4)]
+    numbers[2][3, 5] = 70000
+    numbers[3] = numbers[3][: 8 * ROWS].reshape(8, ROWS, SIZE)
+    table, matrix, large, added = (ops.constant(each) for each in numbers)
+    for name, node in (("table", table), ("matrix", matrix), ("large", large), ("added", added)):
+        node.set_friendly_name(name)
+    hidden = ops.gather(table, ids, ops.constant(0))
+    results = [
+        ops.result(ops.matmul(hidden, matrix, False, True)),
+        ops.result(ops.matmul(hidden, large, False, True)),
+        ops.result(ops.add(hidden, added)),
+    ]
+    model = ov.Model(results, [ids])
+    halve_weights(graph := StepGraph(model))
+    found = {node.get_friendly_name(): node.get_element_type().get_type_name() for node in model.get_ops()}
+    assert {name: found[name] for name in ("table", "matrix", "large", "added")} == {
+        "table": "f16", "matrix": "f16", "large": "f32", "added": "f32"
+    }  # fmt: skip
+    assert graph.notes["halve_weights"] == ["2 weights are f16, 1 are too large for it"]
+    rows = numbers[0].astype(np.float16).astype(np.float32)[[1, 5, 39]]
+    first, second, third = core.compile_model(model, "CPU", EXACT)([np.array([[1, 5, 39]])]).values()
+    np.testing.assert_allclose(first[0], rows @ numbers[1].astype(np.float16).astype(np.float32).T, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(second[0], rows @ numbers[2].T, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(third, rows + numbers[3], rtol=0, atol=1e-6)
 
 
 def test_masks_leave_scores_finite_in_f16(zoo):

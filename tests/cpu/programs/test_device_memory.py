@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import openvino as ov
 import pytest
 from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ConfigError
 from staticllm.kvcache.arena import Arena
+from staticllm.pipelines.artifacts.stored_chain import BANK, WEIGHTS, ChainFiles, read_bank
 from staticllm.pipelines.loading import decoder_kind, import_set, kind
-from staticllm.pipelines.programs.weight_bank import WeightBank
+from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
 
 SIZES = {"PROGRAMS": "blocks", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32, "MAX_NUM_SEQS": 2, **EXACT}
 
@@ -52,9 +54,46 @@ def test_weights_and_slots_are_in_the_memory_of_the_device(zoo, prompt_of, origi
             arena = pipe.engine.runner.cache.arena
             assert all(map(device.holds, arena.blocks))
             bank = next(iter(pipe.engine.runner.programs.bound)).compiled.bank
-            assert all(device.holds(bank.tensor(number).data) for number in range(len(bank.entries)))
+            read = set().union(*(program.compiled.entries_of_device for program in pipe.engine.runner.programs.bound))
+            assert all(
+                device.holds(bank.tensor(number).data) == (number in read) for number in range(len(bank.entries))
+            )
+            tables = sum(entry.data.nbytes for number, entry in enumerate(bank.entries) if number not in read)
+            assert tables, "the host alone reads the table of embeddings"
             sizes = sum(block.nbytes for block in device.blocks)
-            assert sizes == arena.num_bytes + bank.num_bytes, "each byte is there once"
+            assert sizes == arena.num_bytes + bank.num_bytes - tables, "each byte is there once"
+
+
+def test_a_moved_bank_keeps_nothing_of_the_file(device):
+    """The weights of a set are read as a whole, and must not stay in memory beside those of the device."""
+    file = np.arange(64, dtype=np.uint8)
+    bank = WeightBank(device.allocate)
+    places = [(0, 16), (8, 32), (48, 16)]
+    bank.entries = [Weights(file[first : first + size], (size,), ov.Type.u8) for first, size in places]
+    bank.move([1])
+    assert [block.nbytes for block in device.blocks] == [40], (
+        "entries that overlap are together, the third is the host's"
+    )
+    for number, (first, size) in enumerate(places):
+        assert np.array_equal(bank.tensor(number).data, file[first : first + size])
+        assert not np.shares_memory(bank.entries[number].data, file)
+    bank.settle([0, 1, 2])
+    assert len(device.blocks) == 1
+
+
+def test_weights_are_written_in_the_order_in_which_they_were_added():
+    """Addresses are others in each process, so they must not decide about the bytes of a set."""
+    memory = np.arange(64, dtype=np.uint8)
+    bank = WeightBank()
+    places = [(40, 8), (0, 8), (44, 12), (20, 8)]
+    bank.entries = [Weights(memory[first : first + size], (size,), ov.Type.u8) for first, size in places]
+    begin = memory.ctypes.data
+    assert [(first - begin, size) for first, size in bank.regions] == [(40, 16), (0, 8), (20, 8)]
+    files = ChainFiles(lambda part: b"")
+    files.add_bank(bank)
+    again = read_bank(b"".join(files.files[BANK]), b"".join(files.files[WEIGHTS]))
+    for entry, (first, size) in zip(again.entries, places, strict=True):
+        assert np.array_equal(entry.data, memory[first : first + size])
 
 
 def test_a_full_device_is_one_line(zoo, device):
@@ -74,5 +113,5 @@ def test_slots_begin_with_zeros():
 
 def test_a_bank_without_memory_of_a_device_copies_nothing(zoo):
     bank = WeightBank()
-    bank.settle()
+    bank.settle([])
     assert not bank.regions

@@ -1,6 +1,7 @@
 """Tests decode steps between the blocks of a prompt's call, on the fake device: they change no answer and leak no slot."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,6 +160,43 @@ def test_a_step_takes_only_slots_that_the_call_in_flight_does_not_need(num_promp
     run_to_end(beside.engine)
     assert_empty(beside.engine)
     beside.engine.close()
+
+
+def test_a_step_takes_no_slot_above_those_that_the_call_in_flight_reads():
+    """There are more slots than its KV length, but a step up there would need another stride of the arena."""
+    seen = []
+    policy = Eager(1, lambda view, call: seen.append((call.variant.kv_len, beside.runner.cache.arena.is_read)))
+    beside = Beside(policy, 14, (29, 31), variants=variants((64, 128), (64, 128)))
+    assert 64 - beside.runner.cache.slots.num_used == 2
+    assert beside.runner.cache.slots.num_free > 14 + 2 * NUM_BLOCKS
+    assert sum(beside.run_prompt()) == 2, "the third token would lie above"
+    assert seen
+    assert set(seen) == {(64, True)}, "no slot may move meanwhile"
+    assert not beside.runner.cache.arena.is_read
+    beside.check()
+
+
+def test_slots_may_move_under_a_call_that_reads_none():
+    seen = []
+    policy = Eager(then=lambda view, call: seen.append((call.variant.kv_len, beside.runner.cache.arena.is_read)))
+    beside = Beside(policy, variants=variants((0, 64, 128), (32, 128)))
+    beside.run_prompt()
+    assert set(seen) == {(0, False)}
+    beside.check()
+
+
+def test_only_calls_with_prompts_and_without_drafts_make_way():
+    beside = Beside()
+    beside.policy.is_on = True
+    before = beside.decoding[0].num_generated
+    run_until(beside.engine, lambda: beside.decoding[0].num_generated >= before + 3)
+    assert not beside.policy.calls, "a decode step does not wait for another one"
+    between = beside.engine._core._inserted.between
+    assert between(SimpleNamespace(has_prompts=True, checks=())) is not None
+    assert between(SimpleNamespace(has_prompts=True, checks=(1,))) is None
+    assert between(SimpleNamespace(has_prompts=False, checks=())) is None
+    beside.engine.enqueue([beside.late])
+    beside.check()
 
 
 def test_a_model_with_recurrent_states_runs_nothing_between_blocks():
