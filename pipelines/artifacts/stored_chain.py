@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,6 @@ from staticllm.pipelines.programs.chain import (
     RowsOf,
 )
 from staticllm.pipelines.programs.chain_compiler import compile_for_host
-from staticllm.pipelines.programs.weight_bank import Place as Region
 from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
 
 WEIGHTS, BANK = "weights", "bank"
@@ -153,7 +151,7 @@ class ChainFiles:
         pieces = list[Piece]()
         starts = list[tuple[int, int]]()
         offset = 0
-        for first, size in _regions_in_order(bank):
+        for first, size in bank.regions:
             starts.append((first, offset))
             pieces.append(bank.memory(first, size))
             padding = -size % ALIGNMENT
@@ -162,13 +160,6 @@ class ChainFiles:
         entries = [_stored_entry(entry, starts) for entry in bank.entries]
         self.files[WEIGHTS] = tuple(pieces)
         self.files[BANK] = (msgspec.json.encode(_Bank(entries)),)
-
-
-def _regions_in_order(bank: WeightBank) -> list[Region]:
-    """Return the regions in the order of their first entries: addresses differ between exports, which must not."""
-    regions = bank.regions
-    starts = [first for first, _ in regions]
-    return list(dict.fromkeys(regions[bisect_right(starts, entry.data.ctypes.data) - 1] for entry in bank.entries))
 
 
 def _stored_entry(entry: Weights, starts: Sequence[tuple[int, int]]) -> _Entry:
