@@ -19,6 +19,7 @@ from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
 from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
+from staticllm.compiler_passes.rewrites.write_by_select import write_by_select
 from staticllm.core import Variant
 from staticllm.pipelines.diagnostics.reference import EXACT
 
@@ -234,3 +235,31 @@ def test_keys_are_cut_by_heads_only_in_programs_of_several_rows(zoo):
         model = lowered.specialise(Variant(rows, 8))
         splits = [node for node in model.get_ordered_ops() if node.get_type_name() == "Split"]
         assert len(splits) == layers * cut
+
+
+def second_best(number, num_written=1):
+    """Return a model of rows in which a number is written at the best places, and of the best of what is left."""
+    rows = ops.parameter([ROWS, SIZE], np.float32)
+    best = ops.topk(rows, np.int64(num_written), 1, "max", "value", "i64")
+    places = ops.convert(best.output(1), "i32")
+    numbers = ops.broadcast(number, np.array([ROWS, num_written]))
+    left = ops.scatter_elements_update(rows, places, numbers, np.int64(-1))
+    return ov.Model([ops.result(left), ops.result(ops.subtract(ops.reduce_max(left, 1, True), rows))], [rows])
+
+
+def test_a_number_is_written_at_the_best_place_by_select():
+    model = second_best(ops.constant(np.float32(-100)))
+    before = run(model)
+    assert write_by_select(StepGraph(model), model) == 1
+    assert "ScatterElementsUpdate" not in kinds(model)
+    same(model, before, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "num_written"), [(np.float32(0), 2), (np.arange(ROWS, dtype=np.float32)[:, None], 1)]
+)
+def test_several_numbers_are_written_as_they_were(number, num_written):
+    model = second_best(ops.constant(number), num_written)
+    before = run(model)
+    assert write_by_select(StepGraph(model), model) == 0
+    same(model, before, 0)
