@@ -1,7 +1,8 @@
 """Drops operations that compute nothing at the sizes of a static program: those that return what they read, and empty values.
 
 Exporters write them for sizes that other programs have. Intel's NPU compiler crashes on empty values, and a Reshape to the
-shape that a value has hides that rows are treated alike.
+shape that a value has hides that rows are treated alike. A number that an export stores in f16 gets its own type: of the same
+number in each layer, an export stores some in f16 and some in f32, by their values.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def _replacement(node: ov.Node) -> ov.Output | None:
         return _without_empty(node)
     if kind == "Pad":
         return _padding_alone(node)
+    if kind == "Convert":
+        return _converted_number(node)
     is_kept = kind in _RESHAPING or (kind == "Slice" and _is_forward(node))
     return node.input_value(0) if is_kept and _has_shape_of_data(node) else None
 
@@ -70,6 +73,16 @@ def _padding_alone(node: ov.Node) -> ov.Output | None:
     filled = ops.broadcast(node.input_value(3), np.array(list(node.get_output_shape(0))))
     filled.set_friendly_name(node.get_friendly_name())
     return filled.output(0)
+
+
+def _converted_number(node: ov.Node) -> ov.Output | None:
+    """Return a constant of one number in the type that it is converted to."""
+    source = node.input_value(0)
+    is_real = source.get_element_type().is_real() and node.get_output_element_type(0).is_real()
+    is_number = source.get_node().get_type_name() == "Constant" and math.prod(source.get_shape()) == 1
+    if not (is_real and is_number):
+        return None
+    return ops.constant(np.asarray(source.get_node().data), node.get_output_element_type(0)).output(0)
 
 
 def _is_empty(value: ov.Output) -> bool:

@@ -204,7 +204,9 @@ def layered(values):
         weights = ops.constant(rng.standard_normal((8, 80)).astype(np.float32))
         back = ops.constant(rng.standard_normal((80, 8)).astype(np.float32))
         inner = ops.tanh(ops.matmul(hidden, weights, False, False))
-        scaled = ops.multiply(ops.matmul(inner, back, False, False), ops.constant(np.float32(value)))
+        number = ops.constant(value if isinstance(value, np.floating) else np.float32(value))
+        factor = number if number.get_element_type() == ov.Type.f32 else ops.convert(number, "f32")
+        scaled = ops.multiply(ops.matmul(inner, back, False, False), factor)
         hidden = ops.add(hidden, scaled)
     result = ops.result(ops.multiply(hidden, ops.constant(np.float32(2))))
     result.output(0).set_names({"logits"})
@@ -213,6 +215,18 @@ def layered(values):
 
 def run(chain: CompiledChain, ids):
     return run_apart(chain, {"input_ids": ids})["logits"]
+
+
+def test_layers_whose_numbers_have_other_types_are_one_part():
+    """An export stores a number in f16 only where little of it is lost."""
+    values = (np.float16(0.25), np.float32(0.3), np.float16(0.5), np.float32(0.7))
+    models = [layered(values) for _ in range(2)]
+    whole = compile_model(ov.Core(), models[0], "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(ChainSource(lambda: models[1], 1, "CPU", EXACT, "it"))
+    assert [call.part for call in chain.plan.calls].count(1) == len(values)
+    ids = np.array([[3, 1, 4, 49]])
+    expected = run_apart(whole, {"input_ids": ids})["logits"]
+    np.testing.assert_allclose(run(chain, ids), expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
 @pytest.mark.parametrize(("values", "num_inputs"), [((0.5, 0.5, 0.5), 3), ((0.5, 0.25, 0.125), 4)])
@@ -263,6 +277,8 @@ def test_groups_hold_all_segments_in_their_order(signatures):
         ([1, 2, 3, 2, 1, 2, 3, 2], ["1232", "1232"]),
         ([7, 1, 5, 1, 2, 1, 2], ["715", "12", "12"]),
         ([1, 2, 3, 1, 2, 4, 1, 2, 3], ["123", "124", "123"]),
+        ([1, 9, 2, 9, 3, 9, 4], ["1", "9", "2", "9", "3", "9", "4"]),
+        ([1, 2, 3], ["123"]),
     ],
 )
 def test_segments_are_joined_to_few_different_groups(signatures, groups):
