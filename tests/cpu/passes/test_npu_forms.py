@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import openvino as ov
 import pytest
@@ -12,6 +14,7 @@ from staticllm.compiler_passes.decoder import DECODER_NPU
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
+from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
 from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.join_weights import join_weights
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
@@ -262,4 +265,17 @@ def test_several_numbers_are_written_as_they_were(number, num_written):
     model = second_best(ops.constant(number), num_written)
     before = run(model)
     assert write_by_select(StepGraph(model), model) == 0
+    same(model, before, 0)
+
+
+def test_queries_whose_shape_a_key_has_are_not_cut():
+    """Exporters let the keys of every layer read the shape of the first layer's queries, which must not differ for that."""
+    queries, keys = (ops.parameter([1, ROWS, heads, SIZE], np.float32) for heads in (2, 1))
+    turned = [ops.transpose(value, np.array([0, 2, 1, 3])) for value in (queries, keys)]
+    present = ops.result(ops.broadcast(turned[1], ops.shape_of(turned[0])))
+    present.output(0).set_names({"present.0.key"})
+    model = ov.Model([present, ops.result(turned[0])], [queries, keys])
+    states = [SimpleNamespace(is_scale=False, present_name="present.0.key")]
+    before = run(model)
+    assert cut_heads(SimpleNamespace(kv_states=states), model) == 0
     same(model, before, 0)
