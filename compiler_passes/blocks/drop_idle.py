@@ -86,4 +86,4 @@ def _converted_number(node: ov.Node) -> ov.Output | None:
 
 
 def _is_empty(value: ov.Output) -> bool:
-    return math.prod(value.get_shape()) == 0
+    return bool(math.prod(value.get_shape()) == 0)
