@@ -16,6 +16,8 @@ from openvino import opset13 as ops
 from staticllm.compiler_passes.graph.step_graph import redirect
 
 _RESHAPING = frozenset({"Reshape", "Broadcast"})
+_NUMBERS = frozenset({"f16", "f32"})
+"""Types that numpy has too; it would read the bytes of bf16 as numbers of another type."""
 
 
 def drop_idle(model: ov.Model) -> int:
@@ -78,9 +80,9 @@ def _padding_alone(node: ov.Node) -> ov.Output | None:
 def _converted_number(node: ov.Node) -> ov.Output | None:
     """Return a constant of one number in the type that it is converted to."""
     source = node.input_value(0)
-    is_real = source.get_element_type().is_real() and node.get_output_element_type(0).is_real()
+    is_known = {source.get_element_type().get_type_name(), node.get_output_element_type(0).get_type_name()} <= _NUMBERS
     is_number = source.get_node().get_type_name() == "Constant" and math.prod(source.get_shape()) == 1
-    if not (is_real and is_number):
+    if not (is_known and is_number):
         return None
     return ops.constant(np.asarray(source.get_node().data), node.get_output_element_type(0)).output(0)
 

@@ -194,6 +194,16 @@ def test_what_computes_nothing_at_these_sizes_is_dropped():
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.parametrize("kind", [ov.Type.bf16, ov.Type.f16, ov.Type.f32, ov.Type.f64])
+def test_a_number_of_any_type_keeps_its_value(kind):
+    values = ops.parameter([2], ov.Type.f32)
+    product = ops.multiply(values, ops.convert(ops.constant(np.array([-0.75], np.float32), kind), "f32"))
+    model = ov.Model([ops.result(product)], [values])
+    drop_idle(model)
+    (found,) = ov.Core().compile_model(model, "CPU", EXACT)([np.array([1, 8], np.float32)]).to_tuple()
+    np.testing.assert_array_equal(found, [-0.75, -6])
+
+
 def layered(values):
     """Return a model with a layer per value, which adds tanh(x * w) * value; ``value`` is a small constant of its own."""
     ids = ops.parameter([1, 4], ov.Type.i64, name="input_ids")
