@@ -251,6 +251,8 @@ def second_best(number, num_written=1):
 
 
 def test_a_number_is_written_at_the_best_place_by_select():
+    misread = second_best(ops.convert(ops.constant(np.array(-100, np.float32), ov.Type.bf16), "f32"))
+    assert write_by_select(StepGraph(misread), misread) == 0
     model = second_best(ops.constant(np.float32(-100)))
     before = run(model)
     assert write_by_select(StepGraph(model), model) == 1
