@@ -17,6 +17,7 @@ from staticllm.compiler_passes.rewrites.join_weights import join_weights
 from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
+from staticllm.compiler_passes.rewrites.write_by_select import write_by_select
 from staticllm.compiler_passes.shapes.cut_head import cut_head
 from staticllm.compiler_passes.shapes.select_logits import select_logits
 from staticllm.compiler_passes.states.fix_cache_position import fix_cache_position
@@ -66,6 +67,7 @@ DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
         VariantPass("merge_joined", lambda variant: variant.rows <= FEW_ROWS, merge_joined),
         VariantPass("sign_sine", lambda variant: variant.rows <= FEW_ROWS, sign_sine),
         VariantPass("cut_heads", lambda variant: variant.rows > 1, cut_heads),
+        VariantPass("write_by_select", lambda variant: True, write_by_select),
     ),
 )
 """The same in forms that Intel's NPU compiler makes fast programs of. Each choice is a row of a table in ``docs/npu.md``."""

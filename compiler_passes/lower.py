@@ -34,12 +34,12 @@ class LoweredModel:
     def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
         """Return the model of one variant's program, after the passes of its sizes.
 
-        ``is_static``: check that every shape in it is static.
+        ``is_static``: check before them that every shape in it is static. Raises ``UnsupportedModelError`` (one is not).
         """
         model = fix_shapes(self.graph, variant)
-        run_variant_passes(self.variant_passes, self.graph, model, variant)
         if is_static:
-            check_static(model, f"fix_shapes{variant}")
+            check_static(model, "fix_shapes", str(variant))
+        run_variant_passes(self.variant_passes, self.graph, model, variant)
         return model
 
     def share(self, variants: tuple[Variant, ...]) -> ov.Model:

@@ -52,7 +52,7 @@ class LoweredEncoder:
             raise ValueError(f"{variant} has as many rows as the model has heads: choose another number of rows")
         model = self._sized((variant,), EncoderSizes.of(variant))
         if is_static:
-            check_static(model, f"fix_shapes{variant}")
+            check_static(model, "fix_shapes", str(variant))
         return model
 
     def share(self, variants: tuple[EncoderVariant, ...]) -> ov.Model:

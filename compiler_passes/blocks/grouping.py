@@ -13,15 +13,20 @@ def group_segments(signatures: Sequence[int]) -> list[Group]:
     """Return the segments in groups, of which as few as possible differ, and then as few as possible follow each other.
 
     Segments are joined only if that leaves fewer different groups: ``1 2 3 2 1 2 3 2`` becomes ``12 32 12 32``, since 2 is
-    always the second of two; ``1 1 1 2`` stays as it is.
+    always the second of two; ``1 1 1 2`` stays as it is. So does ``1 9 2 9 3``, of which nothing would repeat any more.
     """
     groups: list[Group] = [(signature,) for signature in signatures]
     while True:
         joined = [_joined(groups, group, is_second) for group in dict.fromkeys(groups) for is_second in (True, False)]
-        best = min(joined, key=lambda found: (len(set(found)), len(found)), default=groups)
+        kept = [found for found in joined if _repeats(found) or not _repeats(groups)]
+        best = min(kept, key=lambda found: (len(set(found)), len(found)), default=groups)
         if len(set(best)) >= len(set(groups)):
             return groups
         groups = best
+
+
+def _repeats(groups: Sequence[Group]) -> bool:
+    return len(set(groups)) < len(groups)
 
 
 def _joined(groups: Sequence[Group], wanted: Group, is_second: bool) -> list[Group]:

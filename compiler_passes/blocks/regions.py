@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Region:
-    """The nodes between two cuts. ``outputs``: what it hands on, then its states in the order of their names.
+    """The nodes between two cuts. ``outputs``: what it hands on, then its states.
 
     ``signature`` is equal for two regions that compute the same from their ``entries``, whose order is the same then.
     """
@@ -64,15 +64,16 @@ class Regions:
         chain = self.flow.chain
         first = -1 if begin is None else begin
         last = len(chain) - 1 if end is None else end
-        states = self._states(first, last, end is None)
+        hidden = None if begin is None else chain[begin]
+        states = self._ordered(self._states(first, last, end is None), hidden, first)
         finals = [result.input_value(0) for result in self.flow.finals] if end is None else [chain[last].output(0)]
         outputs = (*finals, *(state.input_value(0) for state in states))
-        walk = _Walk(self, None if begin is None else chain[begin], first)
+        walk = _Walk(self, hidden, first)
         numbers = tuple(walk.number(output) for output in outputs)
         return Region(first, last, self.intern(("region", numbers)), tuple(walk.entries), outputs, states, end is None)
 
-    def _states(self, first: int, last: int, is_end: bool) -> tuple[ov.Node, ...]:
-        """Return the results of states that this region computes, in the natural order of their names."""
+    def _states(self, first: int, last: int, is_end: bool) -> list[ov.Node]:
+        """Return the results of states that a region computes."""
         finals = {result.get_instance_id() for result in self.flow.finals}
         found = []
         for result in self.flow.model.get_results():
@@ -80,7 +81,18 @@ class Regions:
             is_inside = first < depth <= last or (is_end and depth < 0)
             if is_inside and result.get_instance_id() not in finals:
                 found.append(result)
-        return tuple(sorted(found, key=_natural))
+        return found
+
+    def _ordered(self, states: Sequence[ov.Node], hidden: ov.Node | None, first: int) -> tuple[ov.Node, ...]:
+        """Return the states of a region in an order that is the same in all layers of a kind: by what computes them.
+
+        An export may number the states of its layers in different orders. States that are computed alike follow their names.
+        """
+
+        def key(state: ov.Node) -> tuple[int, list[Any]]:
+            return _Walk(self, hidden, first).number(state.input_value(0)), _natural(state)
+
+        return tuple(sorted(states, key=key))
 
     def intern(self, description: Hashable) -> int:
         """Return the number of a description."""

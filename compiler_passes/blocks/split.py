@@ -26,6 +26,7 @@ from staticllm.compiler_passes.blocks.chain_model import (
     WireType,
 )
 from staticllm.compiler_passes.blocks.dataflow import Dataflow, fold_shapes, num_bytes, port_name
+from staticllm.compiler_passes.blocks.drop_idle import drop_idle
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.pick_early import find_pick, pick_early
 from staticllm.compiler_passes.blocks.pick_rows import pick_rows
@@ -52,6 +53,7 @@ class Splitter:
         Raises ``UnsupportedModelError`` (no value of the program depends on the tokens alone).
         """
         fold_shapes(model)
+        drop_idle(model)
         pick_early(model)
         flow = Dataflow.of(model)
         regions = Regions(flow, self._numbers)

@@ -48,8 +48,11 @@ def check_inputs(model: ov.Model, known: Container[str], stage: str) -> None:
         _require(name in known, stage, f"the input {name!r} is unknown: nothing can be fed to it")
 
 
-def check_static(model: ov.Model, stage: str) -> None:
-    """Check after ``fix_shapes`` that every port of every node has a static shape.
+_REMEDY = "export the model without such sizes, or run it on a CPU or GPU with PROGRAMS=shared"
+
+
+def check_static(model: ov.Model, stage: str, program: str) -> None:
+    """Check after ``fix_shapes`` that every port of every node has a static shape. ``program`` is what errors call the model.
 
     Raises:
         UnsupportedModelError: a port has a dynamic shape; the message names the node.
@@ -58,7 +61,8 @@ def check_static(model: ov.Model, stage: str) -> None:
         for output in node.outputs():
             if output.get_partial_shape().is_dynamic:
                 what = f"{node.get_type_name()} {node.get_friendly_name()!r}"
-                raise UnsupportedModelError(stage, f"{what} still has the shape {output.get_partial_shape()}")
+                found = f"{what} still has the shape {output.get_partial_shape()} in {program}"
+                raise UnsupportedModelError(stage, f"{found}: its size depends on values; {_REMEDY}")
 
 
 def _require(condition: bool, stage: str, message: str) -> None:

@@ -13,7 +13,8 @@ from openvino import opset13 as ops
 from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
 
 HEADS_FIRST = [0, 2, 1, 3]
-_ENDS = frozenset({"MatMul", "Parameter", "Constant", "Softmax", "ScaledDotProductAttention"})
+_ENDS = frozenset({"MatMul", "Parameter", "Constant", "ShapeOf", "Softmax", "ScaledDotProductAttention"})
+"""Operations that keys and values are not followed through: products, what has no inputs, and shapes, maybe of another layer."""
 
 
 def cut_heads(graph: StepGraph, model: ov.Model) -> int:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights, OfWireRows
+from staticllm.compiler_passes.blocks.drop_idle import drop_idle
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.config import StaticLLMConfig
@@ -145,6 +146,85 @@ def test_rows_of_tables_are_picked_by_the_host(zoo):
     assert "Gather" not in {node.get_type_name() for node in host.model.get_ops()}
 
 
+def test_a_head_behind_a_reshape_to_the_same_shape_serves_calls_of_all_sizes(zoo):
+    lowered, splitter = plan_of(zoo / "gpt2").lowered, Splitter()
+    chains = [splitter.split(lowered.specialise(variant)) for variant in (Variant(1, 128), Variant(64, 0))]
+    assert [[part.name for part in chain.parts] for chain in chains] == [["host", "block1", "part2"]] * 2
+    assert chains[0].parts[2].key == chains[1].parts[2].key
+
+
+def stateful_layers(orders):
+    """Return a model with a layer per order of the numbers of its two states, a product and a sum, and the numbers' values."""
+    ids = ops.parameter([1, 4], ov.Type.i64, name="input_ids")
+    ids.output(0).set_names({"input_ids"})
+    rng = np.random.default_rng(0)
+    hidden = ops.gather(ops.constant(rng.standard_normal((50, 8)).astype(np.float32)), ids, ops.constant(0))
+    parameters, results = [ids], []
+    for layer, order in enumerate(orders):
+        states = [ops.parameter([1, 4, 8], ov.Type.f32) for _ in order]
+        inner = ops.matmul(hidden, ops.constant(rng.standard_normal((8, 8)).astype(np.float32)), False, False)
+        written = [ops.multiply(ops.tanh(inner), states[0]), ops.add(ops.tanh(inner), states[1])]
+        for number, state, value in zip(order, states, written, strict=True):
+            state.output(0).set_names({f"state.{2 * layer + number}"})
+            results.append(ops.result(value))
+            results[-1].output(0).set_names({f"state.{2 * layer + number}.next"})
+        parameters += states
+        hidden = ops.add(hidden, ops.add(*written))
+    results.append(ops.result(ops.multiply(hidden, ops.constant(np.float32(2)))))
+    results[-1].output(0).set_names({"logits"})
+    return ov.Model(results, parameters)
+
+
+def test_layers_whose_states_are_numbered_in_other_orders_are_one_part():
+    orders, rng = ((0, 1), (1, 0), (0, 1), (1, 0)), np.random.default_rng(1)
+    model, whole = (stateful_layers(orders) for _ in range(2))
+    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    assert [call.part for call in chain.plan.calls].count(1) == len(orders)
+    feeds = {f"state.{number}": rng.standard_normal((1, 4, 8)).astype(np.float32) for number in range(2 * len(orders))}
+    feeds["input_ids"] = np.array([[3, 1, 4, 49]])
+    expected = run_apart(compile_model(ov.Core(), whole, "CPU", EXACT, "it"), feeds)
+    computed = run_apart(chain, feeds)
+    assert expected.keys() == computed.keys()
+    for port, value in expected.items():
+        np.testing.assert_allclose(computed[port], value, atol=1e-5, err_msg=port)
+
+
+def sized_model():
+    """Return a model with operations that do something only at other sizes, and with some that look like them."""
+    values = ops.parameter([1, 3, 2], ov.Type.f32, name="values")
+    empty = ops.slice(values, [3], [9], [1], [1])
+    same = ops.reshape(ops.slice(values, [0], [9], [1], [1]), [1, -1, 2], special_zero=False)
+    joined = ops.concat([empty, ops.broadcast(same, [1, 3, 2]), empty], 1)
+    twice = ops.concat([joined, empty, values], 1)
+    filled = ops.pad(empty, [0, 1, 0], [0, 2, 0], "constant", ops.constant(np.float32(7)))
+    turned = ops.slice(values, [-1], [-9], [-1], [1])
+    padded = ops.pad(values, [0, 1, 0], [0, 0, 0], "constant", ops.constant(np.float32(5)))
+    return ov.Model([ops.result(each) for each in (joined, twice, filled, turned, padded)], [values])
+
+
+def test_what_computes_nothing_at_these_sizes_is_dropped():
+    model, values = sized_model(), np.arange(6, dtype=np.float32).reshape(1, 3, 2)
+    drop_idle(model)
+    kinds = sorted(node.get_type_name() for node in model.get_ordered_ops() if not node.get_type_name().startswith("C"))
+    assert not any(0 in output.get_shape() for node in model.get_ordered_ops() for output in node.outputs())
+    assert kinds == ["Broadcast", "Pad", "Parameter", *["Result"] * 5, "Slice"], "a Concat starts with C"
+    expected, computed = (
+        ov.Core().compile_model(each, "CPU", EXACT)([values]).to_tuple() for each in (sized_model(), model)
+    )
+    for mine, other in zip(computed, expected, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("kind", [ov.Type.bf16, ov.Type.f16, ov.Type.f32, ov.Type.f64])
+def test_a_number_of_any_type_keeps_its_value(kind):
+    values = ops.parameter([2], ov.Type.f32)
+    product = ops.multiply(values, ops.convert(ops.constant(np.array([-0.75], np.float32), kind), "f32"))
+    model = ov.Model([ops.result(product)], [values])
+    drop_idle(model)
+    (found,) = ov.Core().compile_model(model, "CPU", EXACT)([np.array([1, 8], np.float32)]).to_tuple()
+    np.testing.assert_array_equal(found, [-0.75, -6])
+
+
 def layered(values):
     """Return a model with a layer per value, which adds tanh(x * w) * value; ``value`` is a small constant of its own."""
     ids = ops.parameter([1, 4], ov.Type.i64, name="input_ids")
@@ -155,7 +235,9 @@ def layered(values):
         weights = ops.constant(rng.standard_normal((8, 80)).astype(np.float32))
         back = ops.constant(rng.standard_normal((80, 8)).astype(np.float32))
         inner = ops.tanh(ops.matmul(hidden, weights, False, False))
-        scaled = ops.multiply(ops.matmul(inner, back, False, False), ops.constant(np.float32(value)))
+        number = ops.constant(value if isinstance(value, np.floating) else np.float32(value))
+        factor = number if number.get_element_type() == ov.Type.f32 else ops.convert(number, "f32")
+        scaled = ops.multiply(ops.matmul(inner, back, False, False), factor)
         hidden = ops.add(hidden, scaled)
     result = ops.result(ops.multiply(hidden, ops.constant(np.float32(2))))
     result.output(0).set_names({"logits"})
@@ -164,6 +246,18 @@ def layered(values):
 
 def run(chain: CompiledChain, ids):
     return run_apart(chain, {"input_ids": ids})["logits"]
+
+
+def test_layers_whose_numbers_have_other_types_are_one_part():
+    """An export stores a number in f16 only where little of it is lost."""
+    values = (np.float16(0.25), np.float32(0.3), np.float16(0.5), np.float32(0.7))
+    models = [layered(values) for _ in range(2)]
+    whole = compile_model(ov.Core(), models[0], "CPU", EXACT, "it")
+    chain = ChainCompiler().compile(ChainSource(lambda: models[1], 1, "CPU", EXACT, "it"))
+    assert [call.part for call in chain.plan.calls].count(1) == len(values)
+    ids = np.array([[3, 1, 4, 49]])
+    expected = run_apart(whole, {"input_ids": ids})["logits"]
+    np.testing.assert_allclose(run(chain, ids), expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
 @pytest.mark.parametrize(("values", "num_inputs"), [((0.5, 0.5, 0.5), 3), ((0.5, 0.25, 0.125), 4)])
@@ -339,6 +433,8 @@ def test_groups_hold_all_segments_in_their_order(signatures):
         ([1, 2, 3, 2, 1, 2, 3, 2], ["1232", "1232"]),
         ([7, 1, 5, 1, 2, 1, 2], ["715", "12", "12"]),
         ([1, 2, 3, 1, 2, 4, 1, 2, 3], ["123", "124", "123"]),
+        ([1, 9, 2, 9, 3, 9, 4], ["1", "9", "2", "9", "3", "9", "4"]),
+        ([1, 2, 3], ["123"]),
     ],
 )
 def test_segments_are_joined_to_few_different_groups(signatures, groups):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import openvino as ov
 import pytest
@@ -12,6 +14,7 @@ from staticllm.compiler_passes.decoder import DECODER_NPU
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
+from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
 from staticllm.compiler_passes.rewrites.gate_last import gate_last
 from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
 from staticllm.compiler_passes.rewrites.join_weights import join_weights
@@ -20,6 +23,7 @@ from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
 from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
+from staticllm.compiler_passes.rewrites.write_by_select import write_by_select
 from staticllm.core import Variant
 from staticllm.pipelines.diagnostics.reference import EXACT
 
@@ -341,3 +345,46 @@ def test_keys_are_cut_by_heads_only_in_programs_of_several_rows(zoo):
         model = lowered.specialise(Variant(rows, 8))
         splits = [node for node in model.get_ordered_ops() if node.get_type_name() == "Split"]
         assert len(splits) == layers * cut
+
+
+def second_best(number, num_written=1):
+    """Return a model of rows in which a number is written at the best places, and of the best of what is left."""
+    rows = ops.parameter([ROWS, SIZE], np.float32)
+    best = ops.topk(rows, np.int64(num_written), 1, "max", "value", "i64")
+    places = ops.convert(best.output(1), "i32")
+    numbers = ops.broadcast(number, np.array([ROWS, num_written]))
+    left = ops.scatter_elements_update(rows, places, numbers, np.int64(-1))
+    return ov.Model([ops.result(left), ops.result(ops.subtract(ops.reduce_max(left, 1, True), rows))], [rows])
+
+
+def test_a_number_is_written_at_the_best_place_by_select():
+    misread = second_best(ops.convert(ops.constant(np.array(-100, np.float32), ov.Type.bf16), "f32"))
+    assert write_by_select(StepGraph(misread), misread) == 0
+    model = second_best(ops.constant(np.float32(-100)))
+    before = run(model)
+    assert write_by_select(StepGraph(model), model) == 1
+    assert "ScatterElementsUpdate" not in kinds(model)
+    same(model, before, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "num_written"), [(np.float32(0), 2), (np.arange(ROWS, dtype=np.float32)[:, None], 1)]
+)
+def test_several_numbers_are_written_as_they_were(number, num_written):
+    model = second_best(ops.constant(number), num_written)
+    before = run(model)
+    assert write_by_select(StepGraph(model), model) == 0
+    same(model, before, 0)
+
+
+def test_queries_whose_shape_a_key_has_are_not_cut():
+    """Exporters let the keys of every layer read the shape of the first layer's queries, which must not differ for that."""
+    queries, keys = (ops.parameter([1, ROWS, heads, SIZE], np.float32) for heads in (2, 1))
+    turned = [ops.transpose(value, np.array([0, 2, 1, 3])) for value in (queries, keys)]
+    present = ops.result(ops.broadcast(turned[1], ops.shape_of(turned[0])))
+    present.output(0).set_names({"present.0.key"})
+    model = ov.Model([present, ops.result(turned[0])], [queries, keys])
+    states = [SimpleNamespace(is_scale=False, present_name="present.0.key")]
+    before = run(model)
+    assert cut_heads(SimpleNamespace(kv_states=states), model) == 0
+    same(model, before, 0)

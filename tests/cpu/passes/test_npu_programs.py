@@ -7,12 +7,14 @@ import gc
 import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset13 as ops
 from support.models.compressed_weights import compress
 
 from staticllm.compiler_passes.decoder import DECODER, DECODER_NPU, FEW_ROWS, decoder_passes
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
+from staticllm.errors import UnsupportedModelError
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.ports import HIDDEN
 
@@ -130,6 +132,27 @@ def test_programs_compute_what_the_original_computes(zoo, name):
 def test_programs_of_compressed_models_compute_what_the_original_computes(zoo, name, kind, group):
     """In f32, ``i + d`` is exact, so only the order of sums differs, of which those with zero points far away are large."""
     check(zoo / name, 2e-4, kind, group)
+
+
+def with_a_size_that_depends_on_values(model):
+    """Let the head of a model read hidden states to which the sum of some of them was added, as experts' tokens are picked."""
+    head = next(node for node in reversed(model.get_ordered_ops()) if node.get_type_name() == "MatMul")
+    hidden = head.input_value(0)
+    flat = ops.reshape(hidden, np.array([-1]), special_zero=False)
+    places = ops.reshape(ops.non_zero(ops.greater(flat, ops.constant(np.float32(0)))), np.array([-1]), False)
+    kept = ops.gather(flat, places, ops.constant(0))
+    written = ops.scatter_elements_update(kept, np.array([0]), np.array([0], np.float32), np.int64(0))
+    head.input(0).replace_source_output(ops.add(hidden, ops.reduce_sum(written, 0)).output(0))
+    model.validate_nodes_and_infer_types()
+    return model
+
+
+def test_a_size_that_depends_on_values_is_refused_in_one_line_with_the_remedy(zoo):
+    model = with_a_size_that_depends_on_values(core.read_model(zoo / "llama" / "openvino_model.xml"))
+    lowered = lower(model, LoweringOptions(256), DECODER_NPU)
+    words = r"^fix_shapes: NonZero '\S+' still has the shape \[1,\.\.64\] in generate\[1x40\]: .*PROGRAMS=shared$"
+    with pytest.raises(UnsupportedModelError, match=words):
+        lowered.specialise(Variant(1, PAST))
 
 
 def notes_of(lowered, name):

@@ -321,7 +321,7 @@ def test_fix_shapes_and_bound_shapes_change_no_number(model, kv_len):
         feeds |= {name: feeds[name][..., PAST:] for name in (KEY_POSITIONS, *(kind.port_name for kind in graph.masks))}
     before = evaluate(graph.model.clone(), feeds)
     static = fix_shapes(graph, Variant(NEW, kv_len))
-    check_static(static, "fix_shapes")
+    check_static(static, "fix_shapes", "it")
     assert any(name.startswith("past.") for port in static.inputs for name in port.get_names()) == bool(kv_len)
     bounded = bound_shapes(graph, [Variant(1, 0), Variant(NEW + 5, 2 * PAST)])
     for program in (static, bounded):
@@ -392,4 +392,4 @@ def test_the_verifier_notices_a_missing_result(zoo):
 def test_the_verifier_notices_a_dynamic_shape(zoo):
     graph = lowered_until(core.read_model(zoo / "llama" / "openvino_model.xml"), "fix_shapes")
     with pytest.raises(UnsupportedModelError, match="still has the shape"):
-        check_static(bound_shapes(graph, [Variant(1, 16), Variant(2, 32)]), "test")
+        check_static(bound_shapes(graph, [Variant(1, 16), Variant(2, 32)]), "test", "it")
