@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -204,41 +204,33 @@ def test_a_program_that_is_not_there_cannot_be_started(model):
         compiler.compile(model, "4000")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
-def test_ctrl_c_ends_the_child_and_removes_its_folder(compiler_of, model, scratch):
-    compiler = compiler_of("hangs")
-    before = processes()
+INTERRUPTED = """
+import os, signal, sys, tempfile, threading
+import openvino as ov
+import psutil
+from openvino import opset13 as ops
+from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
+
+tempfile.tempdir = sys.argv[2]
+value = ops.parameter([1, 4], ov.Type.f32)
+launch = Launch((sys.executable, sys.argv[1], "hangs"), {"MARK": "1"}, "the fake compiler", "mend it")
+with ChildCompiler(launch) as compiler:
     assert compiler.version
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a library of an earlier test may have set another one
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        compiler.compile(model, "4000", seconds=60)
-    assert not processes() - before
-    assert not list(scratch.iterdir())
+    try:
+        compiler.compile(ov.Model([ops.relu(value)], [value], "a small model"), "4000", seconds=60)
+    except KeyboardInterrupt:
+        print("interrupted,", len(psutil.Process().children(recursive=True)), "children,", os.listdir(sys.argv[2]))
+"""
+"""What a user's program sees of Ctrl-C. It is a process of its own: one that runs tests may not survive its own signals."""
 
 
-@pytest.mark.parametrize("way", ["hangs", "start-hangs"])
-def test_closing_ends_what_another_thread_compiles(compiler_of, model, scratch, way):
-    """Ctrl-C reaches the main thread, while others wait for the compiler's answers."""
-    compiler = compiler_of(way)
-    errors = []
-
-    def compile_on_a_thread():
-        try:
-            compiler.compile(model, "4000")
-        except DeviceError as error:
-            errors.append(str(error))
-
-    before = processes()
-    thread = threading.Thread(target=compile_on_a_thread)
-    thread.start()
-    wait_until(lambda: processes() - before)
-    compiler.close()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert len(errors) == 1
-    assert not processes() - before
-    assert not list(scratch.iterdir())
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
+def test_ctrl_c_ends_the_child_and_removes_its_folder(scratch):
+    command = [sys.executable, "-c", INTERRUPTED, str(CHILD), str(scratch)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "interrupted, 0 children, []\n"
+    assert done.returncode == 0
 
 
 def test_a_deleted_compiler_ends_its_child(compiler_of, model, scratch):
