@@ -54,6 +54,7 @@ def _form(name: str, run: Callable[[StepGraph], None]) -> Pass[StepGraph, Loweri
     return Pass(name, lambda graph, options: run(graph))
 
 
+WIDE_PLATFORMS = ("4000", "5010")
 FEW_ROWS = 1
 """Most rows for which merged projections and signed sines are faster on an NPU (docs/npu.md)."""
 DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
@@ -71,15 +72,20 @@ DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     ),
 )
 """The same in forms that Intel's NPU compiler makes fast programs of. Each choice is a row of a table in ``docs/npu.md``."""
+DECODER_NPU_WIDE = DECODER_NPU.without("gate_last").without("cut_heads")
+"""The same for platforms with more tiles than the oldest one, where prompts are faster without these two."""
 EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
     "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)
 )
 
 
-def decoder_passes(device: str) -> PassPipeline[StepGraph, LoweringOptions]:
-    """Return the passes for a device, such as ``CPU`` or ``GPU.0``, by its kind."""
+def decoder_passes(device: str, platform: str = "") -> PassPipeline[StepGraph, LoweringOptions]:
+    """Return the passes for a device, such as ``CPU`` or ``GPU.0``, by its kind.
+
+    ``platform``: that of an NPU, such as ``4000``. Programs for an unknown one have the forms that every platform takes.
+    """
     if kind(device) == "NPU":
-        return DECODER_NPU
+        return DECODER_NPU_WIDE if platform in WIDE_PLATFORMS else DECODER_NPU
     return DECODER if merges_projections(device) else DECODER_UNMERGED
 
 

@@ -91,13 +91,16 @@ class PassPipeline(Generic[Graph, Options]):
     variant_passes: tuple[VariantPass[Graph], ...] = ()
 
     def without(self, name: str) -> PassPipeline[Graph, Options]:
-        """Return the pipeline without the pass of this name.
+        """Return the pipeline without the pass of this name, which may be one of its variants.
 
         Raises:
             ValueError: the pipeline has no such pass.
         """
-        self._require(name)
-        return replace(self, passes=tuple(entry for entry in self.passes if entry.name != name))
+        later = tuple(entry for entry in self.variant_passes if entry.name != name)
+        if len(later) == len(self.variant_passes):
+            self._require(name)
+        passes = tuple(entry for entry in self.passes if entry.name != name)
+        return replace(self, passes=passes, variant_passes=later)
 
     def replace(self, name: str, other: Pass[Graph, Options]) -> PassPipeline[Graph, Options]:
         """Return the pipeline with ``other`` in place of the pass of this name.

@@ -173,6 +173,16 @@ def merges_projections(device: str) -> bool:
     return kind(device) == "CPU"
 
 
+def npu_platform(core: ov.Core, device: str) -> str:
+    """Return the platform of an NPU, such as ``4000``; empty for other devices, and if its plugin does not say it."""
+    if kind(device) != "NPU":
+        return ""
+    try:
+        return str(core.get_property(device, "DEVICE_ARCHITECTURE")).upper().removeprefix("NPU")
+    except RuntimeError:
+        return ""
+
+
 def default_kv_type(core: ov.Core, device: str, *phases: Mapping[str, Any]) -> KVType:
     """Return the default element type of KV slots: f16, but on the CPU f32, or bf16 if every phase computes in bf16."""
     if kind(device) != "CPU":

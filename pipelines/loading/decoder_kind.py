@@ -24,7 +24,7 @@ from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipelin
 from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
-from staticllm.devices import check_device, default_kv_type, get_core
+from staticllm.devices import check_device, default_kv_type, get_core, npu_platform
 from staticllm.model_dir import check_model_dir, weights_size
 from staticllm.pipelines.artifacts.blob_set import json_properties
 from staticllm.pipelines.artifacts.manifest import Manifest
@@ -98,7 +98,8 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         lowering = LoweringOptions(
             config.num_kv_slots(mode), kv_type, adapter_type="bf16" if usual == "bf16" else "f32"
         )
-        lowered = _lowered(source.model, lowering, decoder_passes(device), config.adapters)
+        platform = npu_platform(core, device) if job.target is None else job.target.platform.number
+        lowered = _lowered(source.model, lowering, decoder_passes(device, platform), config.adapters)
         layout = program_layout(device, job.directory, config, kv_type)
         variants = choose_variants(config, mode, lowered.shape, layout)
         probes = probes_of(job)

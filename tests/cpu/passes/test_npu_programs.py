@@ -10,7 +10,7 @@ import pytest
 from openvino import opset13 as ops
 from support.models.compressed_weights import compress
 
-from staticllm.compiler_passes.decoder import DECODER, DECODER_NPU, FEW_ROWS, decoder_passes
+from staticllm.compiler_passes.decoder import DECODER, DECODER_NPU, DECODER_NPU_WIDE, FEW_ROWS, decoder_passes
 from staticllm.compiler_passes.lower import lower
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
@@ -216,7 +216,8 @@ def test_the_memory_of_weights_lives_as_long_as_a_program_of_them(zoo, kind):
 
 
 def test_devices_have_their_own_passes():
-    assert decoder_passes("NPU") is decoder_passes("NPU.4000") is DECODER_NPU
+    assert decoder_passes("NPU") is decoder_passes("NPU.0", "3720") is decoder_passes("NPU", "6000") is DECODER_NPU
+    assert decoder_passes("NPU", "4000") is decoder_passes("NPU", "5010") is DECODER_NPU_WIDE
     assert decoder_passes("CPU") is DECODER
     assert "group_queries" not in {entry.name for entry in DECODER_NPU.passes}
     assert DECODER_NPU.without("gate_last").variant_passes == DECODER_NPU.variant_passes
