@@ -14,6 +14,7 @@ from staticllm.compiler_passes.rewrites.decompose_attention import decompose_att
 from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
 from staticllm.compiler_passes.rewrites.group_queries import group_queries
 from staticllm.compiler_passes.rewrites.join_weights import join_weights
+from staticllm.compiler_passes.rewrites.mend_broadcasts import mend_broadcasts
 from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
 from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
 from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
@@ -29,6 +30,7 @@ from staticllm.devices import kind, merges_projections
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
         Pass("lift_state", lambda graph, options: lift_state(graph)),
+        Pass("mend_broadcasts", lambda graph, options: mend_broadcasts(graph)),
         Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
         Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
         Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_kv_len)),

@@ -97,7 +97,7 @@ class StaticLLMPipeline:
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         if daemon:
             check_sendable(scheduler)
-        source, candidates = source_of(models_path, given, candidates)
+        source, candidates = source_of(models_path, given, candidates, on_progress or (lambda event: None))
         self._source = weakref.finalize(self, forget_in_memory, source)
         with TextReader(source, given, on_progress) as reader:
             self._launched: Launched | RemoteLaunched

@@ -418,7 +418,18 @@ class FinishReason(str, Enum):
 
 
 Stage = Literal[
-    "read", "passes", "compile", "import", "warm-up", "export", "verify", "fallback", "ready", "complete", "error"
+    "convert",
+    "read",
+    "passes",
+    "compile",
+    "import",
+    "warm-up",
+    "export",
+    "verify",
+    "fallback",
+    "ready",
+    "complete",
+    "error",
 ]
 
 

@@ -11,8 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from staticllm.core import OnProgress
 from staticllm.errors import ModelError, enough_memory, last_line
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, path_kind
+from staticllm.sources.converted import converted
 from staticllm.system.files import open_regular, read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
@@ -37,12 +39,14 @@ def check_model_dir(
     needs_tokenizer: bool = True,
     weights: str | None = None,
     is_encrypted: bool = False,
+    on_progress: OnProgress = lambda event: None,
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    ``path`` may also be the ``openvino_model.xml`` in it. ``weights``: the weights file, if it is not beside the IR. The size of
-    an encrypted weights file is not known in advance, so it only has to exist. Raises ``ModelError`` (there is no OpenVINO model;
-    the message says what is there and which command helps. Or a file is truncated or damaged; the message names it).
+    ``path`` may also be the ``openvino_model.xml`` in it, or a GGUF file, which is converted once. ``weights``: the weights file,
+    if it is not beside the IR. The size of an encrypted weights file is not known in advance, so it only has to exist. Raises
+    ``ModelError`` (there is no OpenVINO model; the message says what is there and which command helps. Or a file is truncated or
+    damaged; the message names it).
     """
     if isinstance(path, Path) and path in _IN_MEMORY:
         return path
@@ -55,7 +59,7 @@ def check_model_dir(
     found = path_kind(directory, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
-    directory = found.directory
+    directory = converted(found.directory, on_progress) if found.is_converted else found.directory
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
         ir = check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)

@@ -60,7 +60,7 @@ def encoder_job(
     name = check(get_core(), device)
     config = encoder_config(name, choices.properties or {}, choices.names)
     is_encrypted = config.weights_decryption_callback is not None
-    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted, on_progress)
     files = read_encoder_files(directory)
     limit = max_positions(directory)
     if choices.max_length is not None and choices.max_length > MOST_TOKENS:

@@ -13,6 +13,7 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.config import StaticLLMConfig
+from staticllm.core import OnProgress
 from staticllm.devices import check_device, get_core, named_devices, supported_properties
 from staticllm.errors import ConfigError, DeviceError, GenerationConfigError, ModelError, enough_memory, last_line
 from staticllm.model_dir import check_model_dir, keep_in_memory
@@ -89,7 +90,9 @@ def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
     return replace(given, weights=weights, generation_config=config)
 
 
-def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tuple[Path, list[Candidate]]:
+def source_of(
+    models_path: Any, given: Given, candidates: list[Candidate], on_progress: OnProgress = lambda event: None
+) -> tuple[Path, list[Candidate]]:
     """Return the checked model directory, or a name that stands for the model in memory, and the candidates for it.
 
     Raises ``ModelError`` (the directory is missing or incomplete, or the model in memory is) and ``ConfigError`` (blobs of a
@@ -98,7 +101,8 @@ def source_of(models_path: Any, given: Given, candidates: list[Candidate]) -> tu
     asked = candidates[0].config
     if given.weights is None:
         is_encrypted = asked.weights_decryption_callback is not None
-        return check_model_dir(models_path, given.tokenizer is None, asked.weights_path, is_encrypted), candidates
+        needs_tokenizer = given.tokenizer is None
+        return check_model_dir(models_path, needs_tokenizer, asked.weights_path, is_encrypted, on_progress), candidates
     if asked.export_blob and asked.blob_path is None:
         raise ConfigError("EXPORT_BLOB of a model in memory: give the folder with BLOB_PATH")
     whole = [

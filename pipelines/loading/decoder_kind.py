@@ -305,7 +305,7 @@ def job_of(
     ``MEMORY_LIMIT_MB``).
     """
     is_encrypted = config.weights_decryption_callback is not None
-    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted)
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted, on_progress)
     core = get_core()
     name = check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())

@@ -81,7 +81,7 @@ def served_name(model: str | None) -> str | None:
     """Return the name by which a server knows a model: that of the folder, if ``model`` is the path of one."""
     if model is None or not is_path(model) or not path_kind(expanded(model)).is_loadable:
         return model
-    return Path(model_directory(model)).resolve().name
+    return path_kind(expanded(model)).name
 
 
 def model_and_texts(model: str | None, texts: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -22,8 +22,8 @@ TICK_SECONDS = 0.25
 WITH_TOTAL = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
 WITHOUT_TOTAL = "{desc} … {elapsed}"
 STAGES = {
-    "read": "reading the model", "passes": "lowering the model", "compile": "compiling", "import": "importing blobs",
-    "warm-up": "warming up", "export": "writing blobs",
+    "convert": "converting the model once", "read": "reading the model", "passes": "lowering the model",
+    "compile": "compiling", "import": "importing blobs", "warm-up": "warming up", "export": "writing blobs",
 }  # fmt: skip
 
 

@@ -37,7 +37,10 @@ _SPLIT = re.compile(r"-00001-of-\d+")
 
 @dataclass(frozen=True)
 class ModelPath:
-    """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps."""
+    """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps.
+
+    A model that is a single file, which is converted when it is loaded, stands for its directory.
+    """
 
     path: Path
     directory: Path
@@ -48,7 +51,18 @@ class ModelPath:
     @property
     def is_loadable(self) -> bool:
         """Whether there is an OpenVINO model, as far as names of files tell."""
-        return self.kind is kinds.OPENVINO
+        return self.kind is kinds.OPENVINO or self.is_converted
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it is a file of which an OpenVINO model is made when it is loaded."""
+        return self.kind is kinds.GGUF
+
+    @property
+    def name(self) -> str:
+        """What the model is called: the name of the folder, or that of the file without its ending."""
+        resolved = self.directory.resolve()
+        return resolved.stem if self.is_converted else resolved.name
 
     @property
     def what(self) -> str:
@@ -144,7 +158,7 @@ def _of_file(path: Path, needs_tokenizer: bool) -> ModelPath:
     name = path.name.lower()
     own = _kind_of_file(path)
     if own is not None:
-        return _Found(own, (path.name,)).at(path, path.parent)
+        return _Found(own, (path.name,)).at(path, path if own is kinds.GGUF else path.parent)
     found = path_kind(path.parent, needs_tokenizer)
     if found.is_loadable or found.kind.name == "no tokenizer":
         is_meant = name in (MODEL_XML, Path(MODEL_XML).with_suffix(".bin").name)
@@ -173,7 +187,7 @@ def _of_folder(path: Path, needs_tokenizer: bool) -> ModelPath:
         if missing:
             can_convert = "tokenizer.json" in folder.files
             found = _Found(kinds.TOKENIZER_TO_CONVERT if can_convert else kinds.NO_TOKENIZER, missing[:1])
-    return found.at(path, path)
+    return found.at(path, path / found.names[0] if found.kind is kinds.GGUF else path)
 
 
 def _plain(folder: _Folder) -> _Found | None:
@@ -290,7 +304,7 @@ def _is_scored(folder: _Folder, config: dict[str, Any]) -> bool:
 
 def _gguf(folder: _Folder) -> _Found | None:
     names = [name for name in folder.ending(".gguf") if _SPLIT.search(name) or "-of-" not in name]
-    return _Found(kinds.GGUF, tuple(names)) if names else None
+    return _Found(kinds.GGUF if len(names) == 1 else kinds.GGUFS, tuple(names)) if names else None
 
 
 def _ctranslate2(folder: _Folder) -> _Found | None:

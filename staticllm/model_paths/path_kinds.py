@@ -20,7 +20,7 @@ class PathKind:
     """One kind of path. ``what`` is a predicate (``holds a GGUF model``), ``remedy`` the one command or step that helps.
 
     Both may name ``{model}`` (the path, quoted for a shell), ``{out}`` (a folder for what a command writes), ``{task}`` (of
-    an export) and ``{found}`` (the names that decided). Only ``OPENVINO`` can be loaded.
+    an export) and ``{found}`` (the names that decided). Only ``OPENVINO`` and ``GGUF`` can be loaded.
     """
 
     name: KindName
@@ -60,7 +60,8 @@ TRANSLATION = PathKind(
 DRAWING = PathKind(
     "drawing", "holds a model that makes images (model_index.json)", "load it with openvino_genai.Text2ImagePipeline"
 )
-GGUF = PathKind("gguf", "holds a GGUF model ({found}), which is not loaded", _MADE_FROM)
+GGUF = PathKind("gguf", "holds a GGUF model ({found})")
+GGUFS = PathKind("several", "holds several GGUF models", "give one of the files: {found}")
 HUGGING_FACE = PathKind("hugging face", "holds a Hugging Face model ({found})", f"export it: {EXPORT}")
 HUGGING_FACE_IMAGES = PathKind(
     "hugging face",

@@ -46,7 +46,7 @@ def model_spec(argument: str) -> ModelSpec:
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).is_dir():
         path = argument
-        name = path_kind(expanded(path)).directory.resolve().name
+        name = path_kind(expanded(path)).name
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
     directory = check_model_dir(expanded(path), False)  # shells leave the ~ of NAME=~/folder as it is

@@ -36,7 +36,7 @@ VERBS = {
     "trace": ["trace", "record", "-o", "never.json", "-m", "MODEL"],
 }
 FOLDERS = {
-    "gguf": {"chat.gguf": "GGUF"},
+    "several gguf": {"chat.gguf": "GGUF", "other.gguf": "GGUF"},
     "hugging face": {"config.json": "{}", "model.safetensors": ""},
     "images": {"openvino_language_model.xml": "<net>"},
     "empty": {},
@@ -156,8 +156,23 @@ def test_doctor_runs_a_reranker_with_pairs(tmp_path, monkeypatch):
     assert found.remedy
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_damaged_gguf_file_gets_one_line_from_every_verb(is_folder, tmp_path, monkeypatch, staticllm):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "held" / "chat.gguf"
+    path.parent.mkdir()
+    path.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 16)
+    for words in VERBS.values():
+        done = staticllm(*(str(path.parent if is_folder else path) if word == "MODEL" else word for word in words))
+        assert done.stderr.startswith(f"Error: {str(path)!r} is damaged (the number of tensors is ")
+        assert done.stderr.count("\n") == 1
+        assert done.returncode == 1
+    with pytest.raises(ModelError, match="is damaged"):
+        StaticLLMPipeline(path, "CPU")
+
+
 def test_doctor_calls_nothing_complete_that_no_verb_loads(zoo, tmp_path, staticllm):
-    """Every file is there and whole, but the graph cannot be lowered, as that which GenAI saves of a GGUF file."""
+    """Every file is there and whole, but the graph cannot be lowered."""
     model = shutil.copytree(zoo / "llama", tmp_path / "model")
     xml = (model / "openvino_model.xml").read_text()
     assert 'type="Range"' in xml

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,7 @@ from staticllm.model_paths.path_kind import path_kind
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 IR = '<?xml version="1.0"?>\n<net name="x">'
 CASES = {
-    "gguf": ({"chat.Q4_1.gguf": "GGUF"}, "gguf", "optimum-cli export openvino --model ORIGINAL"),
-    "split gguf": ({"chat-00001-of-00002.gguf": "", "chat-00002-of-00002.gguf": ""}, "gguf", "ORIGINAL"),
+    "several gguf": ({"chat.Q4_1.gguf": "GGUF", "chat.Q8_0.gguf": "GGUF"}, "several", "give one of the files: chat.Q4_1.gguf, "),
     "safetensors": (
         {"config.json": "{}", "model.safetensors": ""}, "hugging face",
         "optimum-cli export openvino --model @ --task text-generation-with-past --weight-format int8 ",
@@ -143,8 +143,6 @@ def test_an_openvino_model_is_loadable_by_its_folder_and_by_its_graph(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "kind"),
     [
-        ("chat.gguf", b"GGUF\3\0\0\0", "gguf"),
-        ("renamed.bin", b"GGUF\3\0\0\0", "gguf"),
         ("model.onnx", b"\x08", "onnx"),
         ("model.zip", b"PK", "archive"),
         ("model.tar.gz", b"", "archive"),
@@ -158,6 +156,23 @@ def test_a_file_is_a_kind_too(name, data, kind, tmp_path):
     found = path_kind(tmp_path / name)
     assert found.kind.name == kind
     assert found.remedy
+
+
+@pytest.mark.parametrize("name", ["chat.Q4_1.gguf", "renamed.bin"])
+def test_a_gguf_file_is_a_model(name, tmp_path):
+    folder = written(tmp_path / "held", {name: "GGUF\3"})
+    found = path_kind(folder / name)
+    assert found.is_loadable
+    assert found.is_converted
+    assert found.directory == folder / name
+    assert found.name == Path(name).stem
+
+
+def test_a_folder_with_one_gguf_file_stands_for_it(tmp_path):
+    folder = written(tmp_path / "held", {"chat.gguf": "GGUF", "README.md": ""})
+    assert path_kind(folder).directory == folder / "chat.gguf"
+    parts = written(tmp_path / "parts", {"chat-00001-of-00002.gguf": "", "chat-00002-of-00002.gguf": ""})
+    assert path_kind(parts).directory == parts / "chat-00001-of-00002.gguf"
 
 
 def test_weights_stand_for_the_folder_of_their_model(tmp_path):

