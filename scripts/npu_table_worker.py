@@ -108,9 +108,10 @@ def planned(model: Path, platform: str) -> dict[str, Any]:
 
 
 def npuw_times(directory: Path, platform: str) -> tuple[Times, Times]:
-    """Return NPUW's best times as the compiler prices, and repriced: each phase with the better of few tiles and all."""
+    """Return NPUW's best times as the compiler prices, and repriced: each phase with the best of three numbers of tiles."""
     found: list[tuple[Times, Times]] = []
-    for tiles in sorted({FEW_TILES, platform_of(platform).tiles}):
+    own = platform_of(platform)
+    for tiles in sorted({FEW_TILES, own.default_tiles, own.tiles}):
         schedules = npuw_schedules(directory, platform, {**NPUW, "NPU_TILES": str(tiles)})
         priced = [each.total for each in schedules]
         repriced = [each.repriced for each in schedules]
