@@ -119,8 +119,40 @@ def _hold(graph: _Graph, name: str) -> None:
     graph.model.add_sinks([ops.assign(concat, variable)])
     for result in [each for each in consumers(update.output(0)) if each.get_type_name() == "Result"]:
         graph.model.remove_result(result)
+    for reader in consumers(update.output(0)):
+        _read_by_heads(reader, concat, heads, size)
     redirect(update.output(0), ops.transpose(concat, [0, 2, 1, 3]).output(0))
     graph.model.remove_parameter(parameter)
+
+
+def _read_by_heads(reader: ov.Node, held: ov.Node, heads: int, size: int) -> None:
+    """Let attention read keys or values by heads, as they are held, if a reader only repeats and transposes what it reads.
+
+    That is ``[1, slots, heads, size]``. Each head may be repeated for several heads of queries, which later passes find in the
+    form of other exports.
+    """
+    chain = [reader]
+    while chain[-1].get_type_name() in ("Unsqueeze", "Broadcast", "Reshape"):
+        following = consumers(chain[-1].output(0))
+        if len(following) != 1:
+            return
+        chain += following
+    kinds = tuple(node.get_type_name() for node in chain)
+    if kinds not in (("Transpose",), ("Unsqueeze", "Broadcast", "Reshape", "Transpose")):
+        return
+    order = chain[-1].input_value(1).get_node()
+    if order.get_type_name() != "Constant" or order.data.tolist() != [0, 2, 1, 3]:
+        return
+    result = held
+    if len(chain) > 1:
+        repeated = chain[0].get_output_partial_shape(0)
+        copies = chain[2].get_output_partial_shape(0)[2].get_length() // heads
+        if len(repeated) != 5 or repeated[3] != 1:
+            return
+        target = ops.constant([1, 1, copies, 1, 1])
+        wide = ops.broadcast(ops.unsqueeze(held, ops.constant(2)), target, broadcast_spec="BIDIRECTIONAL")
+        result = ops.reshape(wide, [1, heads * copies, -1, size], False)
+    redirect(chain[-1].output(0), result.output(0))
 
 
 def _give_all_rows(graph: _Graph) -> None:
@@ -152,10 +184,16 @@ def _size(tokens: ov.Node) -> ov.Node:
 
 
 def _name_logits(model: ov.Model) -> None:
+    """Name the logits, and give them the shape ``[1, rows, vocabulary]``, from the hidden states before the head on."""
     (result,) = model.get_results()
-    value = result.input_value(0)
-    vocabulary = value.get_partial_shape()[3].get_length()
-    logits = ops.reshape(value, [1, -1, vocabulary], False)
-    logits.output(0).set_names({LOGITS})
-    model.add_results([ops.result(logits)])
-    model.remove_result(result)
+    head = result.input_value(0).get_node()
+    while head.get_type_name() != "MatMul":
+        computed = [value.get_node() for value in head.input_values() if value.get_node().get_type_name() != "Constant"]
+        if len(computed) != 1:
+            raise UnsupportedModelError(
+                STAGE, f"the logits come from {head.get_friendly_name()!r}, which is no product"
+            )
+        head = computed[0]
+    size = head.input_value(0).get_partial_shape()[3].get_length()
+    head.input(0).replace_source_output(ops.reshape(head.input_value(0), [1, -1, size], False).output(0))
+    result.input_value(0).set_names({LOGITS})
