@@ -49,9 +49,6 @@ FEW_TOKENS = {**QWEN2, "vocab_size": 4096}
 INT4 = {"bits": 4, "ratio": 1.0}
 SHAPES = {
     "qwen2-0.5b": Shape("Qwen2", {"bits": 8}, QWEN2),
-    "npu-int8": Shape("Qwen2", {"bits": 8}, FEW_TOKENS),
-    "npu-int4": Shape("Qwen2", {**INT4, "sym": True, "group_size": -1}, FEW_TOKENS),
-    "npu-int4-g128": Shape("Qwen2", {**INT4, "sym": True, "group_size": 128}, FEW_TOKENS),
     "llama-1b": Shape(
         "Llama",
         {"bits": 4, "group_size": 128},
@@ -68,6 +65,12 @@ SHAPES = {
         },
     ),
 }
+NPU_SHAPES = {
+    "npu-int8": Shape("Qwen2", {"bits": 8}, FEW_TOKENS),
+    "npu-int4": Shape("Qwen2", {**INT4, "sym": True, "group_size": -1}, FEW_TOKENS),
+    "npu-int4-g128": Shape("Qwen2", {**INT4, "sym": True, "group_size": 128}, FEW_TOKENS),
+}
+"""The models of `npu_table.py`."""
 
 
 def cache_dir() -> Path:
@@ -84,7 +87,7 @@ def make(name: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=target.parent))
     try:
-        export(SHAPES[name], scratch / "torch", scratch / "openvino")
+        export({**SHAPES, **NPU_SHAPES}[name], scratch / "torch", scratch / "openvino")
         (scratch / "openvino").rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -111,7 +114,7 @@ def export(shape: Shape, torch_dir: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", default="qwen2-0.5b", choices=sorted(SHAPES))
+    parser.add_argument("name", nargs="?", default="qwen2-0.5b", choices=sorted({**SHAPES, **NPU_SHAPES}))
     try:
         print(make(parser.parse_args().name))
     except ImportError as error:

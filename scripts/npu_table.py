@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 
 from _setup import ROOT, ensure_environment, run
-from make_bench_model import SHAPES, cache_dir
+from make_bench_model import NPU_SHAPES, cache_dir
 
-MODELS = [name for name in SHAPES if name.startswith("npu-")]
+MODELS = tuple(NPU_SHAPES)
 
 
 def main() -> None:

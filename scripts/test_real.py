@@ -19,7 +19,7 @@ def main() -> None:
         command = [str(python), str(ROOT / "scripts" / "real_models.py"), name]
         if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
             print(f"skipped: {name} cannot be had")
-    run(python, "-m", "pytest", "-v", "tests/peer/test_real_models.py", *sys.argv[1:])
+    run(python, "-m", "pytest", "-v", "--all", "tests/peer/test_real_models.py", *sys.argv[1:])
 
 
 if __name__ == "__main__":

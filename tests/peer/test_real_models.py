@@ -22,6 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from real_models import MODELS, folder
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+PEER = {**F32, "ATTENTION_BACKEND": "SDPA"}
+"""Its paged attention takes keys and values of other shapes than these."""
 SIZES = {"MAX_PROMPT_LEN": 1024, "MIN_RESPONSE_LEN": 128}
 NUM_TOKENS = 24
 TOPICS = (
@@ -37,6 +39,8 @@ QUESTIONS = (
     "Continue: Yesterday I read about {}, and",
 )  # fmt: skip
 PROMPTS = [question.format(topic) for topic in TOPICS for question in QUESTIONS]
+
+pytestmark = pytest.mark.slow
 
 
 def file_of(name):
@@ -54,7 +58,7 @@ def smollm2():
 @pytest.fixture(scope="module")
 def expected(smollm2):
     """GenAI's tokens after each prompt."""
-    pipe = genai.LLMPipeline(str(converted(smollm2)), "CPU", **F32)
+    pipe = genai.LLMPipeline(str(converted(smollm2)), "CPU", **PEER)
     return {prompt: tokens_of(pipe, prompt) for prompt in PROMPTS}
 
 
@@ -120,7 +124,7 @@ def test_a_blob_set_gives_the_same_tokens(smollm2, expected, tmp_path):
 
 
 def test_a_grammar_gives_the_answer_of_genai(pipe, smollm2):
-    peer = genai.LLMPipeline(str(converted(smollm2)), "CPU", **F32)
+    peer = genai.LLMPipeline(str(converted(smollm2)), "CPU", **PEER)
     config = genai.GenerationConfig(max_new_tokens=8, do_sample=False)
     config.set_eos_token_id(2)
     config.structured_output_config = genai.StructuredOutputConfig(regex=r"(Paris|London|Rome)")
@@ -138,7 +142,7 @@ def test_any_chunks_of_a_long_text_give_the_same_next_token(name):
         with StaticLLMPipeline(path, "CPU", **SIZES, **properties, **F32) as pipe:
             ids = np.array(pipe.get_tokenizer().encode(text).input_ids.data[0, :900])
             found.append(list(pipe.generate(ids, max_new_tokens=8, ignore_eos=True).tokens[0]))
-    reference = genai.LLMPipeline(str(converted(path)), "CPU", ATTENTION_BACKEND="SDPA", **F32)
+    reference = genai.LLMPipeline(str(converted(path)), "CPU", **PEER)
     tokens = genai.TokenizedInputs(ov.Tensor(ids[None]), ov.Tensor(np.ones((1, len(ids)), np.int64)))
     config = genai.GenerationConfig(max_new_tokens=8, ignore_eos=True, do_sample=False)
     assert found == [list(reference.generate(tokens, config).tokens[0])] * 2

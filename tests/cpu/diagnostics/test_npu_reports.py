@@ -167,8 +167,9 @@ def test_inspect_says_how_the_programs_were_split(zoo):
 def test_a_model_without_repeating_layers_is_noted(zoo, tmp_path):
     model = ov.Core().read_model(zoo / "qwen2" / "openvino_model.xml")
     changed = 0
-    for node in model.get_ordered_ops():  # each layer gets another number of operations
-        if node.get_type_name() == "MatMul" and "mlp.down_proj" in node.get_friendly_name():
+    for node in model.get_ordered_ops():  # attention and feed-forward of each layer get another number of operations
+        name = node.get_friendly_name()
+        if node.get_type_name() == "MatMul" and ("mlp.down_proj" in name or "self_attn.o_proj" in name):
             readers = node.output(0).get_target_inputs()
             last = node
             for _ in range(changed):
@@ -176,7 +177,7 @@ def test_a_model_without_repeating_layers_is_noted(zoo, tmp_path):
             for reader in readers if changed else ():
                 reader.replace_source_output(last.output(0))
             changed += 1
-    assert changed == LAYERS
+    assert changed == 2 * LAYERS
     folder = saved(model, tmp_path)
     report = asked("report_on_npu", job_for(folder, PricedCompiler(), **SHORT))
     assert not any(program.repeats for program in report.compiled.programs)
