@@ -22,6 +22,8 @@ reads (keys, values, states, adapters); ``tokens``: of the tokens."""
 _OWN = (PAST, "state.", "adapter.")
 _STATES = (PRESENT, "state.")
 _TOKENS = frozenset({INPUT_IDS, TOKEN_TYPE_IDS})
+MOST_FOLDED = 1 << 14
+"""The most numbers of a constant of which shapes, positions and the like are computed; more are weights."""
 _ORDER: tuple[Origin, ...] = ("constant", "shared", "own", "tokens")
 
 
@@ -63,7 +65,8 @@ def _shape_values(model: ov.Model) -> list[ov.Output]:
             kinds[node.get_instance_id()] = next(
                 (each for each in ("other", "Parameter", "ShapeOf") if each in sources), "Constant"
             )
-        if kinds[node.get_instance_id()] == "Parameter" and kind != "Parameter":
+        is_computed = kinds[node.get_instance_id()] == "Parameter" and kind != "Parameter"
+        if is_computed or (kinds[node.get_instance_id()] == "ShapeOf" and _reads_weights(node, kinds)):
             kinds[node.get_instance_id()] = "other"
     return [
         output
@@ -75,6 +78,12 @@ def _shape_values(model: ov.Model) -> list[ov.Output]:
             for target in output.get_target_inputs()
         )
     ]
+
+
+def _reads_weights(node: ov.Node, kinds: dict[int, str]) -> bool:
+    """Return whether a node, such as a Reshape, gives weights a shape: that is to be folded, and not the weights."""
+    constants = [value for value in node.input_values() if kinds[value.get_node().get_instance_id()] == "Constant"]
+    return any(math.prod(value.get_shape()) > MOST_FOLDED for value in constants)
 
 
 def _parameters_of(outputs: Sequence[ov.Output]) -> list[ov.Node]:

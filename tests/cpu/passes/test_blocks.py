@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights, OfWireRows
+from staticllm.compiler_passes.blocks.dataflow import fold_shapes
 from staticllm.compiler_passes.blocks.drop_idle import drop_idle
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
@@ -200,6 +201,26 @@ def sized_model():
     turned = ops.slice(values, [-1], [-9], [-1], [1])
     padded = ops.pad(values, [0, 1, 0], [0, 0, 0], "constant", ops.constant(np.float32(5)))
     return ov.Model([ops.result(each) for each in (joined, twice, filled, turned, padded)], [values])
+
+
+def test_weights_whose_shape_is_computed_stay_compressed():
+    """Exporters reshape weights in groups to sizes that they read off the value with which these are multiplied."""
+    value = ops.parameter([1, 4, 256], ov.Type.f32)
+    weights = ops.constant(np.arange(256 * 256, dtype=np.uint8).reshape(256, 8, 32))
+    scaled = ops.multiply(ops.convert(weights, "f32"), ops.constant(np.full((256, 8, 1), 0.5, np.float32)))
+    columns = ops.gather(ops.shape_of(value), ops.constant([2]), ops.constant(0))
+    shape = ops.concat([ops.constant(np.array([256])), columns], 0)
+    model = ov.Model([ops.matmul(value, ops.reshape(scaled, shape, False), False, True)], [value], "groups")
+    fold_shapes(model)
+    assert "ShapeOf" not in {node.get_type_name() for node in model.get_ops()}
+    types = {
+        node.get_element_type().get_type_name() for node in model.get_ops() if node.get_output_size() and is_large(node)
+    }
+    assert types == {"u8"}
+
+
+def is_large(node):
+    return node.get_type_name() == "Constant" and node.get_byte_size() > 1 << 14
 
 
 def test_what_computes_nothing_at_these_sizes_is_dropped():
