@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, BinaryIO
 from staticllm.core import OnProgress
 from staticllm.errors import ModelError, enough_memory, last_line
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, path_kind
-from staticllm.sources.converted import converted
 from staticllm.system.files import open_regular, read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
@@ -59,13 +58,19 @@ def check_model_dir(
     found = path_kind(directory, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
-    directory = converted(found.directory, on_progress) if found.is_converted else found.directory
+    directory = _converted(found.directory, on_progress) if found.is_converted else found.directory
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
         ir = check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
         if not is_model:
             _check_texts(directory / name, ir)
     return directory
+
+
+def _converted(path: Path, on_progress: OnProgress) -> Path:
+    from staticllm.sources.converted import converted  # it imports NumPy, which helps of commands do not need
+
+    return converted(path, on_progress)
 
 
 def joins_tokens(directory: Path) -> bool:
