@@ -28,9 +28,8 @@ _CACHE = re.compile(r"cache_[kv]_l\d+")
 class _Graph:
     """The frontend's graph, its inputs by name, and the inputs that replace them."""
 
-    def __init__(self, model: ov.Model, window: int | None) -> None:
+    def __init__(self, model: ov.Model) -> None:
         self.model = model
-        self.window = window
         self.old = {min(port.get_names()): port.get_node() for port in model.inputs}
         self.new = {
             name: ops.parameter([1, -1], ov.Type.i64, name=name) for name in (INPUT_IDS, ATTENTION_MASK, POSITION_IDS)
@@ -50,9 +49,13 @@ class _Graph:
 def make_stateful(model: ov.Model, window: int | None = None) -> None:
     """Change a model of the frontend in place. ``window``: the tokens that layers with sliding windows see.
 
-    Raises ``UnsupportedModelError`` (the graph has inputs that no decoder has).
+    Raises ``UnsupportedModelError`` (the graph has inputs that no decoder has, or windows of an unknown length).
     """
-    graph = _Graph(model, window)
+    graph = _Graph(model)
+    if WINDOW_MASK in graph.old and window is None:
+        raise UnsupportedModelError(
+            STAGE, "the model has layers with sliding windows, and the file does not say how long they are"
+        )
     model.add_parameters(list(graph.new.values()))
     _keep_precision(model)
     for name in [name for name in graph.old if _CACHE.fullmatch(name)]:
