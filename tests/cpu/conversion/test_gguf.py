@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import openvino as ov
 import pytest
+from openvino.frontend import FrontEndManager
 from support.models import gguf_files
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ModelError
+from staticllm.compiler_passes.gguf import make_stateful
+from staticllm.errors import ModelError, UnsupportedModelError
 from staticllm.sources import converted as converted_module
 from staticllm.sources.converted import converted
 from staticllm.sources.gguf_header import read_gguf_header
@@ -124,3 +126,11 @@ def test_several_threads_convert_a_file_once(model_path, tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(converted, [written.path] * 4))
     assert len(folders) == len(runs) == 1
+
+
+def test_windows_of_an_unknown_length_are_refused(model_path, tmp_path):
+    written = gguf_files.write(model_path("gemma2"), tmp_path / "model.gguf", "gemma2", "Q8_0")
+    frontend = FrontEndManager().load_by_framework("gguf")
+    model = frontend.convert(frontend.load(str(written.path)))
+    with pytest.raises(UnsupportedModelError, match="sliding windows, and the file does not say how long"):
+        make_stateful(model)
