@@ -27,7 +27,3 @@ def main() -> None:
         write_message(answers, failed(ModelError(f"{str(path)!r} cannot be converted: {last_line(error)}")))
     else:
         write_message(answers, Message(Kind.OK))
-
-
-if __name__ == "__main__":
-    main()

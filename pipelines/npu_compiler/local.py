@@ -1,7 +1,6 @@
 """The NPU compiler of the installed OpenVINO: a library beside its NPU plugin, as in the wheel for Windows.
 
-As a module (``python -m staticllm.pipelines.npu_compiler.local``) it is the child that compiles, with the requests and answers of
-``npu_compile.c``.
+Its ``main`` is the child that compiles, with the requests and answers of ``npu_compile.c``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from staticllm.children.child import take_pipes
+from staticllm.children.child import python_command, take_pipes
 from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import DeviceError
 from staticllm.pipelines.npu_compiler.child_compiler import MARK, ChildCompiler, Launch
@@ -38,13 +37,12 @@ def local_compiler() -> ChildCompiler:
 
 
 def launch() -> Launch:
-    """Return how the child of this interpreter is started. Its working directory is another, so its module path is absolute."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)  # noqa: PTH100 - "" is the working directory
-    command = (sys.executable, "-m", "staticllm.pipelines.npu_compiler.local")
-    return Launch(command, {"PYTHONPATH": paths}, WHAT, REMEDY)
+    """Return how the child of this interpreter is started."""
+    return Launch(python_command("staticllm.pipelines.npu_compiler.local"), {}, WHAT, REMEDY)
 
 
-def _child() -> None:
+def main() -> None:
+    """Answer the questions of the parent process."""
     questions, answers = take_pipes()
     import openvino as ov
 
@@ -99,7 +97,3 @@ def _requirements(compiled: ov.CompiledModel) -> str:
 def _answer(answers: BinaryIO, answer: dict[str, Any]) -> None:
     answers.write(f"{MARK}{json.dumps(answer)}\n".encode())
     answers.flush()
-
-
-if __name__ == "__main__":
-    _child()

@@ -218,6 +218,16 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return sys.stdin.buffer, answers
 
 
+def python_command(module: str) -> list[str]:
+    """Return the command that runs ``main`` of a module with this interpreter and its places of modules.
+
+    They are set after the interpreter has started: as ``PYTHONPATH``, a ``types.py`` beside a user's script would be taken for
+    that of the standard library. An application that is frozen into one program has no interpreter.
+    """
+    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 - "" is the working directory
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; from {module} import main; main()"]
+
+
 def daemon_command() -> list[str]:
     """Return the command that is a daemon in the foreground, as ``staticllm attach`` gave it, or of this interpreter.
 

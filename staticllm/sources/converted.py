@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from staticllm.children.answers import check
-from staticllm.children.child import Child, ChildLostError, last_words
+from staticllm.children.child import Child, ChildLostError, last_words, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.sources.gguf_header import read_gguf_header
@@ -29,7 +29,7 @@ from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
 CHILD = "staticllm.pipelines.conversion.child"
-FORMAT = "1"
+FORMAT = "2"
 """Changes when the same file is converted differently."""
 MAX_SECONDS = 3600.0
 END_SECONDS = 10.0
@@ -141,8 +141,7 @@ def _run_child(path: Path, scratch: Path) -> None:
             f"{str(path)!r} cannot be converted by a frozen application: give it a converted model directory"
         )
     errors = scratch / "errors.txt"
-    paths = os.pathsep.join(os.path.abspath(each) for each in sys.path)  # noqa: PTH100 - "" is the working directory
-    child = Child([sys.executable, "-m", CHILD], environment={"PYTHONPATH": paths}, has_pipes=True, errors=errors)
+    child = Child(python_command(CHILD), has_pipes=True, errors=errors)
     try:
         body = {"path": str(path.absolute()), "target": str(scratch.absolute())}
         check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))

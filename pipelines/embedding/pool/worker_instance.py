@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from staticllm.children.answers import error_of
-from staticllm.children.child import Child, ChildLostError
+from staticllm.children.child import Child, ChildLostError, python_command
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
@@ -30,7 +30,6 @@ START_SECONDS = 600.0
 """The longest time that loading the model may take in a worker process."""
 END_SECONDS = 5.0
 """Grace period for a worker process that was told to end, in seconds."""
-_CODE = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 _MODULE = "staticllm.pipelines.embedding.pool.worker_process"
 
 
@@ -63,7 +62,7 @@ def can_start_workers() -> bool:
 
 def worker_command() -> list[str]:
     """Return the command of a worker process: this interpreter, with the same places of modules."""
-    return [sys.executable, "-c", _CODE.format(path=sys.path, module=_MODULE)]
+    return python_command(_MODULE)
 
 
 class WorkerInstance:

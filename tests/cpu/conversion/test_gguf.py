@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
 from support.models import gguf_files
 
 from staticllm import StaticLLMPipeline
 from staticllm.compiler_passes.gguf import make_stateful
+from staticllm.compiler_passes.graph.step_graph import redirect, upstream
+from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, UnsupportedModelError
 from staticllm.sources import converted as converted_module
 from staticllm.sources.converted import converted
@@ -134,3 +138,56 @@ def test_windows_of_an_unknown_length_are_refused(model_path, tmp_path):
     model = frontend.convert(frontend.load(str(written.path)))
     with pytest.raises(UnsupportedModelError, match="sliding windows, and the file does not say how long"):
         make_stateful(model)
+
+
+def stateful(path):
+    frontend = FrontEndManager().load_by_framework("gguf")
+    model = frontend.convert(frontend.load(str(path)))
+    make_stateful(model)
+    return model
+
+
+def kinds_of(model):
+    compiled = ov.Core().compile_model(model, "CPU", EXACT)
+    return Counter(node.get_rt_info()["layerType"].value for node in compiled.get_runtime_model().get_ordered_ops())
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_1"])
+def test_halves_rotate_instead_of_pairs_with_the_same_logits(kind, model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", kind)
+    tokens = np.random.default_rng(5).integers(0, 500, 20).tolist()
+    model = stateful(written.path)
+    expected = logits_of(model, tokens, ())
+    num_layers = kinds_of(model)["ScaledDotProductAttention"]
+    assert kinds_of(model)["RoPE"] == 0
+    assert rotate_halves(model) == 2 * num_layers
+    assert kinds_of(model)["RoPE"] == 2 * num_layers
+    found = logits_of(model, tokens, (7,))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def also_read_keys(model, rotations):
+    """Let something else than attention read the rotated keys of one layer."""
+    model.add_results([ops.result(rotations[1].output(0))])
+
+
+def share_weights(model, rotations):
+    """Let something else read the numbers of a matrix before a rotation."""
+    product = next(each for each in upstream([rotations[0]]) if each.get_type_name() == "MatMul")
+    model.add_results([ops.result(product.input_value(1))])
+
+
+def rotate_queries_only(model, rotations):
+    """Replace the rotation of one layer's keys by what it rotates."""
+    redirect(rotations[1].output(0), rotations[1].input_value(0).get_node().input_value(0))
+
+
+@pytest.mark.parametrize("change", [also_read_keys, share_weights, rotate_queries_only])
+def test_rotations_that_are_not_understood_stay(change, model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "F32")
+    model = stateful(written.path)
+    change(model, [node for node in model.get_ordered_ops() if node.get_friendly_name().endswith("_rope")])
+    tokens = np.random.default_rng(5).integers(0, 500, 20).tolist()
+    expected = logits_of(model, tokens, ())
+    assert rotate_halves(model) == 0
+    assert np.array_equal(logits_of(model, tokens, ()), expected)

@@ -45,7 +45,7 @@ class Core:
         return self.core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
 local.get_core = lambda: Core()
-local._child()
+local.main()
 """
 
 

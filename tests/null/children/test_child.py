@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 
 import pytest
 
 from staticllm.children import child as module
-from staticllm.children.child import Child, ChildLostError, start_daemon
+from staticllm.children.child import Child, ChildLostError, python_command, start_daemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import EndpointError, SilentError
 from staticllm.wire.messages import Kind, Message
@@ -119,3 +120,11 @@ def test_a_daemon_that_is_silent_while_it_starts_is_waited_for(tmp_path, monkeyp
     started = module._detached.pop()
     started.kill()
     started.wait(60)
+
+
+def test_modules_beside_a_users_script_do_not_take_the_place_of_the_standard_librarys(tmp_path, monkeypatch):
+    (tmp_path / "types.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "a_child.py").write_text("def main():\n    print('here')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = subprocess.run(python_command("a_child"), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr
