@@ -1,8 +1,8 @@
-"""Lets positions rotate the two halves of a head instead of neighbouring pairs, as most exports do and plugins fuse.
+"""Lets positions rotate the two halves of a head instead of neighbouring pairs.
 
-Most GGUF files store the rows of queries and keys so that the two numbers that rotate together are neighbours.
-That needs a split, a product with -1 and a join of single numbers for each layer. If queries and keys are reordered alike, their
-products are the same, so the rows of the weights are stored in the order in which the halves rotate.
+Most GGUF files store the rows of queries and keys so that the two numbers that rotate together are neighbours. That needs a
+split, a product with -1 and a join of single numbers for each layer. If queries and keys are reordered alike, their products are
+the same, so the rows of the weights are stored in the order in which the halves rotate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import consumers, redirect, through
+from staticllm.compiler_passes.rewrites.join_halves import is_constant, rotated_halves
 
 Order = NDArray[np.intp]
 _MOVES = ("Reshape", "Transpose", "Unsqueeze", "Broadcast", "Convert", "Concat", "Gather")
@@ -95,7 +96,7 @@ def _turned_source(value: ov.Output) -> ov.Output | None:
     negated = join.input_value(0).get_node()
     first = join.input_value(1)
     split = first.get_node()
-    if negated.get_type_name() != "Multiply" or not _is_constant(negated.input_value(1), -1.0):
+    if negated.get_type_name() != "Multiply" or not is_constant(negated.input_value(1), -1.0):
         return None
     if split.get_type_name() != "Split" or split.get_output_size() != _PAIR:
         return None
@@ -111,11 +112,6 @@ def _turned_source(value: ov.Output) -> ov.Output | None:
 def _is_last(split: ov.Node, rank: int) -> bool:
     axis = split.input_value(1).get_node()
     return axis.get_type_name() == "Constant" and int(axis.data.reshape(-1)[0]) in (-1, rank - 1)
-
-
-def _is_constant(value: ov.Output, number: float) -> bool:
-    node = through(value, "Convert", "Reshape").get_node()
-    return node.get_type_name() == "Constant" and bool(np.all(node.get_data(dtype=np.float32) == number))
 
 
 def _doubled(value: ov.Output) -> ov.Output | None:
@@ -222,16 +218,9 @@ def _change(rotation: _Rotation) -> None:
         values = bias.data.reshape(-1)[rotation.order].reshape(bias.get_output_shape(0))
         redirect(bias.output(0), ops.constant(values, bias.get_element_type()).output(0))
     turn = ops.constant([0, 2, 1, 3])
-    half = rotation.cosine.get_partial_shape()[3].get_length()
-    heads = ops.transpose(rotation.source, turn)
-    first, second = ops.variadic_split(heads, ops.constant(-1), ops.constant([half, half])).outputs()
-    cosine, sine = (ops.transpose(each, turn) for each in (rotation.cosine, rotation.sine))
-    minus = ops.multiply(ops.multiply(second, sine), ops.constant(np.float32(-1)))
-    halves = (
-        ops.add(ops.multiply(first, cosine), minus),
-        ops.add(ops.multiply(second, cosine), ops.multiply(first, sine)),
-    )
-    redirect(rotation.result.output(0), ops.transpose(ops.concat(halves, -1), turn).output(0))
+    cosine, sine = (ops.transpose(ops.concat([each, each], -1), turn) for each in (rotation.cosine, rotation.sine))
+    rotated = rotated_halves(ops.transpose(rotation.source, turn).output(0), cosine.output(0), sine.output(0))
+    redirect(rotation.result.output(0), ops.transpose(rotated, turn).output(0))
 
 
 def _reorder(constant: ov.Node, order: Order) -> None:

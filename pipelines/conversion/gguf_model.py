@@ -10,6 +10,7 @@ from typing import Any
 import openvino as ov
 
 from staticllm.compiler_passes.gguf import make_stateful
+from staticllm.compiler_passes.rewrites.join_halves import join_halves
 from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, last_line, shown
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
@@ -56,6 +57,7 @@ def _read(header: GGUFHeader) -> ov.Model:
     restore_scales(model, header)
     window = header.number(f"{header.architecture}.attention.sliding_window")
     make_stateful(model, window)
+    join_halves(model)
     rotate_halves(model)
     return model
 

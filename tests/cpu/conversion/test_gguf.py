@@ -166,6 +166,24 @@ def test_halves_rotate_instead_of_pairs_with_the_same_logits(kind, model_path, t
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_rotations_are_fused_and_survive_in_a_blob(name, model_path, tmp_path):
+    written = gguf_files.write(model_path(name), tmp_path / "model.gguf", name, "F32")
+    model = ov.Core().read_model(converted(written.path) / "openvino_model.xml")
+    kinds = kinds_of(model)
+    assert kinds["RoPE"] == kinds["MemoryInput"] > 0  # queries and keys; keys and values are held
+    core = ov.Core()
+    compiled = core.compile_model(model, "CPU", EXACT)
+    imported = core.import_model(compiled.export_model().getvalue(), "CPU", EXACT)
+    tokens = np.random.default_rng(5).integers(0, 500, (1, 20))
+    feeds = {
+        "input_ids": tokens, "attention_mask": np.ones((1, 20), np.int64), "position_ids": np.arange(20)[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }  # fmt: skip
+    expected, found = (each.create_infer_request().infer(feeds)["logits"] for each in (compiled, imported))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
 def also_read_keys(model, rotations):
     """Let something else than attention read the rotated keys of one layer."""
     model.add_results([ops.result(rotations[1].output(0))])
