@@ -104,8 +104,9 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
             raise ModelError(f"{request.source!r} cannot be exported: {_with_remedy(str(error))}") from None
         written = path_kind(scratch / "model", needs_tokenizer=is_decoder)
         if not written.is_loadable:
+            missing = written.found or "openvino_model.xml"
             raise ModelError(
-                f"{request.source!r} cannot be exported: what was written {written.kind.what}, {written.remedy}"
+                f"{request.source!r} cannot be exported: optimum has not written {missing}; check that its tokenizer is complete"
             )
         num_bytes = sum(path.stat().st_size for path in (scratch / "model").rglob("*"))
         _move(scratch / "model", request.target)
@@ -114,7 +115,7 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
 
 def _with_remedy(reason: str) -> str:
     """Return the reason with what helps, if that is not in it."""
-    if "trust_remote_code" in reason:
+    if "trust_remote_code" in reason or "custom code" in reason:
         return "it brings code of its own (*.py): read it, and add --trust-remote-code if it may run"
     if "No space left" in reason:
         return f"{reason}: free space beside the target"
