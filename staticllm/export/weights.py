@@ -60,7 +60,7 @@ def weights_for(
     """Return the weights for a device; what is None is chosen.
 
     - NPU: symmetric, because zero points cost it time; int4 in groups of 128, because channels in 4 bits without calibration
-      change small models too much, and groups cost a decode step 15 to 35 % in the compiler's prediction (docs/npu.md).
+      change small models too much, and groups cost a decode step 13 to 38 % in the compiler's prediction (docs/npu.md).
     - CPU and GPU: int8 with zero points, which is close to the original and what the benchmarks measure; int4 if it is asked for.
     - Encoders: f16, because a call computes many rows with the same weights, so that their size does not decide its time.
 
