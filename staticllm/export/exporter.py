@@ -95,7 +95,7 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
             "scratch": str(scratch / "plain"), "task": task, "trust_remote_code": request.trusts_remote_code,
             "dtype": weights.dtype, "compression": weights.compression,
         }  # fmt: skip
-        environment = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch / "temporary"))
+        environment = {name: str(scratch / "temporary") for name in ("TMPDIR", "TEMP", "TMP")}
         if not request.trusts_remote_code:
             environment["HF_HUB_OFFLINE"] = "1"
         try:

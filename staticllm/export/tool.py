@@ -5,6 +5,9 @@ stdin has one request, a JSON object in a line; its end ends the process. stdout
 for what is done now, and at last ``{"done": values}`` or ``{"error": text}``. All that libraries print goes to stderr.
 """
 
+# pyright: reportMissingImports=false
+# Only the environment for exports has optimum.
+
 from __future__ import annotations
 
 import contextlib

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -78,7 +79,6 @@ def test_the_help_loads_neither_the_exporter_nor_openvino():
     )
     found = in_child("export", "--help")
     assert "--group-size" in found.stdout
-    import subprocess
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
