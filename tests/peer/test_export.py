@@ -6,6 +6,7 @@ They equal optimum's own exports, and staticllm computes with them what transfor
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from hashlib import sha256
@@ -15,7 +16,8 @@ import numpy as np
 import openvino as ov
 import pytest
 
-from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
+from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, StaticRerankPipeline
+from staticllm.errors import ModelError
 from staticllm.export.environment import check_python
 from staticllm.export.exporter import ExportRequest, export
 
@@ -131,8 +133,6 @@ def test_an_embedder_keeps_its_pooling_and_prompts(originals):
 
 
 def test_an_architecture_that_optimum_does_not_know_is_one_line(originals, tmp_path):
-    from staticllm.errors import ModelError
-
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text('{"architectures": ["NewForCausalLM"], "model_type": "newest"}')
@@ -144,8 +144,6 @@ def test_an_architecture_that_optimum_does_not_know_is_one_line(originals, tmp_p
 
 
 def test_code_of_the_model_is_not_run_unasked(originals, tmp_path):
-    from staticllm.errors import ModelError
-
     source = tmp_path / "source"
     source.mkdir()
     mark = tmp_path / "was_run"
@@ -156,6 +154,29 @@ def test_code_of_the_model_is_not_run_unasked(originals, tmp_path):
     with pytest.raises(ModelError, match="add --trust-remote-code"):
         export(ExportRequest(str(source), tmp_path / "out"), Path(PYTHON))
     assert not mark.exists()
+
+
+def test_a_name_in_the_cache_needs_no_network(originals, tmp_path, monkeypatch):
+    cached = tmp_path / "hub" / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(originals / "llama", cached / "snapshots" / ("0" * 40))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    export(ExportRequest("owner/name", tmp_path / "out"), Path(PYTHON))
+    assert constants_of(tmp_path / "out") == constants_of(originals / "llama-int4")
+    with pytest.raises(ModelError, match="'owner/other' is no folder, and cannot be had from Hugging Face") as error:
+        export(ExportRequest("owner/other", tmp_path / "none"), Path(PYTHON))
+    assert "\n" not in str(error.value)
+
+
+def test_a_reranker_has_the_scores_of_transformers(originals):
+    folder = exported(originals, "reranker", "f32", weights="f32")
+    reference = np.load(originals / "reranker.npz")
+    with StaticRerankPipeline(folder, "CPU", INFERENCE_PRECISION_HINT="f32") as pipe:
+        found = dict(pipe.rerank("fox", ["A fox.", "Rain."]))
+    assert np.abs(np.array([found[0], found[1]]) - reference["scores"]).max() < 1e-4
 
 
 def test_this_process_has_no_torch(originals):

@@ -104,8 +104,26 @@ def make_encoder(folder):
     np.savez(folder / "encoder.npz", query=vector.numpy())
 
 
+def make_reranker(folder):
+    """A BERT with one label, whose sigmoid is the score of a pair."""
+    torch.manual_seed(9)
+    sizes = {name: value for name, value in SIZES.items() if "_token_id" not in name}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, num_labels=1)).eval()
+    words = tokenizer()
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    model.save_pretrained(folder / "reranker")
+    words.save_pretrained(folder / "reranker")
+    pairs = [words("fox", text, return_tensors="pt", return_token_type_ids=True) for text in ("A fox.", "Rain.")]
+    with torch.no_grad():
+        scores = [torch.sigmoid(model(**pair).logits[0, 0]).item() for pair in pairs]
+    np.savez(folder / "reranker.npz", scores=np.array(scores))
+
+
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     for each in DECODERS:
         make_decoder(each, place)
     make_encoder(place)
+    make_reranker(place)
