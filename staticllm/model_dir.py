@@ -190,9 +190,7 @@ def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False)
     Raises ``ModelError`` (a file is missing, damaged or too short).
     """
     if not xml.is_file():
-        raise ModelError(
-            f"{xml.name} is missing in {str(xml.parent)!r}: export the model with optimum-cli export openvino"
-        )
+        raise ModelError(f"{xml.name} is missing in {str(xml.parent)!r}: export the model with `staticllm export`")
     stat = xml.stat()
     ir = _parsed(xml, stat.st_mtime_ns, stat.st_size)
     weights = weights or xml.with_suffix(".bin")

@@ -19,7 +19,7 @@ from staticllm.pipelines.conversion.gguf_weights import restore_scales
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_EXPORT = "export the original model with optimum-cli export openvino"
+_EXPORT = "export the original model with `staticllm export`"
 _SIZES = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",

@@ -142,7 +142,7 @@ def build_tokenizer(header: GGUFHeader) -> tuple[ov.Model, ov.Model]:
     if kind not in kinds:
         raise ModelError(
             f"{str(header.path)!r} has a vocabulary of the kind {shown(kind)}, and {' and '.join(kinds)} can be read: "
-            "export the original model with optimum-cli export openvino"
+            "export the original model with `staticllm export`"
         )
     special = special_tokens(header)
     vocabulary = _vocabulary(header)
@@ -180,7 +180,7 @@ def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTok
     if pre not in SPLITS:
         raise ModelError(
             f"{str(header.path)!r} splits texts in a way that is not known ({PRE} is {shown(pre)}): "
-            "export the original model with optimum-cli export openvino"
+            "export the original model with `staticllm export`"
         )
     added = vocabulary.of_type(CONTROL, USER_DEFINED)
     yield steps.SpecialTokensSplit.from_string_iter(added)

@@ -56,9 +56,9 @@ PACKAGES = (
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))
 NUM_NEW = 16
-SYMMETRIC_8_BIT = "--weight-format int8 --sym"
-SYMMETRIC_4_BIT = "--weight-format int4 --sym --backup-precision int8_sym"
-"""Options of optimum for weights without zero points. With 4 bits, embedding and head have the backup precision."""
+SYMMETRIC_8_BIT = "--weights int8 --symmetric"
+SYMMETRIC_4_BIT = "--weights int4 --symmetric"
+"""Options of `staticllm export` for weights without zero points."""
 NOT_TEXT = "its graph is neither a decoder's nor an encoder's"
 
 
@@ -230,13 +230,16 @@ def check_weights(path: str) -> Iterator[Finding]:
     value = f"{len(asymmetric)} of {len(matrices)} matrices have {bits} weights with zero points, which an NPU has to correct"
     options = SYMMETRIC_4_BIT if any(matrix.bits == 4 for matrix in matrices) else SYMMETRIC_8_BIT
     yield Finding(
-        "warn", "weights on NPU", value, f"export the original with optimum-cli export openvino {options} (docs/npu.md)"
+        "warn",
+        "weights on NPU",
+        value,
+        f"export the original with `staticllm export ORIGINAL DIR {options}` (docs/npu.md)",
     )
 
 
 def _remedy(error: StaticLLMError) -> str:
     """Return what helps a model that cannot be loaded or run."""
-    again = "export the original with optimum-cli export openvino (docs/models.md)"
+    again = "export the original with `staticllm export` (docs/models.md)"
     if isinstance(error, UnsupportedModelError):
         return again
     if isinstance(error, GenerationConfigError):

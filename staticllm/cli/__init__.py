@@ -25,6 +25,7 @@ _SECTIONS = {
         "serve": ("serve.command", "Serve models over HTTP, with OpenAI's API."),
         "embed": ("embed.embed", "Turn texts into vectors."),
         "rerank": ("embed.rerank", "Sort texts by a query."),
+        "export": ("export.command", "Make a model directory of a Hugging Face model."),
     },
     "Try a model": {
         "doctor": ("model_reports.doctor", "Check packages, devices, a model and results."),

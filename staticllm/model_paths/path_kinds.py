@@ -10,8 +10,10 @@ KindName = Literal[
     "gguf", "hugging face", "adapter", "adapter as pickle", "ctranslate2", "onnx", "blob", "blob set", "cache",
     "archive", "git-lfs", "several", "subfolder", "empty", "missing", "file", "nothing",
 ]  # fmt: skip
-EXPORT = "optimum-cli export openvino --model {model} --task {task} --weight-format int8 {out}"
-EXPORT_ORIGINAL = "optimum-cli export openvino --model ORIGINAL --weight-format int8 {out}"
+EXPORT = "staticllm export {model} {out}"
+EXPORT_ORIGINAL = "staticllm export ORIGINAL {out}"
+EXPORT_OTHER = "optimum-cli export openvino --model {model} --task {task} --weight-format int8 {out}"
+"""For models that staticllm does not run."""
 _MADE_FROM = f"export the model that it was made from: {EXPORT_ORIGINAL}"
 
 
@@ -76,7 +78,7 @@ HUGGING_FACE_SPEECH = PathKind(
 HUGGING_FACE_TRANSLATION = PathKind(
     "hugging face",
     "holds a Hugging Face model ({found}) with an encoder and a decoder, as for translation",
-    f"export it and load it with OVModelForSeq2SeqLM of optimum-intel: {EXPORT}; or export a model with a decoder alone",
+    f"export it and load it with OVModelForSeq2SeqLM of optimum-intel: {EXPORT_OTHER}; or export a model with a decoder alone",
 )
 HUGGING_FACE_OTHER = PathKind(
     "hugging face",
@@ -101,7 +103,7 @@ TOKENIZER = PathKind(
 OTHER_OPENVINO = PathKind(
     "other openvino",
     "holds {found} but no openvino_model.xml",
-    "rename it and its .bin to openvino_model, or export the model again with optimum-cli export openvino",
+    f"rename it and its .bin to openvino_model, or export the model again: {EXPORT_ORIGINAL}",
 )
 BLOB = PathKind(
     "blob", "is a compiled program", "give the folder of the model, and that of the blob set with -p BLOB_PATH={set}"
@@ -121,7 +123,7 @@ SEVERAL = PathKind("several", "holds several models", "give one of them: {found}
 EMPTY = PathKind(
     "empty",
     "is empty, openvino_model.xml is missing",
-    "export a model into it: optimum-cli export openvino --model ORIGINAL --weight-format int8 {model}",
+    "export a model into it: staticllm export ORIGINAL {model}",
 )
 NOTHING = PathKind(
     "nothing",
@@ -133,5 +135,5 @@ MISSING = PathKind("missing", "", "check the path")
 HUB_NAME = PathKind(
     "missing",
     "",
-    "if it is a name on Hugging Face, export it: optimum-cli export openvino --model {model} --weight-format int8 {out}",
+    "if it is a name on Hugging Face, export it: staticllm export {model} {out}",
 )

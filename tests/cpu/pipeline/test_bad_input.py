@@ -79,7 +79,7 @@ def test_a_missing_file_is_named(copy_of, name):
     with pytest.raises(ModelError) as error:
         StaticLLMPipeline(path)
     assert name in one_line(error)
-    assert "optimum-cli" in str(error.value) or "convert_tokenizer" in str(error.value)
+    assert "staticllm export" in str(error.value) or "convert_tokenizer" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["openvino_model.bin", "openvino_tokenizer.bin"])

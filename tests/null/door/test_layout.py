@@ -23,7 +23,7 @@ LEVELS = (
     "core errors version wire",
     "attach devices metrics system",
     "children model_paths",
-    "adapters sources",
+    "adapters export sources",
     "config",
     "properties ports",
     "results model_dir",

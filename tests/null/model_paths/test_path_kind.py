@@ -15,19 +15,18 @@ IR = '<?xml version="1.0"?>\n<net name="x">'
 CASES = {
     "several gguf": ({"chat.Q4_1.gguf": "GGUF", "chat.Q8_0.gguf": "GGUF"}, "several", "give one of the files: chat.Q4_1.gguf, "),
     "safetensors": (
-        {"config.json": "{}", "model.safetensors": ""}, "hugging face",
-        "optimum-cli export openvino --model @ --task text-generation-with-past --weight-format int8 ",
+        {"config.json": "{}", "model.safetensors": ""}, "hugging face", "export it: staticllm export @ held_openvino",
     ),
-    "pickled": ({"config.json": "{}", "pytorch_model.bin": ""}, "hugging face", "optimum-cli export openvino --model @"),
+    "pickled": ({"config.json": "{}", "pytorch_model.bin": ""}, "hugging face", "staticllm export @"),
     "shards": (
         {"config.json": "{}", "model-00001-of-00002.safetensors": "", "model-00002-of-00002.safetensors": ""},
-        "hugging face", "--model @",
+        "hugging face", "staticllm export @",
     ),
     "embedder": (
-        {"config.json": "{}", "model.safetensors": "", "modules.json": "[]"}, "hugging face", "--task feature-extraction",
+        {"config.json": "{}", "model.safetensors": "", "modules.json": "[]"}, "hugging face", "staticllm export @",
     ),
     "safetensors and gguf": (
-        {"config.json": "{}", "model.safetensors": "", "a.gguf": ""}, "hugging face", "--model @",
+        {"config.json": "{}", "model.safetensors": "", "a.gguf": ""}, "hugging face", "staticllm export @",
     ),
     "images of hugging face": (
         {"config.json": '{"vision_config": {}}', "model.safetensors": ""}, "hugging face", "VLMPipeline",
@@ -47,7 +46,7 @@ CASES = {
     "ctranslate2": ({"model.bin": "", "vocabulary.txt": "", "config.json": "{}"}, "ctranslate2", "ORIGINAL"),
     "onnx": ({"model.onnx": ""}, "onnx", "ORIGINAL"),
     "onnx in its folder": ({"onnx/model.onnx": "", "config.json": "{}"}, "onnx", "ORIGINAL"),
-    "tokenizer": ({"openvino_tokenizer.xml": IR}, "tokenizer", "optimum-cli export openvino"),
+    "tokenizer": ({"openvino_tokenizer.xml": IR}, "tokenizer", "staticllm export ORIGINAL"),
     "another name": ({"model.xml": IR, "model.bin": ""}, "other openvino", "rename it"),
     "blob set": ({"manifest.json": "{}", "a.blob": ""}, "blob set", "-p BLOB_PATH=@"),
     "cache": ({"key/manifest.json": "{}", "key/a.blob": ""}, "cache", "-p CACHE_DIR=@"),
@@ -63,7 +62,7 @@ CASES = {
     "empty": ({}, "empty", "export a model into it"),
     "only hidden files": ({".git/config": ""}, "empty", "export a model into it"),
     "something else": ({"notes.txt": ""}, "nothing", "the folder that holds openvino_model.xml"),
-    "no tokenizer": ({"openvino_model.xml": IR}, "no tokenizer", "optimum-cli export openvino"),
+    "no tokenizer": ({"openvino_model.xml": IR}, "no tokenizer", "staticllm export ORIGINAL"),
     "tokenizer to convert": ({"openvino_model.xml": IR, "tokenizer.json": "{}"}, "no tokenizer", "convert_tokenizer @"),
 }  # fmt: skip
 
@@ -113,13 +112,13 @@ def test_the_task_of_an_export_is_that_of_the_head(name, tmp_path):
     files = {"config.json": json.dumps({"architectures": [name], **fields}), "model.safetensors": ""}
     found = path_kind(written(tmp_path / "held", files))
     assert found.kind.name == "hugging face"
-    assert words in found.problem
+    assert words in f"--task {found.task} {found.problem}"
 
 
 def test_files_of_sentence_transformers_tell_an_embedder_whatever_its_head_is(tmp_path):
     config = json.dumps({"architectures": ["SomeForCausalLM"]})
     files = {"config.json": config, "model.safetensors": "", "1_Pooling/config.json": "{}"}
-    assert "--task feature-extraction " in path_kind(written(tmp_path / "held", files)).problem
+    assert path_kind(written(tmp_path / "held", files)).task == "feature-extraction"
 
 
 @pytest.mark.parametrize("architectures", ["x", [], [1], {}, [None]])
@@ -184,7 +183,7 @@ def test_weights_stand_for_the_folder_of_their_model(tmp_path):
     ("path", "words"),
     [
         ("/no/such/model", "check the path"),
-        ("owner/model-1.5B", "optimum-cli export openvino --model owner/model-1.5B"),
+        ("owner/model-1.5B", "staticllm export owner/model-1.5B model-1.5B_openvino"),
     ],
 )
 def test_a_missing_path_may_be_a_name_of_the_hub(path, words):
@@ -213,7 +212,7 @@ def test_an_impossible_path_is_missing(path):
 def test_a_path_with_blanks_is_quoted_in_commands(tmp_path):
     folder = written(tmp_path / "my models", {"config.json": "{}", "model.safetensors": ""})
     mark = '"' if os.name == "nt" else "'"
-    assert f"--model {mark}{folder}{mark} " in path_kind(folder).problem
+    assert f"export {mark}{folder}{mark} " in path_kind(folder).problem
 
 
 def test_a_large_tree_is_not_searched_to_its_end(tmp_path, monkeypatch):

@@ -1,0 +1,175 @@
+"""Tests exports with an interpreter in place of optimum's: what is refused, and that a target appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+from support.export.stub_python import MODEL, stub_python, writes
+
+from staticllm.errors import ConfigError, ModelError
+from staticllm.export import exporter
+from staticllm.export.exporter import ExportRequest, check_request, export
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the interpreters of these tests are scripts")
+CHAT = {"architectures": ["SomeForCausalLM"]}
+IR = "<net>"
+
+
+def folder_of(path, **files):
+    path.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text if isinstance(text, str) else json.dumps(text))
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    return folder_of(tmp_path / "source", config__json=CHAT, model__safetensors="x" * 100)
+
+
+def asked(tmp_path):
+    return json.loads((tmp_path / "request").read_text())
+
+
+def left(tmp_path):
+    return {path.name for path in tmp_path.iterdir()} - {"source", "python", "calls", "pid", "request"}
+
+
+def test_a_folder_is_exported_whole_and_offline(tmp_path, source):
+    steps = []
+    request = ExportRequest(str(source), tmp_path / "out")
+    done = export(request, stub_python(tmp_path, writes()), lambda text, detail="": steps.append(text))
+    assert steps == ["working"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(MODEL)
+    assert left(tmp_path) == {"out"}
+    assert done.num_bytes == len(MODEL)
+    assert str(done.weights) == "int4, symmetric, groups of 128"
+    found = asked(tmp_path)
+    assert found["task"] == "text-generation-with-past"
+    assert found["offline"] == "1"
+    assert found["trust_remote_code"] is False
+    assert found["compression"]["sym"] is True
+
+
+def test_an_empty_folder_is_taken(tmp_path, source):
+    (tmp_path / "out").mkdir()
+    export(ExportRequest(str(source), tmp_path / "out", "CPU"), stub_python(tmp_path, writes()))
+    assert (tmp_path / "out" / "openvino_model.xml").is_file()
+
+
+def test_an_encoder_keeps_16_bits_and_needs_no_detokenizer(tmp_path):
+    config = {"architectures": ["SomeModel"], "vocab_size": 9}
+    source = folder_of(tmp_path / "source", config__json=config, model__safetensors="")
+    export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, writes(MODEL[:4])))
+    assert asked(tmp_path)["task"] == "feature-extraction"
+    assert asked(tmp_path)["dtype"] == "fp16"
+
+
+def test_a_task_may_be_given(tmp_path, source):
+    request = ExportRequest(str(source), tmp_path / "out", task="text-classification")
+    export(request, stub_python(tmp_path, writes()))
+    assert asked(tmp_path)["task"] == "text-classification"
+
+
+def test_only_trusted_code_runs_and_may_go_online(tmp_path, source):
+    request = ExportRequest(str(source), tmp_path / "out", trusts_remote_code=True)
+    export(request, stub_python(tmp_path, writes()))
+    assert asked(tmp_path)["trust_remote_code"] is True
+    assert asked(tmp_path)["offline"] is None
+
+
+def test_a_name_is_resolved_by_the_tool(tmp_path, source, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    work = (
+        f"answer({{'done': {{'folder': {str(source)!r}}}}}) if request['do'] == 'resolve' else None\n        {writes()}"
+    )
+    work = work.replace("pathlib.Path(request", "'target' in request and pathlib.Path(request")
+    export(ExportRequest("owner/name", tmp_path / "out"), stub_python(tmp_path, work))
+    assert asked(tmp_path)["folder"] == str(source)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ("answer({'error': 'no such layer\\x1b[1m'})", "cannot be exported: no such layer?[1m"),
+        ("answer({'error': 'pass trust_remote_code=True'})", "add --trust-remote-code if it may run"),
+        ("sys.exit(7)", "its process ended with code 7"),
+        ("os.kill(os.getpid(), 9)", "by signal 9; it may have been killed because memory was short"),
+        ("sys.stderr.write('a\\nlast words\\n'); sys.exit(1)", "last words"),
+        (writes(MODEL[:2]), "optimum has not written openvino_tokenizer.xml"),
+        (writes(()), "optimum has not written openvino_model.xml"),
+    ],
+)
+def test_a_failure_is_one_line_and_leaves_nothing(work, words, tmp_path, source):
+    with pytest.raises(ModelError) as error:
+        export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, work))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert left(tmp_path) == set()
+
+
+def test_an_interruption_ends_the_process_and_leaves_nothing(tmp_path, source):
+    def interrupt(text, detail=""):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, "time.sleep(600)"), interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert left(tmp_path) == set()
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(exporter.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(ConfigError, match=r"needs about .* free space, or choose a folder"):
+        export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, writes()))
+    assert left(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"openvino_model__xml": IR, "openvino_model__bin": ""}, "needs no export: use it as it is, staticllm run "),
+        ({"a__gguf": "GGUF"}, "needs no export"),
+        (
+            {"adapter_config__json": {"base_model_name_or_path": "owner/base"}, "adapter_model__safetensors": ""},
+            "export the model that it was made for (owner/base), and give the adapter with adapters=",
+        ),
+        ({"adapter_config__json": "[1]", "adapter_model__safetensors": ""}, "export the model that it was made for, "),
+        ({"config__json": {"vision_config": {}}, "model__safetensors": ""}, "VLMPipeline"),
+        ({"config__json": {"num_mel_bins": 80}, "model__safetensors": ""}, "WhisperPipeline"),
+        ({"config__json": {"architectures": ["SoundForCTC"]}, "model__safetensors": ""}, "no language model, embedder"),
+        ({"model__safetensors": "version https://git-lfs"}, "lfs pull"),
+        ({}, "is empty"),
+    ],
+)
+def test_a_source_that_is_something_else_gets_what_helps(files, words, tmp_path):
+    source = folder_of(tmp_path / "source", **files)
+    with pytest.raises(ModelError) as error:
+        check_request(ExportRequest(str(source), tmp_path / "out"))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_source_is_one_line(tmp_path):
+    with pytest.raises(ModelError, match="no model directory at '/none/such/one': check the path"):
+        check_request(ExportRequest("/none/such/one", tmp_path / "out"))
+
+
+def test_a_target_that_cannot_be_made_is_refused(tmp_path, source, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(source)
+    cases = {
+        source: "is not empty", tmp_path / "file": "is no folder", tmp_path / "link": "is no folder",
+        tmp_path / "none" / "out": "does not exist: make it first",
+    }  # fmt: skip
+    for target, words in cases.items():
+        with pytest.raises(ConfigError, match=words):
+            check_request(ExportRequest(str(source), target))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="in use"):
+        check_request(ExportRequest(str(source), tmp_path / "here"))
