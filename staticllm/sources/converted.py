@@ -21,6 +21,7 @@ from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError, StaticLLMError
+from staticllm.sources.gguf_architectures import check_architecture
 from staticllm.sources.gguf_header import read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
@@ -29,7 +30,7 @@ from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
 CHILD = "staticllm.pipelines.conversion.child"
-FORMAT = "1"
+FORMAT = "2"
 """Changes when the same file is converted differently."""
 MAX_SECONDS = 3600.0
 END_SECONDS = 10.0
@@ -58,7 +59,7 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
             return folder / digest
         begin = time.monotonic()
         on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
-        read_gguf_header(path)
+        check_architecture(read_gguf_header(path))
         digest = _digest_of(path)
         with acquire(folder / f"{digest}.lock"):
             if not (folder / digest).is_dir():

@@ -1,0 +1,222 @@
+"""What OpenVINO's reader of GGUF files computes rightly, and what it leaves out without a word.
+
+The reader takes any keys and tensors, and makes a model of those that it knows. So a file is refused that has others: its answers
+would be wrong. An architecture is listed if tests compare its logits with those of the original implementation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from staticllm.errors import ModelError, shown
+from staticllm.sources.gguf_header import GGUFHeader
+
+EXPORT = "export the original model with optimum-cli export openvino"
+Windows = Literal["none", "all", "periodic"]
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """How a file of an architecture is computed, beyond what its keys say.
+
+    ``windows``: which layers see ``attention.sliding_window`` tokens; of ``period`` layers all but the last, if ``periodic``.
+    ``window_base``: the base of the rotation in layers with windows, which then is not scaled, if the file does not say it.
+    ``period_unrotated``: every layer of this number is not rotated. ``normed_after_rotation``: queries and keys are. ``keys``:
+    those that the reader applies beside those that all have. ``divides_logits``: ``logit_scale`` divides, and the reader
+    multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
+    """
+
+    windows: Windows = "none"
+    period: int = 0
+    window_base: float | None = None
+    period_unrotated: int = 0
+    normed_after_rotation: bool = False
+    divides_logits: bool = False
+    deep: int = 0
+    keys: frozenset[str] = frozenset()
+
+
+_MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(windows="all"),
+    "mistral3": GGUFArchitecture(
+        windows="all", keys=frozenset(("attention.temperature_scale", "attention.temperature_length"))
+    ),
+    "qwen2": GGUFArchitecture(),
+    "qwen3": GGUFArchitecture(),
+    "phi3": GGUFArchitecture(windows="all"),
+    "gemma": GGUFArchitecture(),
+    "gemma2": GGUFArchitecture(
+        windows="periodic",
+        period=2,
+        deep=46,
+        keys=frozenset(("attn_logit_softcapping", "final_logit_softcapping")),
+    ),
+    "gemma3": GGUFArchitecture(
+        windows="periodic",
+        period=6,
+        window_base=10000.0,
+        deep=62,
+        keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
+    ),
+    "smollm3": GGUFArchitecture(period_unrotated=4),
+    "hunyuan-dense": GGUFArchitecture(normed_after_rotation=True),
+    "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS),
+}
+"""By ``general.architecture``."""
+_KEYS = frozenset(
+    (
+        "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "tensor_data_layout",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale", "attention.sliding_window",
+        "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+        "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier",
+    )
+)  # fmt: skip
+"""The keys behind the architecture's name that all may have."""
+_NEUTRAL: Mapping[str, Any] = {"attention.causal": True, "use_parallel_residual": True}
+"""Values of other keys that change nothing; of those that are not here, 0, False and empty ones."""
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_EXPERTS = "_exps."
+ROTATION_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that this library reads itself."""
+_TYPES = {
+    "adapter": "a LoRA adapter: make adapter_model.safetensors of it, and give it to ADAPTERS",
+    "mmproj": "the part of a model that sees images or hears: give the file of the language model",
+    "imatrix": "statistics for quantisation: give the file of the model",
+}
+"""What the other values of ``general.type`` than ``model`` are, and what helps."""
+
+
+def check_architecture(header: GGUFHeader) -> GGUFArchitecture:
+    """Return how a file is computed. Raises ``ModelError`` (it is no language model, or has what the reader leaves out)."""
+    reason = next(_reasons(header), None)
+    if reason is not None:
+        raise ModelError(f"{str(header.path)!r} {reason}")
+    return ARCHITECTURES[header.architecture]
+
+
+def _reasons(header: GGUFHeader) -> Iterator[str]:
+    """Yield why a file cannot be read, and what helps."""
+    kind = header.text("general.type", "model")
+    if header.architecture == "clip":
+        kind = "mmproj"
+    if kind in _TYPES:
+        yield f"is {_TYPES[kind]}"
+    name = header.architecture
+    if not name:
+        yield "does not say its architecture (general.architecture): download another file of the model"
+    if name not in ARCHITECTURES:
+        yield f"has the architecture {shown(name)}, and {', '.join(ARCHITECTURES)} can be read: {EXPORT}"
+    if any(_EXPERTS in tensor.name for tensor in header.tensors) or _own(header, "expert_count"):
+        yield f"has layers of experts (architecture {shown(name)}), which OpenVINO's reader cannot save: {EXPORT}"
+    for key, value in header.metadata.items():
+        if key.startswith(f"{name}.") and not _is_applied(header, key.removeprefix(f"{name}."), value):
+            yield f"has {shown(key)} {_text(value)}, which OpenVINO's reader leaves out: {EXPORT}"
+    yield from _wrong_sizes(header)
+
+
+def _own(header: GGUFHeader, key: str) -> Any:
+    return header.metadata.get(f"{header.architecture}.{key}")
+
+
+def _text(value: Any) -> str:
+    return shown(value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
+    """Return whether a key is applied, or its value changes nothing."""
+    architecture = ARCHITECTURES[header.architecture]
+    if key in _KEYS and key != "attention.sliding_window":
+        return key != "rope.scaling.type" or value in _SCALINGS
+    if key == "attention.sliding_window":
+        context = _own(header, "context_length")
+        is_long = isinstance(context, int) and isinstance(value, int) and value >= context
+        return architecture.windows != "none" or not value or is_long
+    if key == "attention.sliding_window_pattern":
+        return architecture.windows == "periodic" and value == architecture.period
+    if key in architecture.keys:
+        return True
+    if key in _NEUTRAL:
+        return bool(value == _NEUTRAL[key])
+    return not np.any(value) if isinstance(value, np.ndarray) else not value
+
+
+def _wrong_sizes(header: GGUFHeader) -> Iterator[str]:
+    for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
+        value = _own(header, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f"has {header.architecture}.{key} {_text(value)}, which must be a number from 1 on: download it again"
+    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
+        value = _own(header, key)
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            yield f"has {header.architecture}.{key} {_text(value)}, which must be a number above 0: download it again"
+    keys = _own(header, "attention.key_length")
+    if keys is not None and _own(header, "attention.value_length") not in (None, keys):
+        yield f"has keys and values of different sizes, which OpenVINO's reader does not know: {EXPORT}"
+    for kind in ("attention.head_count", "attention.head_count_kv"):
+        if isinstance(_own(header, kind), np.ndarray) and len({*_own(header, kind).tolist()}) > 1:
+            yield f"has layers of different numbers of heads, which OpenVINO's reader does not know: {EXPORT}"
+
+
+def head_size(header: GGUFHeader) -> int:
+    """Return the size of a head of queries and keys."""
+    size = header.number(f"{header.architecture}.attention.key_length")
+    if size:
+        return size
+    sizes = (header.number(f"{header.architecture}.{key}") for key in ("embedding_length", "attention.head_count"))
+    embedding, heads = sizes
+    return (embedding or 0) // max(heads or 1, 1)
+
+
+def attention_scale(header: GGUFHeader) -> float:
+    """Return by what the products of queries and keys are multiplied."""
+    own = _own(header, "attention.scale")
+    if isinstance(own, float) and own > 0:
+        return own
+    layers = header.number(f"{header.architecture}.block_count")
+    embedding = header.number(f"{header.architecture}.embedding_length") or 0
+    heads = header.number(f"{header.architecture}.attention.head_count") or 1
+    is_deep = layers == ARCHITECTURES[header.architecture].deep
+    return (embedding / heads if is_deep else head_size(header)) ** -0.5
+
+
+def window_of(header: GGUFHeader) -> int | None:
+    """Return the tokens that layers with sliding windows see; None without windows."""
+    return header.number(f"{header.architecture}.attention.sliding_window") or None
+
+
+def has_window(header: GGUFHeader, layer: int) -> bool:
+    """Return whether a layer has a sliding window."""
+    architecture = ARCHITECTURES[header.architecture]
+    is_periodic = architecture.windows == "periodic" and layer % architecture.period < architecture.period - 1
+    return window_of(header) is not None and (architecture.windows == "all" or is_periodic)
+
+
+def context_length(header: GGUFHeader) -> int | None:
+    """Return the tokens up to which the model computes what the original computes.
+
+    Behind the original context, some models turn by other angles or scale queries by their positions, which is left out.
+    """
+    whole = header.number(f"{header.architecture}.context_length")
+    original = header.number(f"{header.architecture}.rope.scaling.original_context_length")
+    names = {tensor.name for tensor in header.tensors}
+    changes = ROTATION_TENSORS[1] in names or _own(header, "attention.temperature_scale")
+    return min(whole, original) if changes and whole and original else whole
+
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer in the name of a tensor or of a value."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
