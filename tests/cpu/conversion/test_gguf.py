@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -134,3 +135,36 @@ def test_windows_of_an_unknown_length_are_refused(model_path, tmp_path):
     model = frontend.convert(frontend.load(str(written.path)))
     with pytest.raises(UnsupportedModelError, match="sliding windows, and the file does not say how long"):
         make_stateful(model)
+
+
+def test_a_model_that_others_have_damaged_is_converted_again(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    folder = converted(written.path)
+    weights = (folder / "openvino_model.bin").read_bytes()
+    (folder / "openvino_model.bin").write_bytes(weights[:1000])
+    (folder / "openvino_tokenizer.xml").unlink()
+    assert converted(written.path) == folder
+    assert (folder / "openvino_model.bin").read_bytes() == weights
+    assert (folder / "openvino_tokenizer.xml").is_file()
+
+
+def test_a_file_that_changes_while_it_is_converted_is_not_kept(model_path, tmp_path, monkeypatch):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    run = converted_module._run_child
+
+    def run_and_replace(path, scratch):
+        run(path, scratch)
+        path.write_bytes(path.read_bytes() + bytes(32))
+
+    monkeypatch.setattr(converted_module, "_run_child", run_and_replace)
+    with pytest.raises(ModelError, match="was changed while it was converted"):
+        converted(written.path)
+    assert not [each for each in (tmp_path / "cache" / "staticllm" / "converted").iterdir() if each.is_dir()]
+
+
+def test_only_what_the_header_names_is_read(model_path, tmp_path):
+    """A file that goes on after its tensors, here with a hole of a terabyte, is read up to their end."""
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    folder = converted(written.path)
+    os.truncate(written.path, 1 << 40)
+    assert converted(written.path) == folder
