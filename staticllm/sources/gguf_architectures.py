@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from staticllm.errors import ModelError, shown
-from staticllm.sources.gguf_header import GGUFHeader
+from staticllm.sources.gguf_header import GGUFHeader, kinds_of
 
 EXPORT = "export the original model with optimum-cli export openvino"
 Windows = Literal["none", "all", "periodic"]
@@ -85,6 +85,10 @@ _KEYS = frozenset(
 _NEUTRAL: Mapping[str, Any] = {"attention.causal": True, "use_parallel_residual": True}
 """Values of other keys that change nothing; of those that are not here, 0, False and empty ones."""
 _SCALINGS = ("none", "linear", "yarn", "longrope")
+_WEIGHTS = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4",
+)  # fmt: skip
+"""The types of tensors that can be read."""
 _EXPERTS = "_exps."
 ROTATION_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that this library reads itself."""
@@ -118,6 +122,11 @@ def _reasons(header: GGUFHeader) -> Iterator[str]:
         yield f"has the architecture {shown(name)}, and {', '.join(ARCHITECTURES)} can be read: {EXPORT}"
     if any(_EXPERTS in tensor.name for tensor in header.tensors) or _own(header, "expert_count"):
         yield f"has layers of experts (architecture {shown(name)}), which OpenVINO's reader cannot save: {EXPORT}"
+    others = [each for each in kinds_of(header) if each not in _WEIGHTS]
+    if others:
+        yield f"has weights of the type {', '.join(others)}, which cannot be read: take the model in Q4_K_M or Q8_0"
+    if not header.tensors:
+        yield "has no weights: it is a vocabulary, give the file of the model"
     for key, value in header.metadata.items():
         if key.startswith(f"{name}.") and not _is_applied(header, key.removeprefix(f"{name}."), value):
             yield f"has {shown(key)} {_text(value)}, which OpenVINO's reader leaves out: {EXPORT}"
