@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,21 @@ def convert(path: Path, target: Path) -> None:
     tokenizers = build_tokenizer(header)
     model = _read(header)
     for name, each in zip((MODEL_XML, *TOKENIZER_XML), (model, *tokenizers), strict=True):
-        ov.save_model(each, target / name, compress_to_fp16=False)
+        _save(each, target / name)
     _write(target / CONFIG, _config(header))
     _write(target / GENERATION_CONFIG, _generation_config(header))
+
+
+def _save(model: ov.Model, path: Path) -> None:
+    """Write a model. Raises ``ModelError`` (there is no room for it, or it may not be written)."""
+    try:
+        ov.save_model(model, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise ModelError(
+            f"the model cannot be written to {str(path.parent.parent)!r}, which has {free / 1e9:.1f} GB ({last_line(error)}): "
+            "free space there, or set XDG_CACHE_HOME to a folder of a larger disk"
+        ) from None
 
 
 def _read(header: GGUFHeader) -> ov.Model:

@@ -130,8 +130,8 @@ def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
 
 def _convert(path: Path, target: Path, note: Path) -> None:
     """Make the directory of a file as a whole or not at all. ``note`` has the name of the file as it was when it was read."""
-    _remove_unfinished(target.parent)
-    scratch = target.with_name(f"{_UNFINISHED}{os.getpid()}.{secrets.token_hex(4)}")
+    _remove_unfinished(target)
+    scratch = target.with_name(f"{_UNFINISHED}{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
         _run_child(path, scratch)
@@ -158,11 +158,12 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left."""
-    for path in folder.glob(f"{_UNFINISHED}*"):
+def _remove_unfinished(target: Path) -> None:
+    """Remove what killed processes have left: of this model at once, for its lock is held, of others when it is old."""
+    for path in target.parent.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+            is_own = path.name.startswith(f"{_UNFINISHED}{target.name}.")
+            if is_own or time.time() - path.stat().st_mtime > _OLD_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 

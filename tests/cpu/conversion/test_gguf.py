@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -168,3 +171,27 @@ def test_only_what_the_header_names_is_read(model_path, tmp_path):
     folder = converted(written.path)
     os.truncate(written.path, 1 << 40)
     assert converted(written.path) == folder
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    folder = converted(written.path)
+    left = folder.with_name(f".unfinished-{folder.name}.1234")
+    other = folder.with_name(".unfinished-other.1234")
+    folder.rename(left)
+    other.mkdir()
+    assert converted(written.path) == folder
+    assert (left.exists(), other.exists()) == (False, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of files")
+def test_a_full_disk_is_a_line(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    code = (
+        "import resource, sys; from pathlib import Path; from staticllm.sources.converted import converted\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); converted(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(written.path)]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert re.search(r"ModelError: the model cannot be written to .*: free space there", found.stderr.splitlines()[-1])
+    assert not [each for each in (tmp_path / "cache" / "staticllm" / "converted").iterdir() if each.is_dir()]
