@@ -82,6 +82,19 @@ _KEYS = frozenset(
     )
 )  # fmt: skip
 """The keys behind the architecture's name that all may have."""
+_TEXTS = ("rope.scaling.type", "tensor_data_layout")
+_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+"""Keys that may have a value for each layer, of which all must be the same."""
+_NEEDED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+_TINY = 1e-12
+_LEAST: Mapping[str, float] = {
+    **dict.fromkeys((*_NEEDED, "attention.head_count_kv", "attention.key_length", "attention.value_length"), 1),
+    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.attn_factor"), _TINY),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.scaling.yarn_attn_factor", "logit_scale"), _TINY),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _TINY),
+    "rope.freq_base": 1.001, "rope.freq_base_swa": 1.001, "rope.dimension_count": 2,
+}  # fmt: skip
+"""The least values of keys; 0 of those that are not here."""
 _NEUTRAL: Mapping[str, Any] = {"attention.causal": True, "use_parallel_residual": True}
 """Values of other keys that change nothing; of those that are not here, 0, False and empty ones."""
 _SCALINGS = ("none", "linear", "yarn", "longrope")
@@ -120,6 +133,7 @@ def _reasons(header: GGUFHeader) -> Iterator[str]:
         yield "does not say its architecture (general.architecture): download another file of the model"
     if name not in ARCHITECTURES:
         yield f"has the architecture {shown(name)}, and {', '.join(ARCHITECTURES)} can be read: {EXPORT}"
+    yield from _wrong_values(header)
     if any(_EXPERTS in tensor.name for tensor in header.tensors) or _own(header, "expert_count"):
         yield f"has layers of experts (architecture {shown(name)}), which OpenVINO's reader cannot save: {EXPORT}"
     others = [each for each in kinds_of(header) if each not in _WEIGHTS]
@@ -130,7 +144,6 @@ def _reasons(header: GGUFHeader) -> Iterator[str]:
     for key, value in header.metadata.items():
         if key.startswith(f"{name}.") and not _is_applied(header, key.removeprefix(f"{name}."), value):
             yield f"has {shown(key)} {_text(value)}, which OpenVINO's reader leaves out: {EXPORT}"
-    yield from _wrong_sizes(header)
 
 
 def _own(header: GGUFHeader, key: str) -> Any:
@@ -151,7 +164,7 @@ def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
         is_long = isinstance(context, int) and isinstance(value, int) and value >= context
         return architecture.windows != "none" or not value or is_long
     if key == "attention.sliding_window_pattern":
-        return architecture.windows == "periodic" and value == architecture.period
+        return architecture.windows == "periodic" and isinstance(value, int) and value == architecture.period
     if key in architecture.keys:
         return True
     if key in _NEUTRAL:
@@ -159,21 +172,25 @@ def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
     return not np.any(value) if isinstance(value, np.ndarray) else not value
 
 
-def _wrong_sizes(header: GGUFHeader) -> Iterator[str]:
-    for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
+def _wrong_values(header: GGUFHeader) -> Iterator[str]:
+    """Yield which keys have values of wrong types or sizes, for all that follows computes with them."""
+    name = header.architecture
+    for key in (*_KEYS, *ARCHITECTURES[name].keys, "expert_count"):
         value = _own(header, key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield f"has {header.architecture}.{key} {_text(value)}, which must be a number from 1 on: download it again"
-    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
-        value = _own(header, key)
-        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            yield f"has {header.architecture}.{key} {_text(value)}, which must be a number above 0: download it again"
+        if key in _TEXTS:
+            is_right = value is None or isinstance(value, str)
+        elif key in _BY_LAYER and isinstance(value, np.ndarray):
+            is_right = len(set(value.tolist())) == 1
+        elif key == "rope.scaling.finetuned" or (value is None and key not in _NEEDED):
+            is_right = True
+        else:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_right = is_number and math.isfinite(value) and value >= _LEAST.get(key, 0)
+        if not is_right:
+            yield f"has {name}.{key} {_text(value)}, which OpenVINO's reader does not know: download it again"
     keys = _own(header, "attention.key_length")
     if keys is not None and _own(header, "attention.value_length") not in (None, keys):
         yield f"has keys and values of different sizes, which OpenVINO's reader does not know: {EXPORT}"
-    for kind in ("attention.head_count", "attention.head_count_kv"):
-        if isinstance(_own(header, kind), np.ndarray) and len({*_own(header, kind).tolist()}) > 1:
-            yield f"has layers of different numbers of heads, which OpenVINO's reader does not know: {EXPORT}"
 
 
 def head_size(header: GGUFHeader) -> int:
