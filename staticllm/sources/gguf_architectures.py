@@ -198,9 +198,8 @@ def head_size(header: GGUFHeader) -> int:
     size = header.number(f"{header.architecture}.attention.key_length")
     if size:
         return size
-    sizes = (header.number(f"{header.architecture}.{key}") for key in ("embedding_length", "attention.head_count"))
-    embedding, heads = sizes
-    return (embedding or 0) // max(heads or 1, 1)
+    embedding = header.number(f"{header.architecture}.embedding_length") or 0
+    return max(embedding // (header.number(f"{header.architecture}.attention.head_count") or 1), 1)
 
 
 def attention_scale(header: GGUFHeader) -> float:
@@ -212,7 +211,8 @@ def attention_scale(header: GGUFHeader) -> float:
     embedding = header.number(f"{header.architecture}.embedding_length") or 0
     heads = header.number(f"{header.architecture}.attention.head_count") or 1
     is_deep = layers == ARCHITECTURES[header.architecture].deep
-    return (embedding / heads if is_deep else head_size(header)) ** -0.5
+    size: float = embedding / heads if is_deep else head_size(header)
+    return 1 / math.sqrt(size)
 
 
 def window_of(header: GGUFHeader) -> int | None:
