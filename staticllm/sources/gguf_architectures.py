@@ -184,13 +184,16 @@ def _wrong_values(header: GGUFHeader) -> Iterator[str]:
         elif key == "rope.scaling.finetuned" or (value is None and key not in _NEEDED):
             is_right = True
         else:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_right = is_number and math.isfinite(value) and value >= _LEAST.get(key, 0)
+            is_right = _is_at_least(value, _LEAST.get(key, 0))
         if not is_right:
             yield f"has {name}.{key} {_text(value)}, which OpenVINO's reader does not know: download it again"
     keys = _own(header, "attention.key_length")
     if keys is not None and _own(header, "attention.value_length") not in (None, keys):
         yield f"has keys and values of different sizes, which OpenVINO's reader does not know: {EXPORT}"
+
+
+def _is_at_least(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
 
 
 def head_size(header: GGUFHeader) -> int:
