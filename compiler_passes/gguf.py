@@ -46,25 +46,31 @@ class _Graph:
             self.model.remove_parameter(parameter)
 
 
-def make_stateful(model: ov.Model, window: int | None = None) -> None:
-    """Change a model of the frontend in place. ``window``: the tokens that layers with sliding windows see.
+def make_stateful(model: ov.Model, window: int | None = None, scale: float | None = None) -> None:
+    """Change a model of the frontend in place.
+
+    ``window``: the tokens that layers with sliding windows see; all layers have one if the model does not tell them apart.
+    ``scale``: by what the products of queries and keys are multiplied, which the model has in f16; None keeps that.
 
     Raises ``UnsupportedModelError`` (the graph has inputs that no decoder has, or windows of an unknown length).
     """
     graph = _Graph(model)
-    if WINDOW_MASK in graph.old and window is None:
+    has_windows = WINDOW_MASK in graph.old and _is_used(graph.old[WINDOW_MASK])
+    if has_windows and window is None:
         raise UnsupportedModelError(
             STAGE, "the model has layers with sliding windows, and the file does not say how long they are"
         )
     model.add_parameters(list(graph.new.values()))
     _keep_precision(model)
+    if scale is not None:
+        _scale_attention(model, scale)
     for name in [name for name in graph.old if _CACHE.fullmatch(name)]:
         _hold(graph, name)
     _give_all_rows(graph)
     flat = [1, 1, 1, -1]
     graph.replace_input(TOKENS, ops.reshape(graph.new[INPUT_IDS], flat, False).output(0))
     graph.replace_input(POSITIONS, ops.reshape(graph.new[POSITION_IDS], flat, False).output(0))
-    graph.replace_input(MASK, _mask(graph, None).output(0))
+    graph.replace_input(MASK, _mask(graph, None if has_windows else window).output(0))
     if WINDOW_MASK in graph.old:
         graph.replace_input(WINDOW_MASK, _mask(graph, window).output(0))
     _name_logits(model)
@@ -75,6 +81,12 @@ def make_stateful(model: ov.Model, window: int | None = None) -> None:
     if graph.old:
         raise UnsupportedModelError(STAGE, f"the model has inputs that no decoder has: {', '.join(sorted(graph.old))}")
     model.validate_nodes_and_infer_types()
+
+
+def _is_used(node: ov.Node) -> bool:
+    """Return whether anything but conversions reads a node."""
+    readers = consumers(node.output(0))
+    return any(reader.get_type_name() != "Convert" or _is_used(reader) for reader in readers)
 
 
 def _keep_precision(model: ov.Model) -> None:
@@ -100,6 +112,28 @@ def _widen_constants(nodes: Iterable[ov.Node]) -> None:
             constant = port.get_source_output().get_node()
             if constant.get_type_name() == "Constant" and constant.get_element_type() == ov.Type.f16:
                 port.replace_source_output(ops.constant(constant.data.astype(np.float32)).output(0))
+
+
+def _scale_attention(model: ov.Model, scale: float) -> None:
+    """Multiply the products of queries and keys by an exact number."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention" and node.get_input_size() > 4:
+            node.input(4).replace_source_output(ops.constant(np.float32(scale)).output(0))
+        elif node.get_type_name() == "Tanh":
+            _scale_capped(node, scale)
+
+
+def _scale_capped(tanh: ov.Node, scale: float) -> None:
+    """Do so before scores are capped: they are ``cap * tanh(scale / cap * product)``."""
+    scaled = tanh.input_value(0).get_node()
+    products = scaled.input_value(0).get_node()
+    if products.get_type_name() == "MatMul" and all(
+        value.get_node().get_type_name() != "Constant" and value.get_partial_shape().rank.get_length() == 4
+        for value in products.input_values()
+    ):
+        (capped,) = consumers(tanh.output(0))
+        cap = capped.input_value(1).get_node().data.reshape(-1)[0]
+        scaled.input(1).replace_source_output(ops.constant(np.float32(scale / cap)).output(0))
 
 
 def _hold(graph: _Graph, name: str) -> None:

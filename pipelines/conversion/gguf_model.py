@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,22 @@ from staticllm.compiler_passes.rewrites.join_halves import join_halves
 from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, last_line, shown
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
+from staticllm.pipelines.conversion.gguf_layers import mend_layers
+from staticllm.pipelines.conversion.gguf_rotation import restore_angles
 from staticllm.pipelines.conversion.gguf_tokenizer import build_tokenizer, special_tokens
 from staticllm.pipelines.conversion.gguf_weights import restore_scales
+from staticllm.sources.gguf_architectures import (
+    EXPORT,
+    attention_scale,
+    check_architecture,
+    context_length,
+    window_of,
+)
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_EXPORT = "export the original model with `staticllm export`"
 _SIZES = {
-    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
 }  # fmt: skip
 """Keys of ``config.json``, and those of a file's metadata behind the architecture's name."""
@@ -33,12 +42,25 @@ def convert(path: Path, target: Path) -> None:
     Raises ``ModelError`` (the file cannot be read, or its architecture, types of weights or vocabulary are not known).
     """
     header = read_gguf_header(path)
+    check_architecture(header)
     tokenizers = build_tokenizer(header)
     model = _read(header)
     for name, each in zip((MODEL_XML, *TOKENIZER_XML), (model, *tokenizers), strict=True):
-        ov.save_model(each, target / name, compress_to_fp16=False)
+        _save(each, target / name)
     _write(target / CONFIG, _config(header))
     _write(target / GENERATION_CONFIG, _generation_config(header))
+
+
+def _save(model: ov.Model, path: Path) -> None:
+    """Write a model. Raises ``ModelError`` (there is no room for it, or it may not be written)."""
+    try:
+        ov.save_model(model, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise ModelError(
+            f"the model cannot be written to {str(path.parent.parent)!r}, which has {free / 1e9:.1f} GB ({last_line(error)}): "
+            "free space there, or set XDG_CACHE_HOME to a folder of a larger disk"
+        ) from None
 
 
 def _read(header: GGUFHeader) -> ov.Model:
@@ -53,10 +75,11 @@ def _read(header: GGUFHeader) -> ov.Model:
     try:
         model = frontend.convert(frontend.load(str(header.path)))
     except RuntimeError as error:
-        raise ModelError(f"{what} cannot be read by OpenVINO ({last_line(error)}): {_EXPORT}") from None
+        raise ModelError(f"{what} cannot be read by OpenVINO ({last_line(error)}): {EXPORT}") from None
     restore_scales(model, header)
-    window = header.number(f"{header.architecture}.attention.sliding_window")
-    make_stateful(model, window)
+    restore_angles(model, header)
+    mend_layers(model, header)
+    make_stateful(model, window_of(header), attention_scale(header))
     join_halves(model)
     rotate_halves(model)
     return model
@@ -64,6 +87,7 @@ def _read(header: GGUFHeader) -> ov.Model:
 
 def _config(header: GGUFHeader) -> dict[str, Any]:
     found = {name: header.number(f"{header.architecture}.{key}") for name, key in _SIZES.items()}
+    found["max_position_embeddings"] = context_length(header)
     return {"model_type": header.architecture, **{name: value for name, value in found.items() if value is not None}}
 
 

@@ -27,20 +27,23 @@ KIND, PRE, TOKENS, TYPES = (
 )
 MERGES, SCORES, TEMPLATE = "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.chat_template"
 ADD_BOS, ADD_EOS, ADD_SPACE = (f"tokenizer.ggml.add_{what}" for what in ("bos_token", "eos_token", "space_prefix"))
+BYTE_PAIRS, SCORED_PAIRS = "gpt2", "llama"
+"""Values of ``tokenizer.ggml.model``."""
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Values of ``tokenizer.ggml.token_type``."""
 ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
+    "<|eom_id|>",
     "<end_of_turn>",
     "<|end|>",
     "<|eot|>",
     "<|endoftext|>",
-    "</s>",
     "<|end_of_text|>",
-    "<eos>",
 )
 """Tokens that end a turn or a text."""
+ENDS_OF_TEXT = ("</s>", "<eos>")
+"""Tokens that end a text if a file does not say which does; elsewhere they may be text, such as HTML's."""
 _SPACE = "▁"
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
@@ -97,18 +100,33 @@ class _Vocabulary:
 def special_tokens(header: GGUFHeader) -> SpecialTokens:
     """Return the special tokens. Raises ``ModelError`` (an id is not in the vocabulary)."""
     tokens = _tokens(header)
-    bos, eos, pad, eot = (_id(header, what, len(tokens)) for what in ("bos", "eos", "padding", "eot"))
+    names = ("bos", "eos", "padding", "eot", "eom")
+    bos, eos, pad, eot, eom = (_id(header, what, len(tokens)) for what in names)
     known = _vocabulary(header).of_type(CONTROL, USER_DEFINED)
-    others = (known[text] for text in ENDS if text in known)
-    ends = tuple(dict.fromkeys(each for each in (eos, eot, *others) if each is not None))
+    texts = ENDS if eos is not None else (*ENDS, *ENDS_OF_TEXT)
+    others = (known[text] for text in texts if text in known)
+    ends = tuple(dict.fromkeys(each for each in (eos, eot, eom, *others) if each is not None))
     return SpecialTokens(bos, eos if eos is not None else next(iter(ends), None), pad, ends)
 
 
 def _id(header: GGUFHeader, what: str, num_tokens: int) -> int | None:
     key = f"tokenizer.ggml.{what}_token_id"
-    value = header.number(key)
-    if value is not None and not 0 <= value < num_tokens:
-        raise ModelError(f"{str(header.path)!r} has {key} {value}, and {num_tokens} tokens: download it again")
+    value = header.metadata.get(key)
+    if value is None:
+        return None
+    number = header.number(key)
+    if number is None or not 0 <= number < num_tokens:
+        raise ModelError(f"{str(header.path)!r} has {key} {shown(value)}, and {num_tokens} tokens: download it again")
+    return number
+
+
+def _flag(header: GGUFHeader, key: str, default: bool) -> bool:
+    """Return a setting. Raises ``ModelError`` (it is neither true nor false)."""
+    value = header.metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelError(
+            f"{str(header.path)!r} has {key} {shown(value)}, which must be true or false: download it again"
+        )
     return value
 
 
@@ -120,13 +138,38 @@ def _tokens(header: GGUFHeader) -> list[str]:
 
 
 def _vocabulary(header: GGUFHeader) -> _Vocabulary:
+    """Return the tokens and their types. Those that begin and end texts are control tokens, whatever the file says."""
     tokens = _tokens(header)
     types = header.metadata.get(TYPES)
     if types is None:
         types = np.full(len(tokens), NORMAL)
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise ModelError(f"{str(header.path)!r} has {len(tokens)} tokens and other types of them: download it again")
+    types = types.copy()
+    for what in ("bos", "eos", "eot"):
+        place = _id(header, what, len(tokens))
+        if place is not None:
+            types[place] = CONTROL
+    if not np.isin(types, (CONTROL, USER_DEFINED)).any():
+        raise ModelError(f"{str(header.path)!r} does not say which token ends a text ({TYPES}): download it again")
     return _Vocabulary(tokens, types)
+
+
+def check_vocabulary(header: GGUFHeader) -> None:
+    """Raise ``ModelError`` if the vocabulary is missing, or of a kind that cannot be read."""
+    _vocabulary(header)
+    kind = header.text(KIND)
+    if kind not in (BYTE_PAIRS, SCORED_PAIRS):
+        raise ModelError(
+            f"{str(header.path)!r} has a vocabulary of the kind {shown(kind)}, and {BYTE_PAIRS} and {SCORED_PAIRS} can be "
+            "read: export the original model with `staticllm export`"
+        )
+    pre = header.text(PRE, "default")
+    if kind == BYTE_PAIRS and pre not in SPLITS:
+        raise ModelError(
+            f"{str(header.path)!r} splits texts in a way that is not known ({PRE} is {shown(pre)}): "
+            "export the original model with `staticllm export`"
+        )
 
 
 def build_tokenizer(header: GGUFHeader) -> tuple[ov.Model, ov.Model]:
@@ -137,17 +180,12 @@ def build_tokenizer(header: GGUFHeader) -> tuple[ov.Model, ov.Model]:
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
     from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
 
-    kinds = {"gpt2": _byte_pairs, "llama": _scored_pairs}
-    kind = header.text(KIND)
-    if kind not in kinds:
-        raise ModelError(
-            f"{str(header.path)!r} has a vocabulary of the kind {shown(kind)}, and {' and '.join(kinds)} can be read: "
-            "export the original model with `staticllm export`"
-        )
+    check_vocabulary(header)
+    steps_of = {BYTE_PAIRS: _byte_pairs, SCORED_PAIRS: _scored_pairs}[header.text(KIND)]
     special = special_tokens(header)
     vocabulary = _vocabulary(header)
     pipeline = TokenizerPipeline()
-    for step in kinds[kind](header, vocabulary, special):
+    for step in steps_of(header, vocabulary, special):
         pipeline.add_steps(step)
         pipeline.vocab = getattr(step, "vocab", None) or pipeline.vocab
     tokenizer = pipeline.get_tokenizer_ov_subgraph()
@@ -177,11 +215,6 @@ def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTok
     from openvino_tokenizers.utils import apply_unicode_to_bytes
 
     pre = header.text(PRE, "default")
-    if pre not in SPLITS:
-        raise ModelError(
-            f"{str(header.path)!r} splits texts in a way that is not known ({PRE} is {shown(pre)}): "
-            "export the original model with `staticllm export`"
-        )
     added = vocabulary.of_type(CONTROL, USER_DEFINED)
     yield steps.SpecialTokensSplit.from_string_iter(added)
     if pre in _NFC:
@@ -189,7 +222,7 @@ def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTok
     for pattern in SPLITS[pre]:
         yield steps.RegexSplitStep(pattern, behaviour="isolate", mergeable=False)
     yield steps.BytesToCharsStep()
-    yield steps.BPETokenizationStep(list(vocabulary.tokens), _merges(header), added_tokens=added)
+    yield steps.BPETokenizationStep(_distinct(vocabulary.tokens), _merges(header), added_tokens=added)
     yield from _ends_of_text(header, special, is_begun=False)
     texts: Any = [apply_unicode_to_bytes(token, return_corrupted_tokens=True) for token in vocabulary.tokens]
     for text, place in added.items():
@@ -199,10 +232,23 @@ def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTok
     yield steps.UTF8ValidateStep(mode=_replace_mode())
 
 
+def _distinct(tokens: Sequence[str]) -> list[str]:
+    """Return the tokens with other texts for all but the last of those that have the same, so that texts become the last."""
+    last = {token: place for place, token in enumerate(tokens)}
+    return [token if last[token] == place else f"{token}\ufffd{place}" for place, token in enumerate(tokens)]
+
+
 def _merges(header: GGUFHeader) -> list[str]:
+    """Return the pairs to merge. Raises ``ModelError`` (they are missing, or one makes what is no token)."""
     merges = header.metadata.get(MERGES)
     if not isinstance(merges, list) or any(each.count(" ") != 1 for each in merges):
         raise ModelError(f"{str(header.path)!r} has no pairs to merge, or damaged ones ({MERGES}): download it again")
+    known = set(_tokens(header))
+    other = next((each for each in merges if not known.issuperset((*each.split(" "), each.replace(" ", "")))), None)
+    if other is not None:
+        raise ModelError(
+            f"{str(header.path)!r} merges {shown(other)} to what is no token ({MERGES}): download it again"
+        )
     return merges
 
 
@@ -211,7 +257,7 @@ def _scored_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialT
     from openvino_tokenizers import tokenizer_pipeline as steps
 
     added = vocabulary.of_type(CONTROL, USER_DEFINED)
-    begins_with_space = header.metadata.get(ADD_SPACE, True)
+    begins_with_space = _flag(header, ADD_SPACE, True)
     yield steps.SpecialTokensSplit.from_string_iter(added)
     if begins_with_space:
         yield steps.RegexNormalizationStep.prepend_regex(_SPACE)
@@ -222,7 +268,12 @@ def _scored_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialT
     merges: Any = pairs_by_score(vocabulary.tokens, scores)
     unknown = vocabulary.tokens[header.number("tokenizer.ggml.unknown_token_id") or 0]
     yield steps.BPETokenizationStep(
-        list(vocabulary.tokens), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, added_tokens=added
+        _distinct(vocabulary.tokens),
+        merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+        added_tokens=added,
     )
     yield from _ends_of_text(header, special, is_begun=True)
     yield steps.VocabDecoderStep(None, sorted(vocabulary.of_type(CONTROL).values()))
@@ -252,9 +303,9 @@ def _ends_of_text(header: GGUFHeader, special: SpecialTokens, *, is_begun: bool)
     from openvino_tokenizers import tokenizer_pipeline as steps
 
     inputs: list[Any] = [steps.Sequence()]
-    if header.metadata.get(ADD_BOS, is_begun) and special.bos is not None:
+    if _flag(header, ADD_BOS, is_begun) and special.bos is not None:
         inputs.insert(0, steps.AddToken(_token_id=special.bos))
-    if header.metadata.get(ADD_EOS, False) and special.eos is not None:
+    if _flag(header, ADD_EOS, False) and special.eos is not None:
         inputs.append(steps.AddToken(_token_id=special.eos))
     yield steps.TruncationStep(max_length=np.iinfo(np.int32).max - len(inputs))  # GenAI adds the others' number to it
     yield steps.CombineSegmentsStep(inputs)

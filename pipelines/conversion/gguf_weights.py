@@ -7,7 +7,8 @@ and more. In f32 they are those of the file. Blocks whose scale is a product of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
+from staticllm.pipelines.conversion.gguf_layers import JOINED, WEIGHT
+from staticllm.sources.gguf_architectures import head_size
 from staticllm.sources.gguf_header import GGUFHeader, GGUFTensor
 
 Numbers = NDArray[np.float32]
-_PREFIX = "weight.weight_"
-"""Begins the names of the reader's weights."""
 
 
 def _halves(blocks: NDArray[np.uint8], at: int, count: int = 1) -> Numbers:
@@ -44,26 +45,59 @@ def _of_bytes(blocks: NDArray[np.uint8]) -> tuple[Numbers, None]:
     return np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _halves(blocks, 208), None
 
 
+def _of_four_bits(blocks: NDArray[np.uint8]) -> tuple[Numbers, Numbers]:
+    """Sixteen scales and sixteen minima of four bits each, times one f16 number each."""
+    return _halves(blocks, 80) * (blocks[:, :16] & 15), _halves(blocks, 82) * (blocks[:, :16] >> 4)
+
+
+def _of_signed_six_bits(blocks: NDArray[np.uint8]) -> tuple[Numbers, None]:
+    """Sixteen scales of six bits, of which 32 is subtracted, times one f16 number."""
+    low, high = np.split(blocks[:, 96:108], [8], 1)
+    upper = np.concatenate([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 1)
+    scales = np.concatenate([low & 15, low >> 4], 1) | (upper << 4)
+    return _halves(blocks, 108) * (scales.astype(np.float32) - 32), None
+
+
 _LITTLE = np.float32(2.0**-22)
 """So small that 31 times it changes nothing, and so large that the zero point, one divided by it, minus a number is exact."""
 _READERS: dict[str, tuple[int, Callable[[NDArray[np.uint8]], tuple[Numbers, Numbers | None]]]] = {
     "Q4_1": (20, _of_two_halves), "Q5_1": (24, _of_two_halves), "Q4_K": (144, _of_six_bits), "Q5_K": (176, _of_six_bits),
-    "Q6_K": (210, _of_bytes),
+    "Q6_K": (210, _of_bytes), "Q2_K": (84, _of_four_bits), "Q3_K": (110, _of_signed_six_bits),
 }  # fmt: skip
 """Types whose numbers the reader rounds: bytes of a block, and what returns its scales and minima."""
 
 
 def restore_scales(model: ov.Model, header: GGUFHeader) -> int:
     """Replace the constants of a model that the reader made, and return the number of weights that changed."""
-    tensors = {tensor.name: tensor for tensor in header.tensors if tensor.kind in _READERS}
+    tensors = {
+        name: part for tensor in header.tensors if tensor.kind in _READERS for name, part in _parts(tensor, header)
+    }
     data = np.memmap(header.path, np.uint8, "r")
     done = 0
     for node in model.get_ordered_ops():
-        tensor = tensors.get(node.get_friendly_name().removeprefix(_PREFIX))
-        if tensor is not None and node.get_friendly_name().startswith(_PREFIX):
+        tensor = tensors.get(node.get_friendly_name().removeprefix(WEIGHT))
+        if tensor is not None and node.get_friendly_name().startswith(WEIGHT):
             done += _restore(node, tensor, data)
     model.validate_nodes_and_infer_types()
     return done
+
+
+def _parts(tensor: GGUFTensor, header: GGUFHeader) -> Iterator[tuple[str, GGUFTensor]]:
+    """Yield what the reader makes of a tensor, by its names: one weight, or those of queries, keys and values."""
+    joined = JOINED.fullmatch(tensor.name)
+    if joined is None or len(tensor.shape) != 2:
+        yield tensor.name, tensor
+        return
+    counts = [header.number(f"{header.architecture}.attention.head_count{which}") or 0 for which in ("", "_kv", "_kv")]
+    begin = tensor.offset
+    row = tensor.num_bytes // tensor.shape[1]
+    for letter, count in zip("qkv", counts, strict=True):
+        rows = count * head_size(header)
+        yield (
+            f"{joined[1]}{letter}{joined[2]}",
+            replace(tensor, shape=(tensor.shape[0], rows), offset=begin, num_bytes=rows * row),
+        )
+        begin += rows * row
 
 
 def _restore(node: ov.Node, tensor: GGUFTensor, data: NDArray[np.uint8]) -> bool:
@@ -86,8 +120,18 @@ def _restore(node: ov.Node, tensor: GGUFTensor, data: NDArray[np.uint8]) -> bool
         )  # such weights are all the minimum, whatever their numbers are
         zero = np.divide(minimum, scale, out=np.zeros_like(scale), where=scale != 0)
         _replace(shifted.input(1), zero.reshape(shape))
+        _widen(shifted.input(0))
+    else:
+        _widen(node.input(0))
     _replace(node.input(1), scale.reshape(shape))
     return True
+
+
+def _widen(port: Any) -> None:
+    """Let a port read whole numbers in f32 that it read in f16."""
+    node = port.get_source_output().get_node()
+    if node.get_type_name() == "Convert" and node.get_output_element_type(0) == ov.Type.f16:
+        port.replace_source_output(ops.convert(node.input_value(0), "f32").output(0))
 
 
 def _replace(port: Any, values: Numbers) -> None:

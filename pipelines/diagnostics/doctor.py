@@ -32,6 +32,7 @@ from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.artifacts.fingerprint import fingerprint_model, with_article
+from staticllm.pipelines.diagnostics.gguf_report import check_gguf
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in, known_kind
 from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
 from staticllm.pipelines.diagnostics.reports import Finding
@@ -85,13 +86,23 @@ def examine(
         yield _npu_compiler()
     if model is not None:
         there = [name for name in devices if any(name.split(".")[0] == kind(other) for other in available)]
-        yield check_model(model, there[0] if there else "CPU", cache_dir, on_progress)
+        findings = list(_sources(model))
+        yield from findings
+        if not any(finding.level == "fail" for finding in findings):
+            yield check_model(model, there[0] if there else "CPU", cache_dir, on_progress)
         if platform is not None or any(kind(name) == "NPU" for name in (*devices, *available)):
             yield from check_weights(model)
     if cache_dir is not None:
         yield from _cache(Path(cache_dir))
     for device in devices or tuple(available):
         yield _self_test(device)
+
+
+def _sources(model: str) -> Iterator[Finding]:
+    """Say what a file is of which a model is made."""
+    found = path_kind(model)
+    if found.is_converted:
+        yield check_gguf(found.directory)
 
 
 def _npu_compiler() -> Finding:

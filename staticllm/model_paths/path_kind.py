@@ -32,6 +32,8 @@ _DEPTH = 3
 _FILE_ENDINGS = (*ARCHIVES, ".gguf", ".blob", ".onnx", ".xml", *WEIGHTS)
 """Endings of files, which no name on Hugging Face has."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMPANION = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+"""Parts of names of GGUF files that lie beside that of a language model."""
 _SPLIT = re.compile(r"-00001-of-\d+")
 
 
@@ -61,7 +63,7 @@ class ModelPath:
     @property
     def name(self) -> str:
         """What the model is called: the name of the folder, or that of the file without its ending."""
-        resolved = self.directory.resolve()
+        resolved = _resolved(self.directory)
         return resolved.stem if self.is_converted else resolved.name
 
     @property
@@ -83,7 +85,7 @@ class ModelPath:
         return f"{self.what}: {self.remedy}"
 
     def _filled(self, text: str) -> str:
-        name = self.directory.resolve().name or "model"
+        name = _resolved(self.directory).name or "model"
         return text.format(
             model=_quoted(self.directory if self.kind.name != "missing" else self.path),
             out=_quoted(f"{name}_openvino"),
@@ -91,6 +93,14 @@ class ModelPath:
             task=self.task,
             found=self.found,
         )
+
+
+def _resolved(path: Path) -> Path:
+    """Return where a path leads; the path itself if it is a loop of links."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return path
 
 
 def path_kind(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> ModelPath:
@@ -303,7 +313,8 @@ def _is_scored(folder: _Folder, config: dict[str, Any]) -> bool:
 
 
 def _gguf(folder: _Folder) -> _Found | None:
-    names = [name for name in folder.ending(".gguf") if _SPLIT.search(name) or "-of-" not in name]
+    found = [name for name in folder.ending(".gguf") if _SPLIT.search(name) or "-of-" not in name]
+    names = [name for name in found if not _COMPANION.search(name)] or found
     return _Found(kinds.GGUF if len(names) == 1 else kinds.GGUFS, tuple(names)) if names else None
 
 

@@ -6,6 +6,7 @@ remembers the digest of each path with its size and its times.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -21,6 +22,7 @@ from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError, StaticLLMError
+from staticllm.sources.gguf_architectures import check_architecture
 from staticllm.sources.gguf_header import read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
@@ -34,6 +36,9 @@ FORMAT = "2"
 MAX_SECONDS = 3600.0
 END_SECONDS = 10.0
 STAGE: Stage = "convert"
+_SIZES = "sizes.json"
+"""The sizes of the files of a converted model, by which one is noticed that others have damaged."""
+_MOST_SIZES = 1 << 16
 _CHUNK = 16 << 20
 _DIGEST_CHARS = 32
 _UNFINISHED = ".unfinished-"
@@ -53,16 +58,20 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         note = folder / f"{_name_of(path)}.digest"
         digest = _noted(note)
-        if digest is not None and (folder / digest).is_dir():
+        if digest is not None and _is_whole(folder / digest):
             os.utime(folder / digest)
             return folder / digest
         begin = time.monotonic()
         on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
-        read_gguf_header(path)
-        digest = _digest_of(path)
+        header = read_gguf_header(path)
+        check_architecture(header)
+        num_bytes = max(tensor.offset + tensor.num_bytes for tensor in header.tensors)
+        _check_room(path, folder, num_bytes)
+        digest = _digest_of(path, num_bytes)
         with acquire(folder / f"{digest}.lock"):
-            if not (folder / digest).is_dir():
-                _convert(path, folder / digest)
+            if not _is_whole(folder / digest):
+                shutil.rmtree(folder / digest, ignore_errors=True)
+                _convert(path, folder / digest, note)
         with whole_file(note) as file:
             file.write(digest.encode())
         on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
@@ -99,38 +108,62 @@ def _noted(note: Path) -> str | None:
     return None
 
 
-def _digest_of(path: Path) -> str:
+def _digest_of(path: Path, num_bytes: int) -> str:
+    """Return the digest of what converts and of the file up to the end of its last tensor."""
     found = sha256(converter().encode())
     with open_regular(path) as file:
-        while data := file.read(_CHUNK):
+        while data := file.read(min(_CHUNK, num_bytes)):
             found.update(data)
+            num_bytes -= len(data)
     return found.hexdigest()[:_DIGEST_CHARS]
 
 
-def _convert(path: Path, target: Path) -> None:
-    """Make the directory of a file as a whole or not at all."""
-    _remove_unfinished(target.parent)
-    needed = path.stat().st_size + _SPARE_BYTES
-    free = shutil.disk_usage(target.parent).free
+def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
+    needed = num_bytes + _SPARE_BYTES
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise ModelError(
-            f"{str(path)!r} needs {needed / 1e9:.1f} GB in {str(target.parent)!r}, which has {free / 1e9:.1f} GB: free space "
+            f"{str(path)!r} needs {needed / 1e9:.1f} GB in {str(folder)!r}, which has {free / 1e9:.1f} GB: free space "
             "there, or set XDG_CACHE_HOME to a folder of a larger disk"
         )
-    scratch = target.with_name(f"{_UNFINISHED}{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _convert(path: Path, target: Path, note: Path) -> None:
+    """Make the directory of a file as a whole or not at all. ``note`` has the name of the file as it was when it was read."""
+    _remove_unfinished(target)
+    scratch = target.with_name(f"{_UNFINISHED}{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
         _run_child(path, scratch)
+        if _name_of(path) != note.stem:
+            raise ModelError(
+                f"{str(path)!r} was changed while it was converted: wait until it is complete, and try again"
+            )
+        (scratch / _SIZES).write_text(json.dumps(_sizes(scratch)), "utf-8")
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left."""
-    for path in folder.glob(f"{_UNFINISHED}*"):
+def _sizes(folder: Path) -> dict[str, int]:
+    return {each.name: each.stat().st_size for each in folder.iterdir() if each.name != _SIZES}
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder has the files that were written, with their sizes."""
+    try:
+        known = json.loads(read_regular(folder / _SIZES, _MOST_SIZES, follow=False))
+        return isinstance(known, dict) and known.items() <= _sizes(folder).items()
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _remove_unfinished(target: Path) -> None:
+    """Remove what killed processes have left: of this model at once, for its lock is held, of others when it is old."""
+    for path in target.parent.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+            is_own = path.name.startswith(f"{_UNFINISHED}{target.name}.")
+            if is_own or time.time() - path.stat().st_mtime > _OLD_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 

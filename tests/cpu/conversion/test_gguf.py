@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -209,3 +213,60 @@ def test_rotations_that_are_not_understood_stay(change, model_path, tmp_path):
     expected = logits_of(model, tokens, ())
     assert rotate_halves(model) == 0
     assert np.array_equal(logits_of(model, tokens, ()), expected)
+
+
+def test_a_model_that_others_have_damaged_is_converted_again(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    folder = converted(written.path)
+    weights = (folder / "openvino_model.bin").read_bytes()
+    (folder / "openvino_model.bin").write_bytes(weights[:1000])
+    (folder / "openvino_tokenizer.xml").unlink()
+    assert converted(written.path) == folder
+    assert (folder / "openvino_model.bin").read_bytes() == weights
+    assert (folder / "openvino_tokenizer.xml").is_file()
+
+
+def test_a_file_that_changes_while_it_is_converted_is_not_kept(model_path, tmp_path, monkeypatch):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    run = converted_module._run_child
+
+    def run_and_replace(path, scratch):
+        run(path, scratch)
+        path.write_bytes(path.read_bytes() + bytes(32))
+
+    monkeypatch.setattr(converted_module, "_run_child", run_and_replace)
+    with pytest.raises(ModelError, match="was changed while it was converted"):
+        converted(written.path)
+    assert not [each for each in (tmp_path / "cache" / "staticllm" / "converted").iterdir() if each.is_dir()]
+
+
+def test_only_what_the_header_names_is_read(model_path, tmp_path):
+    """A file that goes on after its tensors, here with a hole of a terabyte, is read up to their end."""
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    folder = converted(written.path)
+    os.truncate(written.path, 1 << 40)
+    assert converted(written.path) == folder
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    folder = converted(written.path)
+    left = folder.with_name(f".unfinished-{folder.name}.1234")
+    other = folder.with_name(".unfinished-other.1234")
+    folder.rename(left)
+    other.mkdir()
+    assert converted(written.path) == folder
+    assert (left.exists(), other.exists()) == (False, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of files")
+def test_a_full_disk_is_a_line(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    code = (
+        "import resource, sys; from pathlib import Path; from staticllm.sources.converted import converted\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); converted(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(written.path)]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert re.search(r"ModelError: the model cannot be written to .*: free space there", found.stderr.splitlines()[-1])
+    assert not [each for each in (tmp_path / "cache" / "staticllm" / "converted").iterdir() if each.is_dir()]

@@ -61,8 +61,11 @@ def a_vocabulary(path, *, kind="llama", tokens=None, scores=None, **more):
     writer.add_token_types(more.pop("types", [2, 3, 3, *([6] * 256), *([1] * (len(tokens) - 259))]))
     if scores is not False:
         writer.add_token_scores(scores or [-float(place) for place in range(len(tokens))])
-    writer.add_bos_token_id(more.pop("bos", 1))
+    bos = more.pop("bos", 1)
+    writer.add_bos_token_id(bos) if isinstance(bos, int) else writer.add_string("tokenizer.ggml.bos_token_id", bos)
     writer.add_eos_token_id(2)
+    if "merges" in more:
+        writer.add_token_merges(more.pop("merges"))
     for key, value in more.items():
         writer.add_key_value(f"tokenizer.{key}", value, gguf.GGUFValueType.STRING)
     writer.write_header_to_file()
@@ -98,6 +101,9 @@ def test_pairs_come_in_the_order_of_their_scores():
         ({"kind": "gpt2", "ggml.pre": "gpt-2"}, "no pairs to merge"),
         ({"scores": False}, "no score for each of its tokens"),
         ({"bos": 9999}, "tokenizer.ggml.bos_token_id 9999, and 272 tokens"),
+        ({"bos": "x"}, "tokenizer.ggml.bos_token_id 'x', and 272 tokens"),
+        ({"kind": "gpt2", "ggml.pre": "gpt-2", "merges": ["h e", "h q"]}, "merges 'h q' to what is no token"),
+        ({"ggml.add_bos_token": "yes"}, "add_bos_token 'yes', which must be true or false"),
         ({"types": [1, 2]}, "272 tokens and other types of them"),
     ],
 )
@@ -113,3 +119,20 @@ def test_tokens_that_end_a_turn_are_found_by_their_texts(tmp_path):
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{each:02X}>" for each in range(256)), "a", "<|im_end|>"]
     types = [2, 3, 3, *([6] * 256), 1, 3]
     assert special_tokens(a_vocabulary(tmp_path / "model.gguf", tokens=tokens, types=types)).ends == (2, 260)
+
+
+def test_a_text_of_html_does_not_end_an_answer_if_the_file_says_what_does(tmp_path):
+    tokens = ["<unk>", "<bos>", "<eos>", *(f"<0x{each:02X}>" for each in range(256)), "</s>", "<|eom_id|>"]
+    types = [2, 3, 3, *([6] * 256), 4, 3]
+    assert special_tokens(a_vocabulary(tmp_path / "model.gguf", tokens=tokens, types=types)).ends == (2, 260)
+
+
+def test_tokens_of_equal_texts_are_read_and_ends_are_special_without_their_types(tmp_path):
+    pieces = ["▁", "h", "e", "he", "he"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{each:02X}>" for each in range(256)), *pieces]
+    header = a_vocabulary(tmp_path / "model.gguf", tokens=tokens, types=[2, 1, 1, *([6] * 256), *([1] * 5)])
+    tokenizer = saved(header, tmp_path / "own")
+    ids = tokenizer.encode("he").input_ids.data[0].tolist()
+    assert ids[-1] == len(tokens) - 1
+    assert tokenizer.decode(ids) == "he"
+    assert tokenizer.encode("</s>", add_special_tokens=False).input_ids.data[0, -1] == 2

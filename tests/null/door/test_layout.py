@@ -218,6 +218,8 @@ def test_no_condition_on_a_models_name(root, zoo):
             found = [name for name in found if name != "architectures"]
         if path.name == "gguf_tokenizer.py":  # the format calls kinds of vocabularies so
             found = []
+        if path.name == "gguf_architectures.py":  # what a file means depends on the name that it says
+            found = []
         if path.name == "gguf_model.py":  # it writes this key
             found = [name for name in found if name != "model_type"]
         assert not found, f"{path.relative_to(root)} names {found}"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,16 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "expected"), [*((p, True) for p in PATHS), *((t, False) for t in TEXTS)])
 def test_an_argument_that_is_a_path_or_looks_like_one_is_a_model(text, expected):
     assert is_path(text) is expected
+
+
+def test_files_beside_a_gguf_model_are_not_taken_for_models(tmp_path):
+    for name in ("chat-Q4_K_M.gguf", "mmproj-chat-f16.gguf", "chat.imatrix.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    found = path_kind(tmp_path)
+    assert (found.is_converted, found.directory.name) == (True, "chat-Q4_K_M.gguf")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+def test_a_loop_of_links_is_a_missing_file(tmp_path):
+    (tmp_path / "loop.gguf").symlink_to("loop.gguf")
+    assert path_kind(tmp_path / "loop.gguf").problem.startswith("there is no file")

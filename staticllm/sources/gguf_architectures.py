@@ -1,0 +1,251 @@
+"""What OpenVINO's reader of GGUF files computes rightly, and what it leaves out without a word.
+
+The reader takes any keys and tensors, and makes a model of those that it knows. So a file is refused that has others: its answers
+would be wrong. An architecture is listed if tests compare its logits with those of the original implementation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from staticllm.errors import ModelError, shown
+from staticllm.sources.gguf_header import GGUFHeader, kinds_of
+
+EXPORT = "export the original model with `staticllm export`"
+Windows = Literal["none", "all", "periodic"]
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """How a file of an architecture is computed, beyond what its keys say.
+
+    ``windows``: which layers see ``attention.sliding_window`` tokens; of ``period`` layers all but the last, if ``periodic``.
+    ``window_base``: the base of the rotation in layers with windows, which then is not scaled, if the file does not say it.
+    ``period_unrotated``: every layer of this number is not rotated. ``normed_after_rotation``: queries and keys are. ``keys``:
+    those that the reader applies beside those that all have. ``divides_logits``: ``logit_scale`` divides, and the reader
+    multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
+    """
+
+    windows: Windows = "none"
+    period: int = 0
+    window_base: float | None = None
+    period_unrotated: int = 0
+    normed_after_rotation: bool = False
+    divides_logits: bool = False
+    deep: int = 0
+    keys: frozenset[str] = frozenset()
+
+
+_MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(windows="all"),
+    "mistral3": GGUFArchitecture(
+        windows="all", keys=frozenset(("attention.temperature_scale", "attention.temperature_length"))
+    ),
+    "qwen2": GGUFArchitecture(),
+    "qwen3": GGUFArchitecture(),
+    "phi3": GGUFArchitecture(windows="all"),
+    "gemma": GGUFArchitecture(),
+    "gemma2": GGUFArchitecture(
+        windows="periodic",
+        period=2,
+        deep=46,
+        keys=frozenset(("attn_logit_softcapping", "final_logit_softcapping")),
+    ),
+    "gemma3": GGUFArchitecture(
+        windows="periodic",
+        period=6,
+        window_base=10000.0,
+        deep=62,
+        keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
+    ),
+    "smollm3": GGUFArchitecture(period_unrotated=4),
+    "hunyuan-dense": GGUFArchitecture(normed_after_rotation=True),
+    "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS),
+}
+"""By ``general.architecture``."""
+_KEYS = frozenset(
+    (
+        "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "tensor_data_layout",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale", "attention.sliding_window",
+        "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor",
+        "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier",
+    )
+)  # fmt: skip
+"""The keys behind the architecture's name that all may have."""
+_TEXTS = ("rope.scaling.type", "tensor_data_layout")
+_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+"""Keys that may have a value for each layer, of which all must be the same."""
+_NEEDED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+_TINY = 1e-12
+_LEAST: Mapping[str, float] = {
+    **dict.fromkeys((*_NEEDED, "attention.head_count_kv", "attention.key_length", "attention.value_length"), 1),
+    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.attn_factor"), _TINY),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.scaling.yarn_attn_factor", "logit_scale"), _TINY),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _TINY),
+    "rope.freq_base": 1.001, "rope.freq_base_swa": 1.001, "rope.dimension_count": 2,
+}  # fmt: skip
+"""The least values of keys; 0 of those that are not here."""
+_NEUTRAL: Mapping[str, Any] = {"attention.causal": True, "use_parallel_residual": True}
+"""Values of other keys that change nothing; of those that are not here, 0, False and empty ones."""
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_WEIGHTS = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4",
+)  # fmt: skip
+"""The types of tensors that can be read."""
+_EXPERTS = "_exps."
+ROTATION_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that this library reads itself."""
+_TYPES = {
+    "adapter": "a LoRA adapter: make adapter_model.safetensors of it, and give it to ADAPTERS",
+    "mmproj": "the part of a model that sees images or hears: give the file of the language model",
+    "imatrix": "statistics for quantisation: give the file of the model",
+}
+"""What the other values of ``general.type`` than ``model`` are, and what helps."""
+
+
+def check_architecture(header: GGUFHeader) -> GGUFArchitecture:
+    """Return how a file is computed. Raises ``ModelError`` (it is no language model, or has what the reader leaves out)."""
+    reason = next(_reasons(header), None)
+    if reason is not None:
+        raise ModelError(f"{str(header.path)!r} {reason}")
+    return ARCHITECTURES[header.architecture]
+
+
+def _reasons(header: GGUFHeader) -> Iterator[str]:
+    """Yield why a file cannot be read, and what helps."""
+    kind = header.text("general.type", "model")
+    if header.architecture == "clip":
+        kind = "mmproj"
+    if kind in _TYPES:
+        yield f"is {_TYPES[kind]}"
+    name = header.architecture
+    if not name:
+        yield "does not say its architecture (general.architecture): download another file of the model"
+    if name not in ARCHITECTURES:
+        yield f"has the architecture {shown(name)}, and {', '.join(ARCHITECTURES)} can be read: {EXPORT}"
+    yield from _wrong_values(header)
+    if any(_EXPERTS in tensor.name for tensor in header.tensors) or _own(header, "expert_count"):
+        yield f"has layers of experts (architecture {shown(name)}), which OpenVINO's reader cannot save: {EXPORT}"
+    others = [each for each in kinds_of(header) if each not in _WEIGHTS]
+    if others:
+        yield f"has weights of the type {', '.join(others)}, which cannot be read: take the model in Q4_K_M or Q8_0"
+    if not header.tensors:
+        yield "has no weights: it is a vocabulary, give the file of the model"
+    for key, value in header.metadata.items():
+        if key.startswith(f"{name}.") and not _is_applied(header, key.removeprefix(f"{name}."), value):
+            yield f"has {shown(key)} {_text(value)}, which OpenVINO's reader leaves out: {EXPORT}"
+
+
+def _own(header: GGUFHeader, key: str) -> Any:
+    return header.metadata.get(f"{header.architecture}.{key}")
+
+
+def _text(value: Any) -> str:
+    return shown(value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
+    """Return whether a key is applied, or its value changes nothing."""
+    architecture = ARCHITECTURES[header.architecture]
+    if key in _KEYS and key != "attention.sliding_window":
+        return key != "rope.scaling.type" or value in _SCALINGS
+    if key == "attention.sliding_window":
+        context = _own(header, "context_length")
+        is_long = isinstance(context, int) and isinstance(value, int) and value >= context
+        return architecture.windows != "none" or not value or is_long
+    if key == "attention.sliding_window_pattern":
+        return architecture.windows == "periodic" and isinstance(value, int) and value == architecture.period
+    if key in architecture.keys:
+        return True
+    if key in _NEUTRAL:
+        return bool(value == _NEUTRAL[key])
+    return not np.any(value) if isinstance(value, np.ndarray) else not value
+
+
+def _wrong_values(header: GGUFHeader) -> Iterator[str]:
+    """Yield which keys have values of wrong types or sizes, for all that follows computes with them."""
+    name = header.architecture
+    for key in (*_KEYS, *ARCHITECTURES[name].keys, "expert_count"):
+        value = _own(header, key)
+        if key in _TEXTS:
+            is_right = value is None or isinstance(value, str)
+        elif key in _BY_LAYER and isinstance(value, np.ndarray):
+            is_right = len(set(value.tolist())) == 1
+        elif key == "rope.scaling.finetuned" or (value is None and key not in _NEEDED):
+            is_right = True
+        else:
+            is_right = _is_at_least(value, _LEAST.get(key, 0))
+        if not is_right:
+            yield f"has {name}.{key} {_text(value)}, which OpenVINO's reader does not know: download it again"
+    keys = _own(header, "attention.key_length")
+    if keys is not None and _own(header, "attention.value_length") not in (None, keys):
+        yield f"has keys and values of different sizes, which OpenVINO's reader does not know: {EXPORT}"
+
+
+def _is_at_least(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+
+
+def head_size(header: GGUFHeader) -> int:
+    """Return the size of a head of queries and keys."""
+    size = header.number(f"{header.architecture}.attention.key_length")
+    if size:
+        return size
+    embedding = header.number(f"{header.architecture}.embedding_length") or 0
+    return max(embedding // (header.number(f"{header.architecture}.attention.head_count") or 1), 1)
+
+
+def attention_scale(header: GGUFHeader) -> float:
+    """Return by what the products of queries and keys are multiplied."""
+    own = _own(header, "attention.scale")
+    if isinstance(own, float) and own > 0:
+        return own
+    layers = header.number(f"{header.architecture}.block_count")
+    embedding = header.number(f"{header.architecture}.embedding_length") or 0
+    heads = header.number(f"{header.architecture}.attention.head_count") or 1
+    is_deep = layers == ARCHITECTURES[header.architecture].deep
+    size: float = embedding / heads if is_deep else head_size(header)
+    return 1 / math.sqrt(size)
+
+
+def window_of(header: GGUFHeader) -> int | None:
+    """Return the tokens that layers with sliding windows see; None without windows."""
+    return header.number(f"{header.architecture}.attention.sliding_window") or None
+
+
+def has_window(header: GGUFHeader, layer: int) -> bool:
+    """Return whether a layer has a sliding window."""
+    architecture = ARCHITECTURES[header.architecture]
+    is_periodic = architecture.windows == "periodic" and layer % architecture.period < architecture.period - 1
+    return window_of(header) is not None and (architecture.windows == "all" or is_periodic)
+
+
+def context_length(header: GGUFHeader) -> int | None:
+    """Return the tokens up to which the model computes what the original computes.
+
+    Behind the original context, some models turn by other angles or scale queries by their positions, which is left out.
+    """
+    whole = header.number(f"{header.architecture}.context_length")
+    original = header.number(f"{header.architecture}.rope.scaling.original_context_length")
+    names = {tensor.name for tensor in header.tensors}
+    changes = ROTATION_TENSORS[1] in names or _own(header, "attention.temperature_scale")
+    return min(whole, original) if changes and whole and original else whole
+
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer in the name of a tensor or of a value."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
