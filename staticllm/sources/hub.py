@@ -42,6 +42,7 @@ def cached(name: HubName) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    found: str | None
     try:
         found = snapshot_download(name.repo, revision=name.revision or None, local_files_only=True)
     except LocalEntryNotFoundError as error:  # newer versions say where the part is that was brought

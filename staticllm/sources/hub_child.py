@@ -46,16 +46,17 @@ def look(repo: str, revision: str | None) -> dict[str, Any]:
         repo, revision=revision, files_metadata=True, timeout=float(constants.HF_HUB_ETAG_TIMEOUT)
     )
     siblings = info.siblings or []
-    if not _is_hex(info.sha, 40):
+    commit = str(info.sha)
+    if not _is_hex(commit, 40):
         raise NoHubError
     if len(siblings) > MAX_FILES:
         raise ModelError(f"{repo} has {len(siblings)} files, at most {MAX_FILES} are listed: give another repository")
     files = [_checked(repo, each) for each in siblings]
     names = {file.name: file for file in files}
     has_model = MODEL_XML in names or any(name.endswith(".gguf") for name in names)
-    config = "" if has_model or CONFIG not in names else _small(repo, info.sha, names[CONFIG])
+    config = "" if has_model or CONFIG not in names else _small(repo, commit, names[CONFIG])
     return {
-        "commit": info.sha,
+        "commit": commit,
         "config": config,
         "files": [[each.name, each.size, each.digest, each.is_large] for each in files],
     }
@@ -83,7 +84,7 @@ def _small(repo: str, commit: str, file: HubFile) -> str:
         return ""
     held = io.BytesIO()
     with suppress(Exception):  # the repository may be gated
-        _get(repo, commit, file, held, 0)  # type: ignore[arg-type]
+        _get(repo, commit, file, held, 0)
     return held.getvalue()[:MAX_CONFIG].decode("utf-8", "replace")
 
 
@@ -181,7 +182,7 @@ def _get(repo: str, commit: str, file: HubFile, target: Any, begin: int) -> None
     """Write the bytes of a file from ``begin`` on."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils._headers import build_hf_headers
 
     constants.DOWNLOAD_CHUNK_SIZE = CHUNK
     url = hf_hub_url(repo, file.name, revision=commit)
