@@ -418,6 +418,7 @@ class FinishReason(str, Enum):
 
 
 Stage = Literal[
+    "download",
     "convert",
     "read",
     "passes",

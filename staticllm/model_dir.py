@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from staticllm.core import OnProgress
 from staticllm.errors import ModelError, enough_memory, last_line
-from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, path_kind
+from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
+from staticllm.sources.hub import located
 from staticllm.system.files import open_regular, read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 
@@ -42,10 +43,11 @@ def check_model_dir(
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    ``path`` may also be the ``openvino_model.xml`` in it, or a GGUF file, which is converted once. ``weights``: the weights file,
-    if it is not beside the IR. The size of an encrypted weights file is not known in advance, so it only has to exist. Raises
-    ``ModelError`` (there is no OpenVINO model; the message says what is there and which command helps. Or a file is truncated or
-    damaged; the message names it).
+    ``path`` may also be the ``openvino_model.xml`` in it, a GGUF file, which is converted once, or a name on Hugging Face whose
+    files are in the cache of this machine; nothing is downloaded. ``weights``: the weights file, if it is not beside the IR. The
+    size of an encrypted weights file is not known in advance, so it only has to exist. Raises ``ModelError`` (there is no
+    OpenVINO model; the message says what is there and which command helps. Or a file is truncated or damaged; the message
+    names it).
     """
     if isinstance(path, Path) and path in _IN_MEMORY:
         return path
@@ -55,7 +57,7 @@ def check_model_dir(
         directory = Path(os.fsdecode(path))
     except TypeError:
         raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
-    found = path_kind(directory, needs_tokenizer)
+    found = located(directory, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
     directory = _converted(found.directory, on_progress) if found.is_converted else found.directory

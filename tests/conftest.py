@@ -30,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, count in (("all", 100), ("quick", 20)):
         hypothesis.settings.register_profile(name, max_examples=count)
+    os.environ.setdefault(
+        "HF_HUB_OFFLINE", "1"
+    )  # no test asks the hub of Hugging Face; tests of names have one of their own
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
     config.addinivalue_line("markers", "slow: takes long; runs with --all only")
     if config.getoption("--write-slow") and not hasattr(config, "workerinput"):

@@ -10,7 +10,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import redirect
 from staticllm.errors import ModelError, shown
-from staticllm.sources.gguf_architectures import ARCHITECTURES, EXPORT, ROTATION_TENSORS, layer_of
+from staticllm.sources.gguf_architectures import EXPORT, ROTATION_TENSORS, architecture_of, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
 
 WEIGHT = "weight.weight_"
@@ -30,7 +30,7 @@ def mend_layers(model: ov.Model, header: GGUFHeader) -> None:
         if node.get_type_name() != "Result"
     }
     _check_tensors(values, header)
-    architecture = ARCHITECTURES[header.architecture]
+    architecture = architecture_of(header)
     for name, node in values.items():
         layer = layer_of(name)
         if layer is None or not name.endswith("cur_rope"):

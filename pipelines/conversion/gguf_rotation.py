@@ -1,5 +1,5 @@
 """Turns queries and keys of a GGUF file's model by the angles that the file says, for OpenVINO's reader leaves some of them out:
-the factors of Llama 3, those of long contexts, and that layers with sliding windows have angles of their own.
+factors in a tensor of their own, those of long contexts, and that layers with sliding windows have angles of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import consumers
 from staticllm.errors import ModelError
-from staticllm.sources.gguf_architectures import ARCHITECTURES, EXPORT, ROTATION_TENSORS, has_window, layer_of
+from staticllm.sources.gguf_architectures import EXPORT, ROTATION_TENSORS, architecture_of, has_window, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
 
 _ROTATED = re.compile(r"blk\.\d+\.[QK]cur_rope$")
@@ -35,7 +35,7 @@ def restore_angles(model: ov.Model, header: GGUFHeader) -> None:
 
 def _restore(node: ov.Node, header: GGUFHeader) -> None:
     is_windowed = {has_window(header, layer) for layer in _layers_behind(node)}
-    own_base = ARCHITECTURES[header.architecture].window_base
+    own_base = architecture_of(header).window_base
     if not is_windowed or (own_base is not None and len(is_windowed) > 1):
         raise ModelError(f"{str(header.path)!r} turns its layers in a way that is not known: {EXPORT}")
     half = node.get_output_partial_shape(0)[3].get_length()
@@ -98,7 +98,7 @@ def _scaling(header: GGUFHeader) -> tuple[str, float]:
 
 
 def frequencies(header: GGUFHeader, half: int) -> NDArray[np.float64]:
-    """Return the angles of one position, ``[half]``, in radians (YaRN, arXiv 2309.00071; llama.cpp's ``ggml_rope_ext``)."""
+    """Return the angles of one position, ``[half]``, in radians (YaRN, arXiv 2309.00071; ``ggml_rope_ext``)."""
     base = _number(header, "rope.freq_base", 10000.0)
     plain = base ** (-np.arange(half) / half)
     kind, factor = _scaling(header)

@@ -29,7 +29,6 @@ from staticllm.errors import (
     last_line,
 )
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
-from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.artifacts.fingerprint import fingerprint_model, with_article
 from staticllm.pipelines.diagnostics.gguf_report import check_gguf
@@ -39,6 +38,7 @@ from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.npu_compiler.find import compiler_statuses
 from staticllm.pipelines.npu_compiler.wine import COMMAND, default_folder
+from staticllm.sources.hub import located
 
 PACKAGES = (
     "openvino",
@@ -100,7 +100,7 @@ def examine(
 
 def _sources(model: str) -> Iterator[Finding]:
     """Say what a file is of which a model is made."""
-    found = path_kind(model)
+    found = located(model)
     if found.is_converted:
         yield check_gguf(found.directory)
 
@@ -207,7 +207,7 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
         trial = diagnosis_of(job.kind.name).try_out(job)
         here = fingerprint_model(directory)
     except StaticLLMError as error:
-        found = path_kind(path, needs_tokenizer=True)
+        found = located(path, needs_tokenizer=True)
         if not found.is_loadable:
             return Finding("fail", "model", found.what, found.remedy)
         return Finding("fail", "model", str(error), _remedy(error))
@@ -220,7 +220,8 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
             )
             return Finding("warn", "model", mismatch, remedy)
     ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
-    complete = f"complete, weights {here.weights_digest[:12]}, {what}, {ran}{trial.how}"
+    place = "in the cache of Hugging Face, " if located(path).title else ""
+    complete = f"complete, {place}weights {here.weights_digest[:12]}, {what}, {ran}{trial.how}"
     return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)
 
 

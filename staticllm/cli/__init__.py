@@ -27,6 +27,11 @@ _SECTIONS = {
         "rerank": ("embed.rerank", "Sort texts by a query."),
         "export": ("export.command", "Make a model directory of a Hugging Face model."),
     },
+    "Keep models": {
+        "pull": ("models.pull_models", "Download models by their names on Hugging Face."),
+        "list": ("models.list_models", "List the models of this computer, or of a server."),
+        "rm": ("models.remove_models", "Remove downloaded and converted models."),
+    },
     "Try a model": {
         "doctor": ("model_reports.doctor", "Check packages, devices, a model and results."),
         "inspect": ("model_reports.inspect", "Show how a model would be lowered and compiled."),
@@ -40,7 +45,6 @@ _SECTIONS = {
         "npu-compiler": ("npu_compiler.command", "Set up Intel's NPU compiler without an NPU."),
     },
     "Look at a server": {
-        "list": ("servers.list_models", "List the models of a server."),
         "ps": ("servers.ps", "List the loaded models of a server."),
         "stop": ("servers.stop", "Unload a model of a server."),
         "top": ("servers.top", "Watch the scheduler of a server."),

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import click
 
+from staticllm.cli.pulling import brought
 from staticllm.errors import ModelError
 from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded, is_path
+from staticllm.model_paths.hub_names import parse_hub_name
 from staticllm.model_paths.path_kind import path_kind
+from staticllm.model_paths.path_kinds import HUB_NAME
 
 IN_QUOTES = "put a prompt of several words in quotes"
 AS_PROMPT = "if it is a prompt, pipe it into the command, or give it after -m MODEL"
@@ -56,32 +59,38 @@ def one_model(argument: str | None, named: str | None) -> str | None:
 def model_directory(path: str | None, hint: str = "") -> str:
     """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
 
+    A name on Hugging Face is downloaded if it is not in the cache.
+
     ``hint`` is added to the message about a path that does not exist.
 
     Raises ``ModelError`` (there is no OpenVINO model; the message says what is there and which command helps).
     """
     if path is None:
         return str(demo_model_path())
-    found = path_kind(expanded(path))
+    found = brought(expanded(path), hint)
     if not found.is_loadable:
         raise ModelError(found.problem + (hint if found.kind.name == "missing" else ""))
     return str(found.directory)
 
 
 def folder_of(path: str | None) -> str:
-    """Return the folder for ``path``, as ``model_directory``, but check only a file: a command checks its other options first.
+    """Return the folder for ``path``, as ``model_directory``, but check no folder: a command checks its other options first.
 
     Raises ``ModelError`` (``path`` is a file that is not of an OpenVINO model).
     """
     name = None if path is None else expanded(path)
-    return name if name is not None and not Path(name).is_file() else model_directory(name)
+    if name is None or Path(name).is_file() or path_kind(name).kind is HUB_NAME:
+        return model_directory(name)
+    return name
 
 
 def served_name(model: str | None) -> str | None:
     """Return the name by which a server knows a model: that of the folder, if ``model`` is the path of one."""
-    if model is None or not is_path(model) or not path_kind(expanded(model)).is_loadable:
+    if model is None or not is_path(model):
         return model
-    return path_kind(expanded(model)).name
+    found = path_kind(expanded(model))
+    name = parse_hub_name(model) if found.kind.name == "missing" else None
+    return found.name if found.is_loadable else model if name is None else name.title
 
 
 def model_and_texts(model: str | None, texts: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

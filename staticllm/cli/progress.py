@@ -22,8 +22,9 @@ TICK_SECONDS = 0.25
 WITH_TOTAL = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
 WITHOUT_TOTAL = "{desc} … {elapsed}"
 STAGES = {
-    "convert": "converting the model once", "read": "reading the model", "passes": "lowering the model",
-    "compile": "compiling", "import": "importing blobs", "warm-up": "warming up", "export": "writing blobs",
+    "download": "downloading, MB", "convert": "converting the model once", "read": "reading the model",
+    "passes": "lowering the model", "compile": "compiling", "import": "importing blobs", "warm-up": "warming up",
+    "export": "writing blobs",
 }  # fmt: skip
 
 
@@ -51,12 +52,12 @@ class Progress:
             self._num_done = num_done
             self._total = total
 
-    def write(self, line: str) -> None:
-        """Print a line on stdout; the bar stays below it."""
+    def write(self, line: str, err: bool = False) -> None:
+        """Print a line on stdout or stderr; the bar stays below it."""
         with self._lock:
             if self._bar is not None:
                 self._bar.clear()
-            click.echo(line)
+            click.echo(line, err=err)
 
     def tick(self) -> None:
         """Draw the line with the elapsed time. Runs on the progress thread."""

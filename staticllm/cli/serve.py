@@ -12,7 +12,9 @@ import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
 from staticllm.cli.options import PROGRAM_GROUP, Number, flag, layout_options, options_of, read_properties, value
+from staticllm.cli.pulling import brought
 from staticllm.errors import ConfigError
+from staticllm.model_paths.arguments import expanded
 
 if TYPE_CHECKING:
     from staticllm.server.settings import ServerSettings
@@ -111,6 +113,8 @@ class _PortInUse(click.ClickException):
 def command(models: tuple[str, ...], **options: Any) -> None:
     """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
 
+    A PATH may be a GGUF file or a name on Hugging Face, which is downloaded once.
+
     Each model is loaded by its first request, the first one at once. Clients use http://127.0.0.1:8000/v1 and any key. A
     signal to end (SIGTERM, Ctrl-C) refuses new requests and finishes running ones within --grace.
 
@@ -137,6 +141,8 @@ def command(models: tuple[str, ...], **options: Any) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("uvicorn", "sse_starlette"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for model in models:
+        _bring(model)
     specs = [model_spec(model) for model in models] or [demo_spec()]
     file = None if options["ready_file"] is None else Path(options["ready_file"])
     sidecar = SidecarOptions(options["ready_fd"], file, options["parent_pid"])
@@ -144,6 +150,12 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"), sidecar)
     except PortInUseError as error:
         raise _PortInUse(str(error)) from None
+
+
+def _bring(model: str) -> None:
+    """Download a model that is given by its name on Hugging Face; a path has no effect."""
+    _, equals, path = model.partition("=")
+    brought(expanded(path if equals and not Path(model).is_dir() else model))
 
 
 def _settings(options: dict[str, Any]) -> ServerSettings:

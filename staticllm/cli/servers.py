@@ -1,4 +1,4 @@
-"""The commands that look at a server: ``staticllm list``, ``ps``, ``stop`` and ``top``."""
+"""The commands that look at a server: ``staticllm ps``, ``stop`` and ``top``; and the list of its models."""
 
 from __future__ import annotations
 
@@ -40,11 +40,8 @@ MAX_REQUESTS = 20
 """The requests that are listed; more are counted."""
 
 
-@click.command("list")
-@flag("--json as_json", "Print JSON.")
-@server_options
-def list_models(client: ServerClient, as_json: bool) -> None:
-    """List the models that a server knows, with their kinds, and whether they are loaded."""
+def list_served(client: ServerClient, as_json: bool) -> None:
+    """Print the models that a server knows, with their kinds, and whether they are loaded."""
     models = client.objects("/v1/models", "data")
     if as_json:
         click.echo(json.dumps(models, indent=2))

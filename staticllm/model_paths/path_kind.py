@@ -7,31 +7,28 @@ import os
 import re
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from staticllm.model_paths import path_kinds as kinds
+from staticllm.model_paths.hub_names import ARCHIVES, FILE_ENDINGS, WEIGHTS, parse_hub_name
 from staticllm.model_paths.path_kinds import PathKind
 from staticllm.system.files import open_regular, read_regular
 
 MODEL_XML = "openvino_model.xml"
 TOKENIZER_XML = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 LANGUAGE_XML = "openvino_language_model.xml"
-ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".7z", ".rar", ".zst", ".whl")
 _BY_SUFFIX = ((".gguf", kinds.GGUF), (ARCHIVES, kinds.ARCHIVE), (".blob", kinds.BLOB), (".onnx", kinds.ONNX))
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LFS = b"version https://git-lfs"
 _CONFIG_BYTES = 1 << 20
 _MOST_ENTRIES = 4096
 _MOST_FOLDERS = 256
 _DEPTH = 3
 """Folders below a given one that are searched: models--owner--name/snapshots/revision of a Hugging Face cache."""
-_FILE_ENDINGS = (*ARCHIVES, ".gguf", ".blob", ".onnx", ".xml", *WEIGHTS)
-"""Endings of files, which no name on Hugging Face has."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMPANION = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 """Parts of names of GGUF files that lie beside that of a language model."""
 _SPLIT = re.compile(r"-00001-of-\d+")
@@ -41,7 +38,8 @@ _SPLIT = re.compile(r"-00001-of-\d+")
 class ModelPath:
     """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps.
 
-    A model that is a single file, which is converted when it is loaded, stands for its directory.
+    A model that is a single file, which is converted when it is loaded, stands for its directory. ``title``: what a model is
+    called whose folder has another name.
     """
 
     path: Path
@@ -49,6 +47,7 @@ class ModelPath:
     kind: PathKind
     found: str = ""
     task: str = "text-generation-with-past"
+    title: str = ""
 
     @property
     def is_loadable(self) -> bool:
@@ -62,7 +61,9 @@ class ModelPath:
 
     @property
     def name(self) -> str:
-        """What the model is called: the name of the folder, or that of the file without its ending."""
+        """What the model is called: its title, the name of the folder, or that of the file without its ending."""
+        if self.title:
+            return self.title
         resolved = _resolved(self.directory)
         return resolved.stem if self.is_converted else resolved.name
 
@@ -70,7 +71,7 @@ class ModelPath:
     def what(self) -> str:
         """What it is, with the path."""
         if self.kind.name == "missing":
-            is_file = self.path.name.lower().endswith(_FILE_ENDINGS)
+            is_file = self.path.name.lower().endswith(FILE_ENDINGS)
             return f"there is no file {str(self.path)!r}" if is_file else f"no model directory at {str(self.path)!r}"
         return f"{str(self.path)!r} {self._filled(self.kind.what)}"
 
@@ -109,14 +110,25 @@ def path_kind(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mo
     if _is(Path.is_file, given):
         return _of_file(given, needs_tokenizer)
     if not _is(Path.is_dir, given):
-        return ModelPath(given, given, kinds.HUB_NAME if _is_hub_name(given) else kinds.MISSING)
-    return _of_folder(given, needs_tokenizer)
+        return ModelPath(given, given, _kind_of_name(given))
+    return _of_folder(_Folder.read(given), given, needs_tokenizer)
 
 
-def _is_hub_name(path: Path) -> bool:
-    """Return whether a path that does not exist may be a name on Hugging Face: no file, and not in a folder that exists."""
-    is_named = _HUB_NAME.fullmatch(path.as_posix()) and not path.name.lower().endswith(_FILE_ENDINGS)
-    return bool(is_named) and not _is(Path.is_dir, path.parent)
+def kind_of_listing(name: str, files: Mapping[str, bytes]) -> ModelPath:
+    """Return what a repository called ``name`` holds: the names of its files, each with its first bytes as far as they are known.
+
+    A subfolder is named in ``found``, but cannot be given as a model.
+    """
+    given = Path(name)
+    return _of_folder(_Listed.of(given, files), given, False)
+
+
+def _kind_of_name(path: Path) -> PathKind:
+    """Return the kind of a path that does not exist: it may be a name on Hugging Face, unless its first folder exists."""
+    name = parse_hub_name(path.as_posix())
+    if name is None or (not name.is_prefixed and _is(Path.is_dir, Path(path.parts[0]))):
+        return kinds.MISSING
+    return kinds.HUB_NAME if find_spec("huggingface_hub") is not None else kinds.HUB_NAME_ALONE
 
 
 @dataclass(frozen=True)
@@ -141,13 +153,52 @@ class _Folder:
         """Return the files with these suffixes."""
         return [name for name in self.files if name.lower().endswith(suffixes)]
 
+    def below(self, name: str) -> _Folder:
+        """Return a folder in this one."""
+        return _Folder.read(self.path / name)
+
+    def start_of(self, name: str, count: int = 64) -> bytes:
+        """Return the first bytes of a file; empty if it cannot be read."""
+        return _start_of(self.path / name, count)
+
+    def mentions(self, name: str, text: bytes, limit: int = 1 << 20) -> bool:
+        """Return whether a text is among the first bytes of a file; an IR begins with its inputs."""
+        return text in self.start_of(name, limit)
+
     def config(self) -> dict[str, Any]:
         """Return ``config.json``; empty without one."""
         try:
-            found = json.loads(read_regular(self.path / "config.json", _CONFIG_BYTES))
+            found = json.loads(self._config_text())
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
+
+    def _config_text(self) -> bytes:
+        return read_regular(self.path / "config.json", _CONFIG_BYTES)
+
+
+@dataclass(frozen=True)
+class _Listed(_Folder):
+    """A folder that is only known by the names in it, and the first bytes of some files."""
+
+    starts: Mapping[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, starts: Mapping[str, bytes]) -> _Listed:
+        seen = [name for name in starts if not any(part.startswith(".") for part in name.split("/"))]
+        files = tuple(sorted(name for name in seen if "/" not in name))
+        folders = tuple(sorted({name.partition("/")[0] for name in seen if "/" in name}))
+        return cls(path, files, folders, starts)
+
+    def below(self, name: str) -> _Listed:
+        inner = {each[len(name) + 1 :]: start for each, start in self.starts.items() if each.startswith(f"{name}/")}
+        return _Listed.of(self.path / name, inner)
+
+    def start_of(self, name: str, count: int = 64) -> bytes:
+        return self.starts[name][:count]
+
+    def _config_text(self) -> bytes:
+        return self.starts.get("config.json", b"")
 
 
 @dataclass(frozen=True)
@@ -187,8 +238,7 @@ def _kind_of_file(path: Path) -> PathKind | None:
     return next((kind for suffixes, kind in _BY_SUFFIX if path.name.lower().endswith(suffixes)), None)
 
 
-def _of_folder(path: Path, needs_tokenizer: bool) -> ModelPath:
-    folder = _Folder.read(path)
+def _of_folder(folder: _Folder, path: Path, needs_tokenizer: bool) -> ModelPath:
     found = _plain(folder)
     if found is None:
         found = _below(folder) or _rest(folder)
@@ -207,7 +257,7 @@ def _plain(folder: _Folder) -> _Found | None:
 
 def _pointers(folder: _Folder) -> _Found | None:
     names = folder.ending(".xml", ".gguf", ".onnx", *WEIGHTS)
-    found = tuple(name for name in names if _start_of(folder.path / name).startswith(_LFS))
+    found = tuple(name for name in names if folder.start_of(name).startswith(_LFS))
     return _Found(kinds.LFS_POINTERS, found) if found else None
 
 
@@ -220,7 +270,7 @@ def _several_parts(folder: _Folder) -> _Found | None:
     if "model_index.json" in folder.files:
         return _Found(kinds.DRAWING)
     if LANGUAGE_XML in folder.files:
-        takes_ids = _mentions(folder.path / LANGUAGE_XML, b'"input_ids"')
+        takes_ids = folder.mentions(LANGUAGE_XML, b'"input_ids"')
         return _Found(kinds.LANGUAGE_PART if takes_ids else kinds.IMAGES)
     if any(re.fullmatch(r"openvino_(en|de)coder(_with_past)?_model\.xml", name) for name in folder.files):
         return _Found(kinds.SPEECH if "preprocessor_config.json" in folder.files else kinds.TRANSLATION)
@@ -326,12 +376,12 @@ def _ctranslate2(folder: _Folder) -> _Found | None:
 def _onnx(folder: _Folder) -> _Found | None:
     names = folder.ending(".onnx")
     if not names and "onnx" in folder.folders:
-        names = [f"onnx/{name}" for name in _Folder.read(folder.path / "onnx").ending(".onnx")]
+        names = [f"onnx/{name}" for name in folder.below("onnx").ending(".onnx")]
     return _Found(kinds.ONNX, tuple(names)) if names else None
 
 
 def _other_ir(folder: _Folder) -> _Found | None:
-    names = [name for name in folder.ending(".xml") if _mentions(folder.path / name, b"<net", 4096)]
+    names = [name for name in folder.ending(".xml") if folder.mentions(name, b"<net", 4096)]
     if names and set(names) <= set(TOKENIZER_XML):
         return _Found(kinds.TOKENIZER)
     names = [name for name in names if name not in TOKENIZER_XML]
@@ -341,7 +391,7 @@ def _other_ir(folder: _Folder) -> _Found | None:
 def _cache(folder: _Folder) -> _Found | None:
     is_ours = any(name.startswith("staticllm-probes-") for name in folder.files)
     is_openvinos = bool(folder.ending(".blob", ".cl_cache"))
-    sets = (_blob_set(_Folder.read(folder.path / name)) for name in folder.folders[:16])
+    sets = (_blob_set(folder.below(name)) for name in folder.folders[:16])
     return _Found(kinds.CACHE) if is_ours or is_openvinos or any(sets) else None
 
 
@@ -353,24 +403,24 @@ _CHECKS: tuple[Callable[[_Folder], _Found | None], ...] = (
 
 def _below(folder: _Folder) -> _Found | None:
     """Return where the models are, if they are in subfolders."""
-    models = [str(path) for path in islice(_models_below(folder), 4)]
+    models = [str(inner.path) for inner in islice(_models_below(folder), 4)]
     if not models:
         return None
     return _Found(kinds.SUBFOLDER if len(models) == 1 else kinds.SEVERAL, tuple(map(_quoted, models)))
 
 
-def _models_below(folder: _Folder) -> Iterator[Path]:
+def _models_below(folder: _Folder) -> Iterator[_Folder]:
     """Yield folders with models, the nearest first. At most ``_MOST_FOLDERS`` are looked into."""
-    waiting = deque((folder.path / name, 1) for name in folder.folders)
+    waiting = deque((folder, name, 1) for name in folder.folders)
     for _ in range(_MOST_FOLDERS):
         if not waiting:
             return
-        path, depth = waiting.popleft()
-        inner = _Folder.read(path)
+        outer, name, depth = waiting.popleft()
+        inner = outer.below(name)
         if _plain(inner) is not None:
-            yield path
+            yield inner
         elif depth < _DEPTH:
-            waiting.extend((path / name, depth + 1) for name in inner.folders)
+            waiting.extend((inner, each, depth + 1) for each in inner.folders)
 
 
 def _rest(folder: _Folder) -> _Found:
@@ -394,11 +444,6 @@ def _start_of(path: Path, count: int = 64) -> bytes:
             return file.read(count)
     except OSError:
         return b""
-
-
-def _mentions(path: Path, text: bytes, limit: int = 1 << 20) -> bool:
-    """Return whether a text is among the first bytes of a file; an IR begins with its inputs."""
-    return text in _start_of(path, limit)
 
 
 def _quoted(path: str | Path) -> str:

@@ -132,8 +132,10 @@ NOTHING = PathKind(
 )
 FILE = PathKind("file", "is a file that is no model", "give the directory that holds openvino_model.xml, or that file")
 MISSING = PathKind("missing", "", "check the path")
-HUB_NAME = PathKind(
+HUB_NAME = PathKind("missing", "", "if it is a name on Hugging Face, bring it here: staticllm pull {model}")
+HUB_NAME_ALONE = PathKind(
     "missing",
     "",
-    "if it is a name on Hugging Face, export it: staticllm export {model} {out}",
+    "if it is a name on Hugging Face, install what asks there: pip install 'staticllm[hub]'; then staticllm pull {model}",
 )
+"""A name on Hugging Face, without the package that knows its cache."""

@@ -1,1 +1,1 @@
-"""Models as people have them, and the model directories that are made of them once."""
+"""Models as people have them: GGUF files, from which model directories are made once, and names on Hugging Face."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,7 @@ _SIZES = "sizes.json"
 _MOST_SIZES = 1 << 16
 _CHUNK = 16 << 20
 _DIGEST_CHARS = 32
+_NOTE_BYTES = 1 << 16
 _UNFINISHED = ".unfinished-"
 _OLD_SECONDS = 24 * 3600.0
 _SPARE_BYTES = 64 << 20
@@ -73,7 +75,7 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
                 shutil.rmtree(folder / digest, ignore_errors=True)
                 _convert(path, folder / digest, note)
         with whole_file(note) as file:
-            file.write(digest.encode())
+            file.write(f"{digest}\n{path.absolute()}".encode("utf-8", "surrogateescape"))
         on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
     return folder / digest
 
@@ -102,10 +104,57 @@ def converter() -> str:
 
 
 def _noted(note: Path) -> str | None:
+    """Return the digest in a note; None if there is none."""
+    found = _read_note(note)
+    return None if found is None else found[0]
+
+
+def _read_note(note: Path) -> tuple[str, str] | None:
+    """Return the digest in a note and the file that it was made of, "" in notes of older versions; None if it is no note."""
     with suppress(OSError, ValueError):
-        digest = read_regular(note, _DIGEST_CHARS, follow=False).decode()
-        return digest if len(digest) == _DIGEST_CHARS and set(digest) <= set("0123456789abcdef") else None
+        text = read_regular(note, _NOTE_BYTES, follow=False).decode("utf-8", "surrogateescape")
+        digest, _, path = text.partition("\n")
+        if len(digest) == _DIGEST_CHARS and set(digest) <= set("0123456789abcdef"):
+            return digest, path
     return None
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A model directory of the cache, the files that it was made of as far as they are known, and when it was last used."""
+
+    folder: Path
+    sources: tuple[Path, ...]
+    num_bytes: int
+    used: float
+
+
+def converted_models() -> list[ConvertedModel]:
+    """Return the model directories in the user's cache."""
+    folder = user_cache() / FOLDER
+    sources: dict[str, list[Path]] = {}
+    for note in sorted(folder.glob("*.digest")):
+        if (found := _read_note(note)) is not None and found[1]:
+            sources.setdefault(found[0], []).append(Path(found[1]))
+    models = []
+    for each in sorted(folder.glob("*/")) if folder.is_dir() else ():
+        with suppress(OSError):
+            if len(each.name) == _DIGEST_CHARS and each.is_dir():
+                size = sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
+                models.append(ConvertedModel(each, tuple(sources.get(each.name, ())), size, each.stat().st_mtime))
+    return models
+
+
+def remove_converted(model: ConvertedModel) -> None:
+    """Remove a model directory and its notes. Raises ``ModelError`` (it cannot be removed)."""
+    folder = model.folder.parent
+    with _cache_errors(folder), acquire(folder / f"{model.folder.name}.lock"):
+        for note in folder.glob("*.digest"):
+            if _noted(note) == model.folder.name:
+                note.unlink(missing_ok=True)
+        trash = model.folder.with_name(f"{_UNFINISHED}{os.getpid()}.{secrets.token_hex(4)}")
+        model.folder.rename(trash)  # at once, so that no start finds a part of it
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def _digest_of(path: Path, num_bytes: int) -> str:

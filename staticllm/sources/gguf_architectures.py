@@ -121,6 +121,11 @@ def check_architecture(header: GGUFHeader) -> GGUFArchitecture:
     return ARCHITECTURES[header.architecture]
 
 
+def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
+    """Return how a file that was checked is computed."""
+    return ARCHITECTURES[header.architecture]
+
+
 def _reasons(header: GGUFHeader) -> Iterator[str]:
     """Yield why a file cannot be read, and what helps."""
     kind = header.text("general.type", "model")

@@ -13,7 +13,6 @@ from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError, ConfigError
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.model_paths.arguments import expanded
-from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -22,6 +21,7 @@ from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.models.admission import Admission
 from staticllm.server.models.homes import ModelHome
 from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, served_kind
+from staticllm.sources.hub import located
 
 LoadPipeline: TypeAlias = Callable[..., Pipeline]
 """Loads a model, with the arguments of ``load_pipeline``."""
@@ -38,7 +38,8 @@ class ModelSpec:
 
 
 def model_spec(argument: str) -> ModelSpec:
-    """Return the model of ``NAME=PATH`` or ``PATH``; of a path alone, the name is that of the folder.
+    """Return the model of ``NAME=PATH`` or ``PATH``; of a path alone, the name is that of the folder, and
+    of a name on Hugging Face that one.
 
     Raises ``ModelError`` (the directory is missing, half-written, or holds no model that can be served) and ``ConfigError`` (the
     name is empty).
@@ -46,7 +47,7 @@ def model_spec(argument: str) -> ModelSpec:
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).is_dir():
         path = argument
-        name = path_kind(expanded(path)).name
+        name = located(expanded(path)).name
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
     directory = check_model_dir(expanded(path), False)  # shells leave the ~ of NAME=~/folder as it is

@@ -76,7 +76,7 @@ def test_a_model_that_exists_is_not_a_prompt_of_the_demo_model(chat, monkeypatch
     ("arguments", "code", "words"),
     [
         (["run", "./none"], 1, "no model directory at 'none': check the path; if it is a prompt, pipe it"),
-        (["run", "none/model"], 1, "staticllm export none/model"),
+        (["run", "none/model"], 1, "staticllm pull none/model"),
         (["run", "chat.gguf", "hi"], 1, "there is no file 'chat.gguf': check the path"),
         (
             ["run", "tell", "me"],

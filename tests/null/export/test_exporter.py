@@ -74,7 +74,8 @@ def test_a_task_may_be_given(tmp_path, source):
     assert asked(tmp_path)["task"] == "text-classification"
 
 
-def test_only_trusted_code_runs_and_may_go_online(tmp_path, source):
+def test_only_trusted_code_runs_and_may_go_online(tmp_path, source, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     request = ExportRequest(str(source), tmp_path / "out", trusts_remote_code=True)
     export(request, stub_python(tmp_path, writes()))
     assert asked(tmp_path)["trust_remote_code"] is True

@@ -184,7 +184,7 @@ def test_weights_stand_for_the_folder_of_their_model(tmp_path):
     ("path", "words"),
     [
         ("/no/such/model", "check the path"),
-        ("owner/model-1.5B", "staticllm export owner/model-1.5B model-1.5B_openvino"),
+        ("owner/model-1.5B", "staticllm pull owner/model-1.5B"),
     ],
 )
 def test_a_missing_path_may_be_a_name_of_the_hub(path, words):

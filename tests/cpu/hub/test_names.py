@@ -1,0 +1,251 @@
+"""Tests names of GGUF files and of what is no model, the list and the removal of models, and the server of a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from support.command_line import STATICLLM
+from support.hub import Repository, wait_for
+from support.models import gguf_files
+
+from staticllm import ModelError, StaticLLMPipeline
+from staticllm.model_dir import demo_model_path
+from staticllm.sources.converted import converted
+from staticllm.sources.hub import located
+
+DEMO, GGUFS = "small/demo-ov", "some/demo-GGUF"
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    return gguf_files.write(demo_model_path(), folder / "model.gguf", "demo", "Q8_0").path.read_bytes()
+
+
+@pytest.fixture
+def ggufs(hub, gguf_bytes):
+    """A repository of several quantizations, one in parts; only two files are models here."""
+    other = gguf_bytes[:-200] + bytes(7) + gguf_bytes[-193:]
+    names = {
+        "demo-Q8_0.gguf": gguf_bytes, "demo.q4_k_m.gguf": other, "UD/demo-UD-Q4_K_M.gguf": b"GGUF",
+        "demo-F16-00001-of-00002.gguf": b"GGUF", "demo-F16-00002-of-00002.gguf": b"GGUF", "mmproj-demo-F16.gguf": b"GGUF",
+    }  # fmt: skip
+    hub.repositories[GGUFS] = Repository({**names, "config.json": b"{}", "README.md": b"#"}, tuple(names))
+    return hub.repositories[GGUFS]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        (GGUFS, "demo.q4_k_m.gguf"), (f"{GGUFS}:Q8_0", "demo-Q8_0.gguf"), (f"{GGUFS}:q8_0", "demo-Q8_0.gguf"),
+        (f"hf.co/{GGUFS}:Q4_K_M", "demo.q4_k_m.gguf"), (f"{GGUFS}/UD/demo-UD-Q4_K_M.gguf", "UD/demo-UD-Q4_K_M.gguf"),
+        (f"{GGUFS}:UD-Q4_K_M", "UD/demo-UD-Q4_K_M.gguf"), (f"{GGUFS}@main:Q8_0", "demo-Q8_0.gguf"),
+    ],
+)  # fmt: skip
+def test_a_name_means_one_gguf_file(hub, ggufs, bring, name, file):
+    place, said = bring(name)
+    assert str(place).endswith(f"/snapshots/{ggufs.commit}/{file}")
+    assert place.read_bytes() == ggufs.files[file]
+    assert f": {file}, " in said[0]
+    assert {each.path.partition("/cdn/some/demo-GGUF/")[2] for each in hub.of_kind("GET", "/cdn/")} == {file}
+    assert located(name).path == place
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{GGUFS}:Q2_K", f"has no quantization 'Q2_K': give one of {GGUFS}:Q8_0, {GGUFS}:Q4_K_M, {GGUFS}:UD-Q4_K_M$"),
+        (
+            f"{GGUFS}:F16",
+            "'demo-F16-00001-of-00002.gguf' of some/demo-GGUF is one of 2 parts: choose a file that is whole",
+        ),
+        (f"{GGUFS}/none.gguf", f"has no file 'none.gguf': give one of {GGUFS}:"),
+        (f"{DEMO}:Q8_0", "holds no GGUF model, 'Q8_0' is none of its: leave :Q8_0 out"),
+    ],
+)
+def test_a_name_that_means_no_file_says_which_there_are(hub, demo, ggufs, bring, name, words):
+    with pytest.raises(ModelError, match=words):
+        bring(name)
+    assert not hub.of_kind("GET", "/cdn/")
+
+
+def test_without_the_default_the_choices_are_named(hub, ggufs, bring):
+    del ggufs.files["demo.q4_k_m.gguf"]
+    with pytest.raises(ModelError, match=f"holds several GGUF models: give one of {GGUFS}:Q8_0, {GGUFS}:UD-Q4_K_M$"):
+        bring(GGUFS)
+    del ggufs.files["UD/demo-UD-Q4_K_M.gguf"]
+    del ggufs.files["demo-F16-00001-of-00002.gguf"]
+    place, _ = bring(GGUFS)
+    assert place.name == "demo-Q8_0.gguf"
+
+
+OTHERS = {
+    "safetensors": (
+        {"config.json": b"{}", "model.safetensors": b""}, "holds a Hugging Face model .model.safetensors.: export it: "
+    ),
+    "images": (
+        {"config.json": b'{"vision_config": {}, "architectures": ["XForConditionalGeneration"]}', "model.safetensors": b""},
+        "holds a Hugging Face model for images and text",
+    ),
+    "adapter": ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "holds a LoRA adapter, which changes a model"),
+    "vlm": ({"openvino_language_model.xml": b"", "openvino_text_embeddings_model.xml": b""}, "holds a model for images and text"),
+    "onnx": ({"onnx/model.onnx": b"", "config.json": b"{}"}, "holds an ONNX model"),
+    "pickle": ({"pytorch_model.bin": b"", "config.json": b"{}", "modeling.py": b"1 / 0"}, "holds a Hugging Face model"),
+    "below": ({"fp16/openvino_model.xml": b"", "fp16/openvino_model.bin": b""}, "holds its model in a subfolder .*hf download"),
+    "nothing": ({"README.md": b"#", "data.csv": b""}, "holds no model of OpenVINO or GGUF"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_repository_that_holds_something_else_says_what(hub, bring, cache, kind):
+    files, words = OTHERS[kind]
+    hub.repositories["some/thing"] = Repository(files)
+    with pytest.raises(ModelError, match=f"'some/thing' {words}") as found:
+        bring("some/thing")
+    assert len(str(found.value).splitlines()) == 1
+    assert {each.path.rpartition("/")[2] for each in hub.of_kind("GET", "/resolve/")} <= {"config.json"}
+    assert not (cache / "models--some--thing").exists()
+
+
+def test_run_of_a_gguf_name(ggufs, gguf_bytes, command, tmp_path):
+    own = tmp_path / "own.gguf"
+    own.write_bytes(gguf_bytes)
+    done = command("run", f"{GGUFS}:Q8_0", "hello", "-n", 4, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"] == json.loads(command("run", own, "hello", "-n", 4, "--json").stdout)["text"]
+    with StaticLLMPipeline(f"{GGUFS}:Q8_0", "CPU", MAX_PROMPT_LEN=64) as pipe:
+        assert pipe.generate("hello", max_new_tokens=4)
+
+
+def test_list_and_rm(hub, demo, ggufs, gguf_bytes, bring, command, cache, tmp_path):
+    assert command("list").stdout == "no models: staticllm pull OWNER/NAME brings one\n"
+    bring(DEMO)
+    bring(f"{GGUFS}:Q8_0")
+    bring(f"{GGUFS}:Q4_K_M")
+    own = tmp_path / "own.gguf"
+    own.write_bytes(gguf_bytes[:-200] + bytes(8) + gguf_bytes[-192:])  # other weights
+    folders = [converted(located(f"{GGUFS}:Q8_0").path), converted(own)]
+    rows = {row["name"]: row for row in json.loads(command("list", "--json").stdout)}
+    assert {name: row["kind"] for name, row in rows.items()} == {
+        DEMO: "openvino", f"{GGUFS}:Q8_0": "gguf", f"{GGUFS}:Q4_K_M": "gguf", str(own): "converted",
+    }  # fmt: skip
+    assert rows[f"{GGUFS}:Q8_0"]["converted"] == str(folders[0])
+    assert rows[f"{GGUFS}:Q8_0"]["bytes"] > rows[f"{GGUFS}:Q4_K_M"]["bytes"] == len(ggufs.files["demo.q4_k_m.gguf"])
+    head, *lines = command("list").stdout.splitlines()
+    assert head.split() == ["name", "kind", "size", "used"]
+    assert len(lines) == 4
+    assert command("rm", f"{GGUFS}:Q8_0").returncode == 2
+    assert folders[0].is_dir()
+    done = command("rm", f"{GGUFS}:Q8_0", own, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+        ["removed", f"{GGUFS}:Q8_0"],
+        ["removed", str(own)],
+    ]
+    assert own.is_file()
+    assert not any(folder.exists() for folder in folders)
+    assert located(f"{GGUFS}:Q8_0").kind.name == "missing"
+    assert located(f"{GGUFS}:Q4_K_M").is_loadable
+    assert not (cache / "models--some--demo-GGUF" / "blobs" / ggufs.digest("demo-Q8_0.gguf")).exists()
+    assert command("rm", DEMO, GGUFS, "--yes").returncode == 0
+    assert command("list", "--json").stdout == "[]\n"
+    assert not list(cache.glob("models--*/blobs/*"))
+
+
+def test_rm_keeps_a_converted_model_that_another_file_needs(gguf_bytes, command, tmp_path, environment):
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    for path in (first, second):
+        path.write_bytes(gguf_bytes)
+        folder = converted(path)
+    assert [row["name"] for row in json.loads(command("list", "--json").stdout)] == [str(first)]
+    assert command("rm", first, "--yes").returncode == 0
+    assert not folder.exists()
+    assert converted(second) == folder  # it is made again
+
+
+@pytest.mark.parametrize("name", [DEMO, f"{DEMO}:Q8_0", "demo", "/etc", "../x", "a b"])
+def test_rm_of_what_is_not_there(demo, command, name):
+    done = command("rm", name, "--yes")
+    assert done.returncode == 1
+    assert done.stderr == f"Error: there is no model {name!r} to remove: staticllm list shows their names\n"
+
+
+def test_doctor_says_what_helps_without_network(hub, demo, command, bring):
+    done = command("doctor", DEMO, "--device", "CPU")
+    assert done.returncode == 1
+    assert f"no model directory at '{DEMO}'" in done.stdout
+    assert f"\n      if it is a name on Hugging Face, bring it here: staticllm pull {DEMO}\n" in done.stdout
+    assert hub.requests == []
+    bring(DEMO)
+    hub.requests.clear()
+    done = command("doctor", DEMO, "--device", "CPU")
+    assert "model: complete, in the cache of Hugging Face, weights" in done.stdout
+    assert hub.requests == []
+
+
+def test_doctor_knows_a_model_of_safetensors_in_the_cache(command, cache):
+    snapshot = cache / "models--some--thing" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "models--some--thing" / "refs").mkdir()
+    (cache / "models--some--thing" / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text("{}")
+    assert "staticllm pull some/thing" in command("doctor", "some/thing").stdout
+    (snapshot / "model.safetensors").write_text("")
+    done = command("doctor", "some/thing")
+    assert "'some/thing' holds a Hugging Face model (model.safetensors)" in done.stdout
+    assert "--model some/thing" in done.stdout or "export some/thing" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "--json"), ("plan", "--json"), ("compile", "--export-blob", "new.blob"),
+        ("bench", "--n-prompt", 16, "--n-gen", 4, "-r", 1),
+    ],
+)  # fmt: skip
+def test_other_commands_bring_a_name_too(demo, command, cache, arguments):
+    verb, *rest = arguments
+    done = command(verb, DEMO, *rest, "--max-prompt-len", 64)
+    assert "downloading small/demo-ov" in done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_serve_of_a_name(demo, ggufs, command, environment, tmp_path):
+    httpx = pytest.importorskip("httpx")
+    ready = tmp_path / "ready.json"
+    arguments = [
+        "serve",
+        DEMO,
+        f"two={GGUFS}:Q8_0",
+        "--port",
+        "0",
+        "--ready-file",
+        str(ready),
+        "--max-prompt-len",
+        "64",
+    ]
+    process = subprocess.Popen(
+        [*STATICLLM, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ}, text=True
+    )
+    try:
+        wait_for(lambda: (ready.is_file() and ready.read_text()) or process.poll() is not None, 90)
+        assert process.poll() is None, process.stderr.read()
+        url = json.loads(ready.read_text())["url"].removesuffix("/v1")
+        models = httpx.get(f"{url}/v1/models", timeout=30).json()["data"]
+        assert [each["id"] for each in models] == [DEMO, "two"]
+        assert httpx.get(f"{url}/v1/models/{DEMO}", timeout=30).json()["id"] == DEMO
+        for name in (DEMO, "two"):
+            body = {"model": name, "prompt": "hello", "max_tokens": 3}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+        done = command("run", "hello", "-m", f"hf.co/{DEMO}", "-n", 3, "--server", url)
+        assert done.returncode == 0, done.stderr
+        listed = command("list", "--server", url).stdout
+        assert re.search(f"^{DEMO} +chat +loaded", listed, re.MULTILINE)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
