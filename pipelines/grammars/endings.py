@@ -39,6 +39,7 @@ MAX_CHECKS = 12_000
 """The most checks of a search. One takes about a microsecond."""
 FEW_BYTES = 16
 """If at most this many bytes may follow, each is tried."""
+LEAST_GROWTH = 16
 OPENED = 4
 """The most parts of the longest kind that one token is expected to begin."""
 RETRY = 8
@@ -136,7 +137,7 @@ class GrammarEndings:
         written = [] if tree is None else [ShortTexts(tree, style) for style in STYLES]
         found = sorted({piece for texts in written for piece in texts.pieces if len(piece) <= MAX_PIECE}, key=len)
         rests = (piece[start:] for piece in found for start in range(len(piece)))
-        self.growth = OPENED * max(map(len, found), default=LONGEST_TOKEN)
+        self.growth = max(LEAST_GROWTH, OPENED * max(map(len, found), default=LONGEST_TOKEN))
         kept = dict.fromkeys((*BREAKS, *CONTINUATIONS, *ESCAPES))
         for rest in rests:
             if len(kept) >= MAX_PIECES:

@@ -365,9 +365,11 @@ class SchemaTexts:
         names = [*properties, *(name for name in required if name not in properties)]
         written = {str(name): self._property(str(name), properties.get(name, others)) for name in names}
         wanted = [name for name in written if name in set(required)]
-        least = schema.get("minProperties", 0)
+        least = min(schema.get("minProperties", 0), MAX_OPTIONS)
+        if others is not False and len(written) < least:
+            written |= {name: self._property(name, others) for name in _OTHER_NAMES[: least - len(written)]}
         free = [name for name, text in written.items() if text is not None and name not in wanted]
-        kept = {*wanted, *free[: max(0, least - len(wanted)) if isinstance(least, int) else 0]}
+        kept = {*wanted, *free[: max(0, least - len(wanted))]}
         return self._closed("{", [text for name, text in written.items() if name in kept], "}")
 
     def _property(self, name: str, schema: Any) -> str | None:
@@ -383,6 +385,10 @@ class SchemaTexts:
             rest = f"{self._style.comma if index else begin}{text}{rest}"
             self._kept[rest] = None
         return rest if texts else begin + end
+
+
+_OTHER_NAMES = [str(number) for number in range(MAX_OPTIONS)]
+"""Names of properties that a schema does not list."""
 
 
 def _known(text: str | None) -> Iterator[str]:
