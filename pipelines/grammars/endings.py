@@ -33,9 +33,11 @@ MAX_PIECE = 512
 """The most symbols of such a text."""
 MAX_NODES = 48
 """The most texts after which a search tries all others."""
+CHECKS_PER_COPY = 40
+"""What following a text with a copy of a matcher counts."""
 MAX_ALIKE = 6
 """The most of them after which the same bytes may follow."""
-MAX_CHECKS = 12_000
+MAX_CHECKS = 6_000
 """The most checks of a search. One takes about a microsecond."""
 FEW_BYTES = 16
 """If at most this many bytes may follow, each is tried."""
@@ -143,7 +145,7 @@ class GrammarEndings:
             if len(kept) >= MAX_PIECES:
                 break
             kept[rest] = None
-        self.pieces = tuple(sorted(kept, key=len))
+        self.pieces = {piece: costs.ending(piece).num_tokens for piece in sorted(kept, key=len)}
         self._end = NUM_BYTES + len(costs.special)
         self.matcher = self._matcher(lark_of(grammar, special), [vocabulary.tokens[id] for id in costs.special])
         self.is_known = not self.matcher.is_error() and not (tree is None and _TOKEN_BY_NUMBER.search(grammar.text))
@@ -161,6 +163,11 @@ class GrammarEndings:
         if best is not None and math.isfinite(best.num_tokens):
             return best
         return EndingSearch(self, self.matcher, (), None).best()
+
+    def cost_of(self, text: Symbols) -> float:
+        """Return the number of tokens of a text."""
+        found = self.pieces.get(text)
+        return self.costs.ending(text).num_tokens if found is None else found
 
     def is_whole(self, matcher: LLMatcher, text: Symbols) -> bool:
         """Return whether a text ends the answer that ``matcher`` has followed."""
@@ -207,7 +214,7 @@ class EndingSearch:
 
     def best(self, limit: float = math.inf) -> Ending | None:
         """Return the first ending found of at most ``limit`` tokens, its end token included; None without one."""
-        return next((each for each in self._found() if self.is_in_time(each, limit)), None)
+        return next((each for each in self._found(limit) if self.is_in_time(each, limit)), None)
 
     def is_in_time(self, ending: Ending, limit: float) -> bool:
         """Return whether an ending, with the end token that it may need, has at most ``limit`` tokens."""
@@ -216,28 +223,32 @@ class EndingSearch:
         text = (*self._begin, *ending.text)
         return ending.num_tokens < limit or not self._endings.needs_end(self._matcher, text)
 
-    def _found(self) -> Iterator[Ending]:
+    def _found(self, limit: float) -> Iterator[Ending]:
+        """Yield endings, mostly short ones first, from texts that may have at most ``limit`` tokens."""
         yield from self._after(())
-        waiting: list[tuple[float, int, Symbols]] = [(0.0, 0, ())]
+        waiting: list[tuple[float, int, Symbols, int]] = [(0.0, 0, (), 0)]
         seen: set[Symbols] = {()}
         num_alike: dict[bytes, int] = {}
-        for _ in range(MAX_NODES):
-            if not waiting or self._num_left <= 0:
-                return
-            text = heapq.heappop(waiting)[-1]
+        num_nodes = 0
+        while waiting and num_nodes < MAX_NODES and self._num_left > 0:
+            cost, _, text, num_parts = heapq.heappop(waiting)
             after = self._matcher.deep_copy()
+            self._num_left -= CHECKS_PER_COPY
             if not after.consume_tokens([*self._begin, *text]) or after.is_stopped():
                 continue
             allowed = after.compute_bitmask()
             num_alike[allowed] = num_alike.get(allowed, 0) + 1
             if num_alike[allowed] > MAX_ALIKE:
                 continue
+            num_nodes += 1
             for more in self._following(after, allowed):
                 longer = text + more
-                if longer not in seen:
-                    seen.add(longer)
-                    yield from self._after(longer)
-                    heapq.heappush(waiting, (self._endings.costs.ending(longer).num_tokens, len(longer), longer))
+                longer_cost = cost + self._endings.cost_of(more)
+                if longer in seen or longer_cost - num_parts > limit:  # two parts may share a token
+                    continue
+                seen.add(longer)
+                yield from self._after(longer)
+                heapq.heappush(waiting, (longer_cost, len(longer), longer, num_parts + 1))
 
     def _after(self, text: Symbols) -> Iterator[Ending]:
         """Yield the endings that are ``text`` and a rest of the known one, the shortest rest first."""

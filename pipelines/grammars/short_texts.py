@@ -250,6 +250,7 @@ class SchemaTexts:
         """Return a short text of a schema; None if none is known."""
         self._num_left -= 1
         if schema is True or schema == {}:
+            self._kept.update(dict.fromkeys(_ANY_JSON))
             return "0"
         if not isinstance(schema, Mapping) or self._num_left < 0:
             return None
@@ -366,6 +367,8 @@ class SchemaTexts:
         written = {str(name): self._property(str(name), properties.get(name, others)) for name in names}
         wanted = [name for name in written if name in set(required)]
         least = min(schema.get("minProperties", 0), MAX_OPTIONS)
+        for name in _free_names(schema):
+            self._closed("{", [self._property(name, others)], "}")
         if others is not False and len(written) < least:
             written |= {name: self._property(name, others) for name in _OTHER_NAMES[: least - len(written)]}
         free = [name for name, text in written.items() if text is not None and name not in wanted]
@@ -374,7 +377,11 @@ class SchemaTexts:
 
     def _property(self, name: str, schema: Any) -> str | None:
         value = self.of(schema)
-        return None if value is None else f"{self._written(name)}{self._style.colon}{value}"
+        if value is None:
+            return None
+        found = f"{self._written(name)}{self._style.colon}{value}"
+        self._kept[found] = None
+        return found
 
     def _closed(self, begin: str, texts: Sequence[str | None], end: str) -> str | None:
         """Return parts between ``begin`` and ``end``, and keep what follows each of them."""
@@ -387,8 +394,14 @@ class SchemaTexts:
         return rest if texts else begin + end
 
 
+_ANY_JSON = ("0", '""', "[]", "{}", "null", "true", "false", '{"":0}', "[0]")
 _OTHER_NAMES = [str(number) for number in range(MAX_OPTIONS)]
 """Names of properties that a schema does not list."""
+
+
+def _free_names(schema: Mapping[str, Any]) -> list[str]:
+    """Return names of properties that a schema does not list, if it allows any: the empty one, which begins like all."""
+    return [] if schema.get("additionalProperties", True) is False else [""]
 
 
 def _known(text: str | None) -> Iterator[str]:
