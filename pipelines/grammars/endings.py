@@ -38,7 +38,8 @@ CHECKS_PER_COPY = 40
 MAX_ALIKE = 6
 """The most of them after which the same bytes may follow."""
 MAX_CHECKS = 6_000
-"""The most checks of a search. One takes about a microsecond."""
+FEW_CHECKS = 1_000
+"""The most checks of a search, and of one for an ending of few tokens. A check takes about a microsecond."""
 FEW_BYTES = 16
 """If at most this many bytes may follow, each is tried."""
 LEAST_GROWTH = 16
@@ -214,6 +215,7 @@ class EndingSearch:
 
     def best(self, limit: float = math.inf) -> Ending | None:
         """Return the first ending found of at most ``limit`` tokens, its end token included; None without one."""
+        self._num_left = MAX_CHECKS if math.isinf(limit) else FEW_CHECKS
         return next((each for each in self._found(limit) if self.is_in_time(each, limit)), None)
 
     def is_in_time(self, ending: Ending, limit: float) -> bool:
