@@ -200,17 +200,18 @@ class GrammarCompiler:
             )
         if endings is None:
             return max_new_tokens - int(fewest)
-        return max_new_tokens - num_before - _checked_fewest(grammar, endings, max_new_tokens - num_before)
+        return max_new_tokens - _checked_fewest(grammar, endings, max_new_tokens, num_before)
 
 
-def _checked_fewest(grammar: Grammar, endings: GrammarEndings, longest: int) -> int:
-    """Return the tokens of the shortest known answer, with its end. Raises GenerationConfigError: they are more than ``longest``."""
+def _checked_fewest(grammar: Grammar, endings: GrammarEndings, max_new_tokens: int, num_before: int) -> int:
+    """Return the tokens of the shortest known answer, with ``num_before`` others. Raises GenerationConfigError: they do not fit."""
     assert endings.first is not None, "no answer is known"
-    fewest = int(endings.first.num_tokens) + endings.needs_end(endings.matcher, endings.first.text)
-    if fewest > longest:
+    fewest = num_before + int(endings.first.num_tokens) + endings.needs_end(endings.matcher, endings.first.text)
+    if fewest > max_new_tokens:
         raise GenerationConfigError(
-            f"max_new_tokens leaves {longest} tokens for an answer of this grammar ({grammar.kind}), whose shortest known one has "
-            f"{fewest} with its end: raise it, or MIN_RESPONSE_LEN if that limits it, or set finish_grammar=0 to let it be cut off"
+            f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest known "
+            f"one has {fewest} tokens with its end: raise it, or MIN_RESPONSE_LEN if that limits it, or set finish_grammar=0, with "
+            "which an answer may be cut off"
         )
     return fewest
 

@@ -64,6 +64,7 @@ class GrammarMask:
         self._ends = np.array(sorted(ends), np.intp)
         self._chosen: list[int] = []  # tokens of the answer that the matcher does not know yet
         self._forced: list[int] | None = None  # what must follow, which the matcher knows already; None if not known
+        self._is_shortest = False  # whether the forced token is one of several with the same text, which are more
         self._mask: Mask | None = None  # what may follow after the forced tokens; None if not known
         self._error: GenerationConfigError | None = None
 
@@ -128,8 +129,13 @@ class GrammarMask:
         if self._num_left is None or self._forced or self._matcher.is_far(self._num_left - 1):
             return
         best = np.argsort(-logits, kind="stable")[: count + MAX_REFUSED]
-        tried = best[logits[best] > -np.inf].tolist()
-        kept = [token for token in tried if not self.refuses(token)][:count]
+        kept: list[int] = []
+        num_refused = 0
+        for token in best[logits[best] > -np.inf].tolist():
+            if num_refused < MAX_REFUSED and len(kept) < count:
+                is_refused = self.refuses(token)
+                num_refused += is_refused
+                kept += [] if is_refused else [token]
         if kept:
             _keep_only(logits, np.array(kept, np.intp))
         else:
@@ -151,6 +157,9 @@ class GrammarMask:
         if self._forced:
             assert token == self._forced[0], "the mask allowed no other token"
             self._forced = self._forced[1:]
+            if self._is_shortest and not self._forced:
+                self._forced = None
+                self._mask = None
         elif token not in self._ends:
             self._chosen.append(token)
             self._forced = None
@@ -172,12 +181,15 @@ class GrammarMask:
         chosen = self._chosen
         self._chosen = []
         self._forced = []
+        self._is_shortest = False
         try:
             if chosen:
                 self._matcher.accept(chosen)
             forced = self._matcher.forced()
             if forced and self._num_left is not None and not self._matcher.fits(forced, self._num_left - len(forced)):
-                forced = []  # fewer tokens have the same text
+                token = self._matcher.ending_token()  # fewer tokens have the same text; the mask would allow none of them
+                forced = [] if token is None else [token]
+                self._is_shortest = True
             if forced:
                 self._matcher.accept(forced)
             if self._matcher.is_at_end and len(self._ends) == 1:
