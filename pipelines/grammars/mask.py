@@ -187,7 +187,9 @@ class GrammarMask:
                 self._matcher.accept(chosen)
             forced = self._matcher.forced()
             if forced and self._num_left is not None and not self._matcher.fits(forced, self._num_left - len(forced)):
-                token = self._matcher.ending_token()  # fewer tokens have the same text; the mask would allow none of them
+                token = (
+                    self._matcher.ending_token()
+                )  # fewer tokens have the same text; the mask would allow none of them
                 forced = [] if token is None else [token]
                 self._is_shortest = True
             if forced:

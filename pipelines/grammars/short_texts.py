@@ -430,7 +430,9 @@ def _number(schema: Mapping[str, Any], is_whole: bool) -> str | None:
             steps = math.floor(bound / step) if step else 0
             near += [steps * step, (steps + 1) * step, (steps - 1) * step]
             near += [] if is_whole else [bound, (least + most) / 2]
-    fitting = [value for value in near if math.isfinite(value) and least <= value <= most and value not in _edges(values)]
+    fitting = [
+        value for value in near if math.isfinite(value) and least <= value <= most and value not in _edges(values)
+    ]
     texts = [_plain_number(value) for value in fitting if not is_whole or value == int(value)]
     return min(texts, key=len, default=None)
 
