@@ -204,14 +204,14 @@ class GrammarCompiler:
 
 
 def _checked_fewest(grammar: Grammar, endings: GrammarEndings, max_new_tokens: int, num_before: int) -> int:
-    """Return the tokens of the shortest known answer, with ``num_before`` others. Raises GenerationConfigError: they do not fit."""
+    """Return the tokens of the shortest known answer and ``num_before`` others. Raises GenerationConfigError: too many."""
     assert endings.first is not None, "no answer is known"
     fewest = num_before + int(endings.first.num_tokens) + endings.needs_end(endings.matcher, endings.first.text)
     if fewest > max_new_tokens:
         raise GenerationConfigError(
-            f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest known "
-            f"one has {fewest} tokens with its end: raise it, or MIN_RESPONSE_LEN if that limits it, or set finish_grammar=0, with "
-            "which an answer may be cut off"
+            f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
+            f"known one has {fewest} tokens with its end: raise it, or MIN_RESPONSE_LEN if that limits it, or set "
+            "finish_grammar=0, with which an answer may be cut off"
         )
     return fewest
 

@@ -52,7 +52,7 @@ LONGEST_TOKEN = 48
 BREAKS = tuple((byte,) for byte in b'"]})>,:01a \n;.')
 CONTINUATIONS = ((0x80,), (0x80, 0x80), (0x80, 0x80, 0x80), (0xA0, 0x80), (0x90, 0x80, 0x80))
 """The rests of characters of several bytes."""
-ESCAPES = tuple(tuple(b"0000"[start:]) for start in range(4)) + ((ord("n"),),)
+ESCAPES = (*(tuple(b"0000"[start:]) for start in range(4)), (ord("n"),))
 _TOKEN_BY_NUMBER = re.compile(r"<\[")
 
 

@@ -181,26 +181,27 @@ class RegexTexts:
         return rest
 
     def _of_one(self, operation: str, value: Any) -> str | None:
+        found: str | None = None
         match operation:
             case "LITERAL":
-                return chr(value)
+                found = chr(value)
             case "NOT_LITERAL":
-                return next(char for char in self._plain if ord(char) != value)
+                found = next(char for char in self._plain if ord(char) != value)
             case "ANY":
-                return self._plain[0]
+                found = self._plain[0]
             case "IN":
-                return self._of_class(value)
+                found = self._of_class(value)
             case "BRANCH":
-                return min((text for part in value[1] if (text := self._of(part)) is not None), key=len, default=None)
+                options = [text for part in value[1] if (text := self._of(part)) is not None]
+                found = min(options, key=len, default=None)
             case "SUBPATTERN":
-                return self._of(value[-1])
+                found = self._of(value[-1])
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
                 text = self._of(value[2])
-                least = int(value[0])
-                return None if text is None or least * len(text) > MAX_TEXT else text * least
+                found = None if text is None or int(value[0]) * len(text) > MAX_TEXT else text * int(value[0])
             case "AT":
-                return ""
-        return None
+                found = ""
+        return found
 
     def _of_class(self, items: Sequence[tuple[Any, Any]]) -> str | None:
         firsts = [chr(value if str(name) == "LITERAL" else value[0]) for name, value in items if str(name) in _STARTS]
@@ -232,7 +233,7 @@ def _is_in(char: int, items: Sequence[tuple[Any, Any]]) -> bool:
 
 
 class SchemaTexts:
-    """Short JSON texts of the parts of one schema ``root`` in one style; ``pieces`` has those of all parts that were asked for."""
+    """Short JSON texts of the parts of one schema ``root`` in one style; ``pieces`` has those of all that were asked for."""
 
     def __init__(self, root: Any, style: Style) -> None:
         self._facts = SchemaFacts(root)
@@ -282,13 +283,7 @@ class SchemaTexts:
     def _merged(self, parts: Sequence[Any]) -> Any:
         """Return a schema that satisfies the parts, if they are simple."""
         found: dict[str, Any] = {}
-        for part in parts:
-            while isinstance(part, Mapping) and isinstance(part.get("$ref"), str) and len(part) == 1:
-                try:
-                    part = self._facts.target(part["$ref"])
-                    self._facts.visit()
-                except InexpressibleError:
-                    return False
+        for part in map(self._without_reference, parts):
             if part is False:
                 return False
             for name, value in part.items() if isinstance(part, Mapping) else ():
@@ -301,6 +296,16 @@ class SchemaTexts:
                 else:
                     found[name] = value
         return found
+
+    def _without_reference(self, schema: Any) -> Any:
+        """Return what a schema that is only a reference leads to; False if that is not known."""
+        while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str) and len(schema) == 1:
+            try:
+                self._facts.visit()
+                schema = self._facts.target(schema["$ref"])
+            except InexpressibleError:
+                return False
+        return schema
 
     def _of_reference(self, name: str) -> str | None:
         if name in self._open:
@@ -319,19 +324,16 @@ class SchemaTexts:
 
     def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str | None:
         match kind:
-            case "null":
-                return "null"
-            case "boolean":
-                return "true"
+            case "null" | "boolean":
+                return "null" if kind == "null" else "true"
             case "integer" | "number":
                 return _number(schema, kind == "integer")
             case "string":
                 return self._string(schema)
             case "array":
                 return self._array(schema)
-            case "object":
-                return self._object(schema)
-        return None
+            case _:
+                return self._object(schema) if kind == "object" else None
 
     def _string(self, schema: Mapping[str, Any]) -> str | None:
         text = OF_FORMAT.get(str(schema.get("format")), "")
@@ -412,7 +414,8 @@ def _known(text: str | None) -> Iterator[str]:
 def _guessed_types(schema: Mapping[str, Any]) -> list[str]:
     """Return the types that a schema without ``type`` is about, and a number, which other keywords do not limit."""
     names = {
-        "object": ("properties", "required", "additionalProperties", "minProperties"), "array": ("items", "prefixItems", "minItems"),
+        "object": ("properties", "required", "additionalProperties", "minProperties"),
+        "array": ("items", "prefixItems", "minItems"),
         "string": ("pattern", "minLength", "maxLength", "format"),
     }  # fmt: skip
     return ["number", *(kind for kind, words in names.items() if not schema.keys().isdisjoint(words))]

@@ -364,7 +364,7 @@ def test_a_required_call_is_whole_within_its_tokens(pipes, name, max_new_tokens)
         )  # fmt: skip
         assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
         (call,) = result.tool_calls[0]
-        assert 1 <= len(json.loads(call.arguments)["note"])
+        assert len(json.loads(call.arguments)["note"]) >= 1
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
