@@ -11,6 +11,7 @@ import copy
 import heapq
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -45,6 +46,8 @@ FEW_BYTES = 16
 LEAST_GROWTH = 16
 OPENED = 4
 """The most parts of the longest kind that one token is expected to begin."""
+SHARED = 2
+"""The tokens by which a text and a rest together may have fewer than by themselves, as far as is tried."""
 RETRY = 8
 """The tokens after which an ending that was not found is searched again."""
 LONGEST_TOKEN = 48
@@ -63,7 +66,10 @@ class TokenCosts:
         known = enumerate(vocabulary.tokens[:vocab_size])
         texts = [(text, id) for id, text in known if text and id not in vocabulary.special]
         self._ids = {text: id for text, id in reversed(texts) if len(text) <= LONGEST_TOKEN}
-        self._lengths = sorted({len(text) for text in self._ids})
+        lengths = defaultdict[bytes, set[int]](set)
+        for text in self._ids:
+            lengths[text[:2]].add(len(text))
+        self._lengths = {begin: sorted(found) for begin, found in lengths.items()}  # of the tokens that begin so
         self._tokens = vocabulary.tokens[:vocab_size]
         self.special = [id for id in sorted(vocabulary.special) if id < vocab_size and vocabulary.tokens[id]]
         self._symbol_of_special = {id: NUM_BYTES + index for index, id in enumerate(self.special)}
@@ -86,10 +92,9 @@ class TokenCosts:
                 costs[start] = 1 + costs[start + 1]
                 firsts[start] = self.special[text[start] - NUM_BYTES]
                 continue
-            for length in self._lengths:
-                end = start + length
-                if end > stop:
-                    break
+            lengths = self._lengths.get(data[start : start + 2], ()) if start + 2 <= stop else ()
+            for length in (1, *lengths):
+                end = min(start + length, stop)
                 if costs[end] + 1 < costs[start] and (id := self._ids.get(data[start:end])) is not None:
                     costs[start] = costs[end] + 1
                     firsts[start] = id
@@ -227,7 +232,7 @@ class EndingSearch:
 
     def _found(self, limit: float) -> Iterator[Ending]:
         """Yield endings, mostly short ones first, from texts that may have at most ``limit`` tokens."""
-        yield from self._after(())
+        yield from self._after((), limit)
         waiting: list[tuple[float, int, Symbols, int]] = [(0.0, 0, (), 0)]
         seen: set[Symbols] = {()}
         num_alike: dict[bytes, int] = {}
@@ -249,14 +254,17 @@ class EndingSearch:
                 if longer in seen or longer_cost - num_parts > limit:  # two parts may share a token
                     continue
                 seen.add(longer)
-                yield from self._after(longer)
+                yield from self._after(longer, limit - (longer_cost - num_parts))
                 heapq.heappush(waiting, (longer_cost, len(longer), longer, num_parts + 1))
 
-    def _after(self, text: Symbols) -> Iterator[Ending]:
-        """Yield the endings that are ``text`` and a rest of the known one, the shortest rest first."""
+    def _after(self, text: Symbols, limit: float) -> Iterator[Ending]:
+        """Yield the ending that is ``text`` and the shortest rest of the known one, of about ``limit`` tokens at most."""
         start = [*self._begin, *text]
         rests = self._known.text if self._known is not None else ()
+        costs = self._known.costs if self._known is not None else (0.0,)
         for place in range(len(rests), -1, -1):
+            if costs[place] > limit + SHARED:
+                return
             self._num_left -= 1
             if self._endings.is_whole(self._matcher, (*start, *rests[place:])):
                 if not text and self._known is not None:
