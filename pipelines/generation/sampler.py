@@ -91,8 +91,8 @@ class Sampler:
             choice = Choice(best, 0.0)
         else:
             choice = self._choose(processed)
-        for processor in self._refusing:
-            choice = self._not_refused(processor, choice, processed)
+        for refusing in self._refusing:
+            choice = self._not_refused(refusing, choice, processed)
         for processor in self._processors:
             processor.accept(choice.token)
         if self._params.wants_logprobs:

@@ -39,7 +39,7 @@ CHECKS_PER_COPY = 40
 MAX_ALIKE = 6
 """The most of them after which the same bytes may follow."""
 MAX_CHECKS = 6_000
-FEW_CHECKS = 1_000
+FEW_CHECKS = 2_500
 """The most checks of a search, and of one for an ending of few tokens. A check takes about a microsecond."""
 FEW_BYTES = 16
 """If at most this many bytes may follow, each is tried."""
@@ -253,6 +253,8 @@ class EndingSearch:
                 longer_cost = cost + self._endings.cost_of(more)
                 if longer in seen or longer_cost - num_parts > limit:  # two parts may share a token
                     continue
+                if self._num_left <= 0:
+                    return
                 seen.add(longer)
                 yield from self._after(longer, limit - (longer_cost - num_parts))
                 heapq.heappush(waiting, (longer_cost, len(longer), longer, num_parts + 1))

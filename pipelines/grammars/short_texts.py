@@ -16,7 +16,7 @@ from typing import Any
 
 try:  # Python 3.11 and later
     from re import _constants as regex_constants  # type: ignore[attr-defined]
-    from re import _parser as regex_parser
+    from re import _parser as regex_parser  # type: ignore[attr-defined]
 except ImportError:
     import sre_constants as regex_constants
     import sre_parse as regex_parser
@@ -120,7 +120,7 @@ class ShortTexts:
                 found = text_symbols(self._style.filler * least + min(ends, key=len))
             case Schema(schema):
                 values = SchemaTexts(schema, self._style)
-                found = None if (text := values.of(schema)) is None else text_symbols(text)
+                found = None if (value := values.of(schema)) is None else text_symbols(value)
                 for piece in values.pieces if self._is_collecting else ():
                     self._keep(text_symbols(piece))
             case Reference(name):
