@@ -225,7 +225,7 @@ class EndingSearch:
 
     def is_in_time(self, ending: Ending, limit: float) -> bool:
         """Return whether an ending, with the end token that it may need, has at most ``limit`` tokens."""
-        if math.isinf(ending.num_tokens) or ending.num_tokens >= limit + 1:
+        if ending.num_tokens >= limit + 1:
             return False
         text = (*self._begin, *ending.text)
         return ending.num_tokens < limit or not self._endings.needs_end(self._matcher, text)

@@ -385,6 +385,21 @@ def test_the_largest_logit_of_the_fitting_tokens_is_chosen_greedily():
     assert found == [256 + 16, 256 + 16, ord("x"), END] or found == [256 + 16, 256 + 16, 256 + 16, ord("x")]
 
 
+@pytest.mark.parametrize("longest", [60, 301])
+def test_an_answer_that_opens_whatever_it_can_is_closed(longest):
+    """Far from the limit, the ending is looked for only sometimes; each bracket moves it further away."""
+    mask = mask_for(CASES["brackets"][0], longest)
+    sampler = Sampler(SamplingParams(), [mask], np.random.default_rng(0))
+    logits = np.zeros(VOCAB, np.float32)
+    logits[ord("(")] = 9
+    tokens = []
+    while not mask.is_whole:
+        tokens.append(sampler.sample(logits).token)
+        assert len(tokens) <= longest
+    num_opened = (longest - 1) // 2
+    assert text_of(tokens) == "(" * num_opened + "x" + ")" * num_opened
+
+
 def test_a_forbidden_way_out_ends_nothing():
     """Where another processor forbids what would end the answer, it goes on, and is cut off."""
 
