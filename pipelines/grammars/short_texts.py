@@ -166,7 +166,8 @@ class RegexTexts:
         try:
             with warnings.catch_warnings():  # of what Python may read in another way one day
                 warnings.simplefilter("ignore")
-                self.whole = self._of(regex_parser.parse(escaped.replace("\\z", "\\Z")))
+                parsed: Any = regex_parser.parse(escaped.replace("\\z", "\\Z"))
+            self.whole = self._of(parsed)
         except (re.error, RecursionError, OverflowError, ValueError):
             return  # Rust's syntax has more than Python's
 
