@@ -174,8 +174,17 @@ class BeamRequest(RequestState):
             moment = lead.token_times[place]
             chosen, device = self._steps[place]
             self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.kv.num_cached))
-        self.queue.put(Finished(hypothesis.reason, None, index))
+        self.queue.put(Finished(self._reason_of(hypothesis), None, index))
         self._finished.add(index)
+
+    def _reason_of(self, hypothesis: Hypothesis) -> FinishReason:
+        """Return why an answer ended; one that fills its tokens may be whole by its grammar."""
+        if hypothesis.reason is not FinishReason.LENGTH or self._first_mask is None:
+            return hypothesis.reason
+        mask = self._first_mask.clone()
+        for token in hypothesis.tokens:
+            mask.accept(token)
+        return FinishReason.STOP if mask.is_whole else FinishReason.LENGTH
 
 
 def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:

@@ -65,6 +65,7 @@ class AnswerState(SequenceState):
         self.overflow = request.overflow
         self.vocab_size = vocab_size
         self.drafts = _drafts_of(request, grammar_mask)
+        self._grammar_mask = grammar_mask
         self._tally = Tally()
         self._queue = queue
         self._new_tokens: list[TokenOutput] = []
@@ -130,7 +131,10 @@ class AnswerState(SequenceState):
         """Return why the answer ends with ``token``, the ``count``-th after those that were added; None if it continues."""
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_generated + count == self.request.max_new_tokens else None
+        if self.num_generated + count != self.request.max_new_tokens:
+            return None
+        is_whole = self._grammar_mask is not None and self._grammar_mask.is_whole
+        return FinishReason.STOP if is_whole else FinishReason.LENGTH
 
     def count_draft(self, draft: Draft, num_accepted: int) -> None:
         """Count the tokens of a draft that a call checked."""
@@ -316,9 +320,14 @@ def prepare_grammar(
         raise GenerationConfigError("this engine has no tokenizer, which grammars need: use a pipeline")
     begin = time.perf_counter()
     init_before = grammars.init_seconds
-    matcher = grammars.matcher(request.grammar, vocab_size, request.max_new_tokens)
+    finishes = bool(request.sampling.finish_grammar)
+    longest = request.max_new_tokens
+    matcher = grammars.matcher(request.grammar, vocab_size, longest, finishes)
     seconds = time.perf_counter() - begin - (grammars.init_seconds - init_before)
-    mask = GrammarMask(matcher, request.stop_token_ids, grammars.vocabulary.special, vocab_size, grammars.times)
+    special = grammars.vocabulary.special
+    mask = GrammarMask(
+        matcher, request.stop_token_ids, special, vocab_size, grammars.times, longest if finishes else None
+    )
     return PreparedGrammar(mask, CompileTimes(max(0.0, seconds), grammars.init_seconds))
 
 

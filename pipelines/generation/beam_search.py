@@ -32,6 +32,10 @@ class BeamMask(Protocol):
         """Set the entries ``[vocab]`` of tokens that may not follow to -inf."""
         ...
 
+    def keep_fitting(self, logits: Logits, count: int, /) -> None:
+        """Set the entries ``[vocab]`` of tokens after which the answer could not end to -inf; ``count`` others are enough."""
+        ...
+
 
 @dataclass(frozen=True)
 class BeamParams:
@@ -184,6 +188,8 @@ class BeamSearch:
             table[self._stop_tokens[self._stop_tokens < len(table)]] = -np.inf
         if (size := self._params.no_repeat_ngram_size) is not None:
             table[list(repeating_tokens((*self._prompt, *self._beams[index].tokens), size))] = -np.inf
+        if mask is not None:  # a group looks at fewer tokens than these, and those that others penalize
+            mask.keep_fitting(table, 2 * self._params.group_size + self._params.num_beams)
         if self._params.num_beam_groups > 1:  # the groups before it will change what is best
             self._tables[index] = table
         else:

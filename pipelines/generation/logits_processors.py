@@ -62,6 +62,19 @@ class Preparable(Protocol):
         ...
 
 
+@runtime_checkable
+class Refusing(Protocol):
+    """A processor that decides of some tokens only when they are chosen, because it takes long to know it of all."""
+
+    def refuses(self, token: int) -> bool:
+        """Return whether a chosen token cannot follow; then another one is chosen."""
+        ...
+
+    def keep_ending(self, logits: Logits) -> None:
+        """Forbid all tokens in ``logits [vocab]``, as processed, but one that it does not refuse, if there is one."""
+        ...
+
+
 class MinNewTokens:
     """Forbids stop tokens among the first ``min_new_tokens`` tokens of an answer."""
 

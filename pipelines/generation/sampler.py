@@ -18,8 +18,9 @@ from staticllm.pipelines.generation.filters import (
     weights_of,
     without_top_choices,
 )
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable, Refusing
 from staticllm.pipelines.generation.options.table import SamplingParams
+from staticllm.pipelines.grammars.mask import MAX_REFUSED
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Sampler:
         self._rng = rng
         self._mirostat = Mirostat(params.mirostat_tau, params.mirostat_eta) if params.mirostat else None
         self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
+        self._refusing = [processor for processor in self._processors if isinstance(processor, Refusing)]
 
     def prepare(self) -> None:
         """Let the processors prepare the next token; called while the device computes its logits."""
@@ -85,16 +87,34 @@ class Sampler:
             GenerationConfigError: the processors forbid every token.
         """
         processed = self._processed(logits)
-        if self._params.do_sample:
-            choice = self._draw(processed)
-        elif best is not None and processed is logits:
+        if best is not None and processed is logits and not self._params.do_sample:
             choice = Choice(best, 0.0)
         else:
-            choice = Choice(int(np.argmax(processed)), 0.0)
+            choice = self._choose(processed)
+        for refusing in self._refusing:
+            choice = self._not_refused(refusing, choice, processed)
         for processor in self._processors:
             processor.accept(choice.token)
         if self._params.wants_logprobs:
             return Choice(choice.token, _log_probability(logits, choice.token))
+        return choice
+
+    def _choose(self, processed: Logits) -> Choice:
+        return self._draw(processed) if self._params.do_sample else Choice(int(np.argmax(processed)), 0.0)
+
+    def _not_refused(self, processor: Refusing, choice: Choice, processed: Logits) -> Choice:
+        """Return ``choice``, or another one from logits ``[vocab]`` if a processor refuses it."""
+        left = processed
+        num_refused = 0
+        while processor.refuses(choice.token):
+            num_refused += 1
+            left = processed.copy() if left is processed else left
+            left[choice.token] = -np.inf
+            if num_refused == MAX_REFUSED or left.max() == -np.inf:
+                left = processed.copy()
+                processor.keep_ending(left)
+                return self._choose(left)
+            choice = self._choose(left)
         return choice
 
     def _processed(self, logits: Logits) -> Logits:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
+from staticllm.pipelines.grammars.endings import GrammarEndings, TokenCosts
 from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
 from staticllm.pipelines.grammars.grammar import Grammar, lead_of
 from staticllm.pipelines.grammars.matcher import AnswerMatcher, LeadMatcher, Matcher
@@ -28,6 +29,8 @@ TRIED_TOKENS = 3
 """The tokens of an answer that a new grammar is tried with, so that one that is too complex is refused at once."""
 ENDLESS = "ff_tokens"
 """What llguidance says of tokens that must follow each other forever; ``TokenBounds`` finds that too, and has better words."""
+LATE = 3
+"""The most tokens by which reasoning ends late: the rest of a character."""
 MAX_KEPT = 64
 """The most grammars that are kept compiled."""
 
@@ -64,6 +67,8 @@ class GrammarCompiler:
         self._tokenizers: dict[int, LLTokenizer] = {}  # by the model's number of token ids
         self._kept: OrderedDict[tuple[Grammar, int], Matcher] = OrderedDict()
         self._fewest: dict[Grammar, float] = {}
+        self._costs: dict[int, TokenCosts] = {}  # by the model's number of token ids
+        self._endings: dict[tuple[Grammar, int], GrammarEndings] = {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -71,10 +76,13 @@ class GrammarCompiler:
         with self._lock:
             return self._known_vocabulary()
 
-    def matcher(self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None) -> AnswerMatcher:
+    def matcher(
+        self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None, finishes: bool = False
+    ) -> AnswerMatcher:
         """Return a matcher at the beginning of an answer, for logits ``[vocab_size]``.
 
-        Reasoning before the answer proper has at most half of the tokens that the shortest answer leaves.
+        Reasoning before the answer proper has at most half of the tokens that the shortest answer leaves. ``finishes``: the
+        matcher says which tokens leave room for the end of the answer, if it has ``max_new_tokens``.
 
         Raises:
             GenerationConfigError: llguidance is not installed, the grammar cannot be compiled, or its shortest answer is longer
@@ -85,17 +93,20 @@ class GrammarCompiler:
                 proper = grammar.proper
                 lead = lead_of(grammar)
                 found = self._matcher(proper, vocab_size)
+                endings = self._endings_of(proper, vocab_size) if finishes and max_new_tokens is not None else None
                 if lead is None:
-                    self._check_room(proper, max_new_tokens)
-                    return found.clone()
+                    self._check_room(proper, max_new_tokens, endings)
+                    return found.clone() if endings is None else found.with_ending(endings)
                 opening, reasoning, closing = (
                     None if each is None else self._matcher(each, vocab_size)
                     for each in (lead.opening, lead.reasoning, lead.closing)
                 )
                 num_fixed = sum(len(each.clone().forced()) for each in (opening, closing) if each is not None)
-                room = self._check_room(proper, max_new_tokens, num_fixed)
+                room = self._check_room(proper, max_new_tokens, endings, num_fixed)
+                found = found if endings is None else found.with_ending(endings)
                 stages = [each.clone() for each in (opening, reasoning, found) if each is not None]
-                return LeadMatcher(stages, closing, sys.maxsize if room is None else room // 2)
+                longest = sys.maxsize if room is None else room // 2 if endings is None else min(room // 2, room - LATE)
+                return LeadMatcher(stages, closing, longest)
         except RecursionError:
             raise GenerationConfigError(
                 f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
@@ -109,8 +120,9 @@ class GrammarCompiler:
             found = self._compiled(grammar, vocab_size)
             self._kept[grammar, vocab_size] = found
             while len(self._kept) > MAX_KEPT:
-                (dropped, _), _ = self._kept.popitem(last=False)
-                self._fewest.pop(dropped, None)
+                dropped, _ = self._kept.popitem(last=False)
+                self._fewest.pop(dropped[0], None)
+                self._endings.pop(dropped, None)
         self._kept.move_to_end((grammar, vocab_size))
         return found
 
@@ -126,6 +138,16 @@ class GrammarCompiler:
             reason = reason_of(message, grammar, tree_of(grammar))
             raise GenerationConfigError(f"the grammar ({grammar.kind}) cannot be compiled: {reason}")
         return Matcher(inner, vocab_size, tokenizer.eos_token)
+
+    def _endings_of(self, grammar: Grammar, vocab_size: int) -> GrammarEndings | None:
+        """Return what is known of the endings of a grammar that is kept; None if nothing is."""
+        if vocab_size not in self._costs:
+            self._costs[vocab_size] = TokenCosts(self._known_vocabulary(), vocab_size)
+        if (grammar, vocab_size) not in self._endings:
+            costs = self._costs[vocab_size]
+            self._endings[grammar, vocab_size] = GrammarEndings(grammar, self._known_vocabulary(), costs)
+        found = self._endings[grammar, vocab_size]
+        return None if found.first is None else found
 
     def _tokenizer(self, vocab_size: int) -> LLTokenizer:
         """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
@@ -157,7 +179,9 @@ class GrammarCompiler:
             self._vocabulary = self._read()
         return self._vocabulary
 
-    def _check_room(self, grammar: Grammar, max_new_tokens: int | None, num_before: int = 0) -> int | None:
+    def _check_room(
+        self, grammar: Grammar, max_new_tokens: int | None, endings: GrammarEndings | None, num_before: int = 0
+    ) -> int | None:
         """Return how many tokens the shortest answer leaves after ``num_before`` others. Raises GenerationConfigError: none."""
         if max_new_tokens is None:
             return None
@@ -174,7 +198,22 @@ class GrammarCompiler:
                 f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
                 f"one has at least {fewest:.0f} tokens: raise it, or MIN_RESPONSE_LEN if that limits it"
             )
-        return max_new_tokens - int(fewest)
+        if endings is None:
+            return max_new_tokens - int(fewest)
+        return max_new_tokens - _checked_fewest(grammar, endings, max_new_tokens, num_before)
+
+
+def _checked_fewest(grammar: Grammar, endings: GrammarEndings, max_new_tokens: int, num_before: int) -> int:
+    """Return the tokens of the shortest known answer and ``num_before`` others. Raises GenerationConfigError: too many."""
+    assert endings.first is not None, "no answer is known"
+    fewest = num_before + int(endings.first.num_tokens) + endings.needs_end(endings.matcher, endings.first.text)
+    if fewest > max_new_tokens:
+        raise GenerationConfigError(
+            f"max_new_tokens={max_new_tokens} leaves no room for an answer of this grammar ({grammar.kind}), whose shortest "
+            f"known one has {fewest} tokens with its end: raise it, or MIN_RESPONSE_LEN if that limits it, or set "
+            "finish_grammar=0, with which an answer may be cut off"
+        )
+    return fewest
 
 
 def _error_after(start: LLMatcher) -> str:

@@ -17,6 +17,8 @@ from staticllm.pipelines.grammars.matcher import AnswerMatcher
 
 Draft = TypeVar("Draft")
 
+MAX_REFUSED = 4
+"""The most tokens of one place that are refused one by one; then the answer goes a short way to its end."""
 FEW = 4096
 """With at most this many allowed tokens, their logits are gathered; with more, the others are overwritten."""
 
@@ -35,6 +37,8 @@ class GrammarMask:
     ``prepare`` finds the next mask while the device runs; otherwise ``process`` does. Special tokens among
     ``stop_token_ids`` are allowed where the answer may end, or where the grammar has them. Any other one is text, which is
     allowed where the grammar allows it.
+
+    With ``num_left``, the most tokens of the answer, it ``refuses`` those after which the answer could not end in time.
     """
 
     remedy = "let the grammar allow more, or raise top_k and the like"
@@ -47,8 +51,10 @@ class GrammarMask:
         special: Collection[int],
         vocab_size: int,
         times: MaskTimes | None = None,
+        num_left: int | None = None,
     ) -> None:
         self._matcher = matcher
+        self._num_left = num_left
         self._times = times or MaskTimes()
         ends = {token for token in stop_token_ids if token < vocab_size and token in special}
         if not ends:
@@ -58,6 +64,7 @@ class GrammarMask:
         self._ends = np.array(sorted(ends), np.intp)
         self._chosen: list[int] = []  # tokens of the answer that the matcher does not know yet
         self._forced: list[int] | None = None  # what must follow, which the matcher knows already; None if not known
+        self._is_shortest = False  # whether the forced token is one of several with the same text, which are more
         self._mask: Mask | None = None  # what may follow after the forced tokens; None if not known
         self._error: GenerationConfigError | None = None
 
@@ -101,11 +108,58 @@ class GrammarMask:
             assert self._mask.forbidden is not None
             np.copyto(logits, -np.inf, where=self._mask.forbidden)
 
+    def refuses(self, token: int) -> bool:
+        """Return whether the answer could not end in time after ``token``, which ``process`` allows."""
+        if self._num_left is None or self._forced or token in self._ends:
+            return False
+        return not self._matcher.fits([token], self._num_left - 1)
+
+    def keep_ending(self, logits: NDArray[np.float32]) -> None:
+        """Set the logits ``[vocab]`` of all tokens to -inf but that of a short way to the end, if this one is not there."""
+        token = self._matcher.ending_token()
+        kept = self._ends if token is None else np.array([token], np.intp)
+        if logits[kept].max() > -np.inf:
+            _keep_only(logits, kept)
+
+    def keep_fitting(self, logits: NDArray[np.float32], count: int) -> None:
+        """Set the logits ``[vocab]`` of tokens that it refuses to -inf; the ``count`` largest of the others are kept.
+
+        Few tokens are tried. If none of them is left, the answer goes a short way to its end.
+        """
+        if self._num_left is None or self._forced or self._matcher.is_far(self._num_left - 1):
+            return
+        best = np.argsort(-logits, kind="stable")[: count + MAX_REFUSED]
+        kept: list[int] = []
+        num_refused = 0
+        for token in best[logits[best] > -np.inf].tolist():
+            if num_refused < MAX_REFUSED and len(kept) < count:
+                is_refused = self.refuses(token)
+                num_refused += is_refused
+                kept += [] if is_refused else [token]
+        if kept:
+            _keep_only(logits, np.array(kept, np.intp))
+        else:
+            self.keep_ending(logits)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer so far is a whole one and nothing can follow; False if it may be cut off anyway."""
+        if self._num_left is None:
+            return False
+        if self._forced is None and self._error is None:
+            self._find_forced()
+        return self._error is None and self._matcher.is_at_end and {*(self._forced or ())} <= {*self._ends.tolist()}
+
     def accept(self, token: int) -> None:
         """Go on by the token that was chosen. The matcher learns of it with the next mask, unless it was forced."""
+        if self._num_left is not None:
+            self._num_left -= 1
         if self._forced:
             assert token == self._forced[0], "the mask allowed no other token"
             self._forced = self._forced[1:]
+            if self._is_shortest and not self._forced:
+                self._forced = None
+                self._mask = None
         elif token not in self._ends:
             self._chosen.append(token)
             self._forced = None
@@ -127,10 +181,17 @@ class GrammarMask:
         chosen = self._chosen
         self._chosen = []
         self._forced = []
+        self._is_shortest = False
         try:
             if chosen:
                 self._matcher.accept(chosen)
             forced = self._matcher.forced()
+            if forced and self._num_left is not None and not self._matcher.fits(forced, self._num_left - len(forced)):
+                token = (
+                    self._matcher.ending_token()
+                )  # fewer tokens have the same text; the mask would allow none of them
+                forced = [] if token is None else [token]
+                self._is_shortest = True
             if forced:
                 self._matcher.accept(forced)
             if self._matcher.is_at_end and len(self._ends) == 1:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.grammars.endings import AnswerEnding, GrammarEndings
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -52,17 +53,38 @@ class AnswerMatcher(Protocol):
         """Go on by these tokens, none of which may be one that ends the answer."""
         ...
 
+    def fits(self, tokens: Sequence[int], num_left: int) -> bool:
+        """Return whether the answer can end with at most ``num_left`` tokens after ``tokens``, as far as is known."""
+        ...
+
+    def is_far(self, num_left: int) -> bool:
+        """Return whether any token ``fits``."""
+        ...
+
+    def ending_token(self) -> int | None:
+        """Return the first token of a short way to the end of the answer; None if it can end here, or no way is known."""
+        ...
+
 
 class Matcher:
-    """An ``AnswerMatcher`` of one grammar. ``end`` is the end token of llguidance's tokenizer."""
+    """An ``AnswerMatcher`` of one grammar. ``end`` is the end token of llguidance's tokenizer.
 
-    def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None) -> None:
+    ``ending`` is the answer's; None if it may be cut off.
+    """
+
+    def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None, ending: AnswerEnding | None = None) -> None:
         self._inner = inner
         self._vocab_size = vocab_size
         self._end = end
+        self._ending = ending
 
     def clone(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._vocab_size, self._end)
+        ending = None if self._ending is None else self._ending.clone()
+        return Matcher(self._inner.deep_copy(), self._vocab_size, self._end, ending)
+
+    def with_ending(self, endings: GrammarEndings) -> Matcher:
+        """Return a matcher at the beginning of an answer that can end in time, from one that is there."""
+        return Matcher(self._inner.deep_copy(), self._vocab_size, self._end, AnswerEnding(endings))
 
     @property
     def can_end(self) -> bool:
@@ -90,6 +112,18 @@ class Matcher:
     def accept(self, tokens: Sequence[int]) -> None:
         if not self._inner.consume_tokens(list(tokens)):
             self._check()
+        if self._ending is not None:
+            self._ending.accept(tokens)
+
+    def fits(self, tokens: Sequence[int], num_left: int) -> bool:
+        return self._ending is None or self._ending.fits(tokens, num_left)
+
+    def is_far(self, num_left: int) -> bool:
+        return self._ending is None or self._ending.is_far(num_left)
+
+    def ending_token(self) -> int | None:
+        found = None if self._ending is None else self._ending.find()
+        return None if found is None else found.token
 
     def _check(self) -> None:
         if self._inner.is_error():
@@ -101,7 +135,7 @@ class LeadMatcher:
 
     ``stages`` follow each other: the opening, the reasoning up to its end, the answer; the first two may be missing. After
     ``max_tokens`` tokens the reasoning must end, so that the answer has room: then ``closing`` follows, which is only that end.
-    It is None where there is no reasoning.
+    It is None where there is no reasoning. What comes before the answer always fits, because the answer has its room.
     """
 
     def __init__(self, stages: Sequence[Matcher], closing: Matcher | None, max_tokens: int) -> None:
@@ -159,6 +193,15 @@ class LeadMatcher:
             self._now.accept([token])
             self._num_left -= self._is_reasoning
             self._go_on()
+
+    def fits(self, tokens: Sequence[int], num_left: int) -> bool:
+        return bool(self._rest) or self._now.fits(tokens, num_left)
+
+    def is_far(self, num_left: int) -> bool:
+        return bool(self._rest) or self._now.is_far(num_left)
+
+    def ending_token(self) -> int | None:
+        return None if self._rest else self._now.ending_token()
 
 
 def first_line(message: str) -> str:

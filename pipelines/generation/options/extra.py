@@ -87,7 +87,7 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
         ),
         logits_processors=_processors(given.get("logits_processor")),
         choosing=(
-            *(name for name in numbers if _is_changed(numbers, name)),
+            *(name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].has_beams),
             *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
         ),
         tool_options=tool_options(given),

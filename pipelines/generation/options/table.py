@@ -31,6 +31,7 @@ class Option:
         excluded: The edge that a request that draws tokens may not have.
         draws: Whether it has an effect only with ``do_sample=True``.
         part_of: The option that it adjusts; by itself it does nothing.
+        has_beams: Whether beam search has it.
         apis: The HTTP APIs that have it as a field.
         names: The names of that field where it is not the option's own.
         http: The bounds over HTTP where they are not ``least`` and ``most``.
@@ -43,6 +44,7 @@ class Option:
     excluded: Edge = ""
     draws: bool = False
     part_of: str = ""
+    has_beams: bool = False
     apis: tuple[Api, ...] = ("openai",)
     names: Mapping[Api, tuple[str, ...]] = field(default_factory=dict)
     http: tuple[float, float] | None = None
@@ -159,6 +161,11 @@ class SamplingParams:
         part_of="dry_multiplier",
         meaning="The number of tokens that are searched; -1 for all, 0 for none.",
     )
+    finish_grammar: int = _row(
+        1, 0, 1, apis=_ALL, has_beams=True,
+        meaning="With a grammar: 1 lets the answer end within its tokens, since only tokens are chosen after which it can; 0 "
+        "lets it be cut off.",
+    )  # fmt: skip
     no_repeat_ngram_size: int = _row(0, 0, UNLIMITED, apis=())
     dry_breakers: TokenSequences = ()
     logit_bias: tuple[tuple[int, float], ...] = ()

@@ -345,13 +345,36 @@ def test_names_that_a_format_cannot_write_get_one_line(pipes, name, function, pa
     assert "\n" not in str(caught.value)
 
 
+def tools_with_a_note(least, most):
+    text = {"type": "string", "minLength": least, "maxLength": most}
+    parameters = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("max_new_tokens", [64, 160])
+def test_a_required_call_is_whole_within_its_tokens(pipes, name, max_new_tokens):
+    """The model would write the note to its longest length."""
+    for seed in range(1, 5):
+        if max_new_tokens < 160 and name.startswith("deepseek"):  # the tags of a call have more tokens
+            continue
+        result = pipes[name].generate(
+            "Call.", tools=tools_with_a_note(1, 100), tool_choice="required", max_new_tokens=max_new_tokens,
+            do_sample=True, rng_seed=seed, temperature=1.0,
+        )  # fmt: skip
+        assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
+        (call,) = result.tool_calls[0]
+        assert len(json.loads(call.arguments)["note"]) >= 1
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_required_call_at_the_limit_of_tokens_keeps_its_beginning(pipes, name):
     """As in OpenAI's API, the finish reason is ``length``, and the call has the arguments so far."""
-    text = {"type": "string", "minLength": 600, "maxLength": 1200}
-    parameters = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=160)
+    asked = {"tools": tools_with_a_note(600, 1200), "tool_choice": "required", "max_new_tokens": 160}
+    with pytest.raises(GenerationConfigError, match="max_new_tokens=160 leaves no room") as caught:
+        pipes[name].generate("Call.", **asked)
+    assert "\n" not in str(caught.value)
+    result = pipes[name].generate("Call.", finish_grammar=0, **asked)
     assert [str(reason) for reason in result.finish_reasons] == ["length"]
     (call,) = result.tool_calls[0]
     assert call.name == "f"

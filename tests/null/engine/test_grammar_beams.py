@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,3 +129,29 @@ def test_fewer_answers_than_asked_for_are_an_error_of_the_others():
     run_to_end(engine, [cancelled])
     assert all(end.error is None and end.reason == "cancelled" for end in answers_of(cancelled)[1].values())
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("longest", [3, 8, 16])
+@pytest.mark.parametrize("pattern", ["[a-c]{2,600}x", "(yes|no|maybe)(, (yes|no)){0,200}", '"[^"]*"'])
+def test_every_beam_ends_within_its_tokens(pattern, longest, groups):
+    for seed in range(4):
+        beams = BeamParams(4, groups, 0.5 * (groups > 1), stop_criteria="never")
+        request = replace(request_of(pattern, count=2, max_new_tokens=longest), beams=beams)
+        hypotheses = search(request, seed)
+        assert hypotheses
+        for hypothesis in hypotheses:
+            assert len(hypothesis.tokens) <= longest
+            assert re.fullmatch(pattern, text_of(COMPILER, [token for token in hypothesis.tokens if token != END]))
+        beam = beam_of(request)
+        run_to_end(fake_engine(make_policy("fcfs"), max_seq_len=100), [beam])
+        ends = [output for output in outputs_of(beam) if not isinstance(output, TokenOutput)]
+        assert [end.reason for end in ends] == [FinishReason.STOP] * 2
+
+
+def test_a_beam_that_fills_its_tokens_and_is_whole_has_stopped():
+    engine = fake_engine(make_policy("fcfs"), max_seq_len=100)
+    beam = beam_of(request_of("yes|no|maybe", num_beams=2, max_new_tokens=1))
+    run_to_end(engine, [beam])
+    ends = [output for output in outputs_of(beam) if not isinstance(output, TokenOutput)]
+    assert [end.reason for end in ends] == [FinishReason.STOP] * 2

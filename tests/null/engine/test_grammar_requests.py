@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from support.quick import examples
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.request import EngineRequest, EngineText, TokenOutput
+from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -192,7 +194,7 @@ def test_max_new_tokens_cuts_a_run_of_forced_tokens():
     for limit in range(4, len(ids)):
         request = EngineRequest(
             tuple(range(9)),
-            SAMPLING,
+            replace(SAMPLING, finish_grammar=0),
             seed=3,
             max_new_tokens=limit,
             stop_token_ids=frozenset([END]),
@@ -205,3 +207,58 @@ def test_max_new_tokens_cuts_a_run_of_forced_tokens():
         assert [token.id for token in tokens] == ids[:limit]
         assert end.reason == FinishReason.LENGTH
         assert_empty(engine)
+
+
+LOOSE = (
+    "[a-c]{2,600}x",
+    r"\d{2}-\d{2,600}",
+    "(yes|no|maybe)(, (yes|no)){0,200}",
+    '{"(name|age)":"[^"]*"}',
+    "日本é*",
+    "(the )+city",
+)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from(LOOSE), st.integers(1, 3), st.integers(12, 24), st.integers(0, 99)),
+        min_size=1,
+        max_size=5,
+    ),
+    max_num_seqs=st.integers(1, 4),
+    host_kv_slots=st.sampled_from([0, 40, 256]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    drafts=st.sampled_from([None, DraftParams(max_ngram_size=3)]),
+)
+def test_any_schedule_ends_every_answer_within_its_tokens(requests, max_num_seqs, host_kv_slots, policy, drafts):
+    """Requests are swapped, preempted and run again, and drafts propose tokens that would leave no room."""
+    engine = new_engine(policy, max_num_seqs=max_num_seqs, host_kv_slots=host_kv_slots)
+    asked = []
+    for i, (pattern, count, longest, seed) in enumerate(requests):
+        request = EngineRequest(
+            tuple(range(9 * i, 9 * i + 9)), SAMPLING, seed=seed, num_sequences=count, max_new_tokens=longest,
+            stop_token_ids=frozenset([END]), grammar=Grammar("regex", pattern), drafts=drafts,
+        )  # fmt: skip
+        asked.append(FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_for(request, VOCAB_SIZE, COMPILER)))
+    run_to_end(engine, asked)
+    for request, (pattern, _, _, _) in zip(asked, requests, strict=True):
+        texts, ends = answers_of(request)
+        assert [end.reason for end in ends] == [FinishReason.STOP] * len(ends), texts
+        assert all(re.fullmatch(pattern, text) for text in texts), texts
+    assert_empty(engine)
+
+
+def test_an_answer_that_fills_its_tokens_and_is_whole_has_stopped():
+    """Nothing can follow, so that no end token is needed; with the option off, the answer counts as cut off."""
+    for finishes, reason in ((1, FinishReason.STOP), (0, FinishReason.LENGTH)):
+        request = request_of("yes|no", max_new_tokens=1, sampling=replace(SAMPLING, finish_grammar=finishes))
+        run_to_end(new_engine(), [request])
+        (text,), (end,) = answers_of(request)
+        assert text in ("yes", "no")
+        assert end.reason == reason
+
+
+def test_the_option_survives_json():
+    request = EngineRequest((1,), replace(SAMPLING, finish_grammar=0))
+    assert EngineRequest.from_dict(json.loads(json.dumps(request.to_dict()))).sampling.finish_grammar == 0
