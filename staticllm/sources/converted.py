@@ -141,7 +141,9 @@ def converted_models() -> list[ConvertedModel]:
         with suppress(OSError):
             if len(each.name) == _DIGEST_CHARS and each.is_dir():
                 size = sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
-                models.append(ConvertedModel(each, tuple(sources.get(each.name, ())), size, each.stat().st_mtime))
+                models.append(
+                    ConvertedModel(each, tuple(sorted(sources.get(each.name, ()))), size, each.stat().st_mtime)
+                )
     return models
 
 
