@@ -32,7 +32,7 @@ from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
 CHILD = "staticllm.pipelines.conversion.child"
-FORMAT = "2"
+FORMAT = "3"
 """Changes when the same file is converted differently."""
 MAX_SECONDS = 3600.0
 END_SECONDS = 10.0
