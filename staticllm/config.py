@@ -226,7 +226,7 @@ class StaticLLMConfig:
             the weights, ``shared`` one program for all, ``phases`` one for decoding and one for the rest, ``few_rows`` one for
             calls of few rows and one for the rest. ``auto`` depends on the device: blocks on an NPU; on CPU and GPU phases if
             the weights are under 256 MiB, on a CPU few_rows if they are under 1 GiB and a probe finds that the second copy of
-            them pays, else shared (``PROGRAMS``).
+            them pays, else shared. On a CPU phases have a third program for calls of few rows, if that pays (``PROGRAMS``).
         prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
         prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
         generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).

@@ -36,6 +36,7 @@ from staticllm.pipelines.programs.device_memory import device_allocator
 from staticllm.pipelines.programs.dry_run import random_feeds
 from staticllm.pipelines.programs.layout import (
     is_worth_a_copy,
+    may_have_few_rows,
     phase_properties,
     program_layout,
     program_mode,
@@ -105,9 +106,12 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         probes = probes_of(job)
 
         def options_of(layout: ProgramLayout) -> CompileOptions:
-            calibration = calibrated(core, device, lowered.graph.model, properties, layout, probes)
+            may_be_apart = may_have_few_rows(layout, device, job.directory, config, kv_type)
+            probed = "few_rows" if may_be_apart else layout
+            calibration = calibrated(core, device, lowered.graph.model, properties, probed, probes)
             options = CompileOptions(device, layout, kv_type, calibration.properties, calibration.few_rows)
-            if layout != "few_rows":
+            is_tiny = layout == "phases" and "few_rows" not in calibration.properties
+            if not may_be_apart or is_tiny:
                 return options
             is_paid = partial(is_worth_a_copy, weights_size(job.directory, config.weights_path))
             probe = partial(_speedup_of_few_rows, core, lowered, variants, probes=probes)
@@ -116,7 +120,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             )
             if config.programs == layout or is_paid(calibration.speedup) or is_paid(probe(with_few_rows)):
                 return with_few_rows
-            return _with_one_program(options)
+            return _without_few_rows(options)
 
         is_later = start == "one program" and _can_start_with_one(layout, properties)
         options = options_of("shared" if is_later else layout)
@@ -258,12 +262,12 @@ def _speedup_of_few_rows(
 ) -> float:
     """Return how many times faster a decode step of one sequence is in the program for calls of few rows, as probed."""
     few = tuple(variant for variant in variants if options.program_group(variant).part == "few_rows")
-    rest = tuple(variant for variant in variants if variant not in few)
+    others = tuple(variant for variant in variants if options.layout != "phases" or variant.phase == "generate")
     alone = sorted(variant for variant in few if variant.rows == 1 and variant.kv_len)
-    if not alone or not rest:
+    if not alone or set(others) <= set(few):
         return 1.0
     programs = (
-        ProbedProgram(tuple(variants), options.properties["generate"]),
+        ProbedProgram(others, options.properties["generate"]),
         ProbedProgram(few, options.properties["few_rows"]),
     )
     try:
@@ -273,11 +277,11 @@ def _speedup_of_few_rows(
         return 1.0
 
 
-def _with_one_program(options: CompileOptions) -> CompileOptions:
+def _without_few_rows(options: CompileOptions) -> CompileOptions:
     """Return the options without a program for calls of few rows."""
     parts = dict(options.properties)
     parts.pop("few_rows", None)
-    return replace(options, layout="shared", properties=parts)
+    return replace(options, layout="shared" if options.layout == "few_rows" else options.layout, properties=parts)
 
 
 def _can_start_with_one(layout: ProgramLayout, properties: Mapping[Part, Mapping[str, Any]]) -> bool:

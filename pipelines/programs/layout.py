@@ -47,7 +47,11 @@ class MemoryNeeds:
 
     def of(self, layout: ProgramLayout) -> int:
         """Return the bytes that a layout needs; one copy of the weights per program."""
-        return self.rest + (1 if layout == "shared" else 2) * self.per_program
+        return self.with_programs(1 if layout == "shared" else 2)
+
+    def with_programs(self, count: int) -> int:
+        """Return the bytes that ``count`` programs need."""
+        return self.rest + count * self.per_program
 
 
 def program_mode(device: str, config: StaticLLMConfig) -> ProgramMode:
@@ -87,6 +91,17 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
         return layout
     needs = memory_needs(path, config, kv_type)
     return _within(config.memory_limit_mb, layout, needs, config.programs == "auto")
+
+
+def may_have_few_rows(layout: ProgramLayout, device: str, path: Path, config: StaticLLMConfig, kv_type: KVType) -> bool:
+    """Return whether calls of few rows may have a program of their own: in ``few_rows``, and beside the two of small models.
+
+    The latter only if the user chose no layout, and ``MEMORY_LIMIT_MB`` allows a third copy of the weights.
+    """
+    if layout != "phases" or config.programs != "auto" or kind(device) != "CPU":
+        return layout == "few_rows"
+    limit = config.memory_limit_mb
+    return limit is None or memory_needs(path, config, kv_type).with_programs(3) <= limit * 10**6
 
 
 def phase_properties(device: str, config: StaticLLMConfig) -> dict[Part, Mapping[str, Any]]:

@@ -43,6 +43,8 @@ SHORT_PROMPT = 16
 """Prompt tokens of a generation test at depth 0."""
 CHART_WIDTH = 40
 IDLE_SECONDS = 120.0
+MOST_SHARED = 3
+"""Programs at most where variants share them: one per phase, and one for single rows."""
 PROFILED_PROMPTS = (128, 512, 1000)
 
 
@@ -319,9 +321,9 @@ def programs_of(programs: BoundPrograms) -> str:
     num_programs = len(set(owners.values()))
     if num_programs == 1:
         return "shared"
-    if num_programs == 2:
-        return "phases" if not by_phase["prefill"] & by_phase["generate"] else "few_rows"
-    return "separate"
+    if num_programs == len(owners) > MOST_SHARED:
+        return "separate"
+    return "few_rows" if by_phase["prefill"] & by_phase["generate"] else "phases"
 
 
 def _tests(options: dict[str, Any]) -> list[Test]:

@@ -213,6 +213,33 @@ def test_single_rows_have_a_program_only_if_it_pays_for_its_copy(seconds, layers
     assert "few_rows" in asked.properties
 
 
+@pytest.mark.parametrize(("seconds", "layers", "is_apart"), [(0.85, 1.0, True), (1.3, 1.12, True), (1.3, 1.01, False)])
+def test_single_rows_of_small_models_have_a_third_program_if_it_pays(seconds, layers, is_apart, timed, monkeypatch):
+    probed = []
+
+    def speedup(core, device, lowered, alone, programs, *more):
+        probed.append({variant.phase for variant in programs[0].variants})
+        return layers
+
+    timed[0].update({0: seconds, "f32": 1.3})
+    monkeypatch.setattr(decoder_kind, "layers_speedup", speedup)
+    monkeypatch.setattr(decoder_kind, "weights_size", lambda *arguments: 100 << 20)
+    monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
+    options = prepare(demo_model_path(), "CPU", StaticLLMConfig()).options
+    assert options.layout == "phases"
+    assert (options.program_group(Variant(1, 256)) != options.program_group(Variant(8, 256, 8))) == is_apart
+    assert options.program_group(Variant(8, 256, 8)) != options.program_group(Variant(64, 256))
+    assert probed in ([], [{"generate"}])
+    asked = prepare(demo_model_path(), "CPU", StaticLLMConfig(programs="phases")).options
+    assert asked.program_group(Variant(1, 256)) == asked.program_group(Variant(8, 256, 8))
+
+
+def test_tiny_models_have_no_third_program():
+    options = prepare(demo_model_path(), "CPU", StaticLLMConfig()).options
+    assert options.layout == "phases"
+    assert "few_rows" not in options.properties
+
+
 def test_one_program_serves_if_the_layers_cannot_be_timed(timed, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("the device refused it")

@@ -14,6 +14,7 @@ from staticllm.pipelines.programs.layout import (
     PACKED_SHARE,
     PROGRAM_BYTES,
     is_worth_a_copy,
+    may_have_few_rows,
     program_layout,
     with_host_slots,
 )
@@ -62,6 +63,23 @@ def test_a_layout_is_kept_if_it_fits_into_the_limit(chosen):
     small = 100 << 20
     assert chosen(small, memory_limit_mb=needed_mb(2, small)) == "phases"
     assert chosen(small, memory_limit_mb=needed_mb(2, small) - 1) == "shared"
+
+
+def test_small_models_have_a_third_program_where_it_is_wanted_and_fits(chosen):
+    small = 100 << 20
+    limit = needed_mb(3, small)
+    chosen(small)
+
+    def may(layout="phases", device="CPU", **values):
+        return may_have_few_rows(layout, device, Path(), StaticLLMConfig(**values), "f32")
+
+    assert may()
+    assert may(memory_limit_mb=limit)
+    assert not may(memory_limit_mb=limit - 1)
+    assert not may(programs="phases")
+    assert not may(device="GPU")
+    assert not may(layout="shared")
+    assert may(layout="few_rows", programs="few_rows")
 
 
 def test_a_limit_that_one_program_exceeds_is_refused_with_both_numbers_and_remedies(chosen):
