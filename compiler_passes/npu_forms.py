@@ -10,6 +10,7 @@ from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
 from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
 from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
+from staticllm.compiler_passes.rewrites.narrow_scales import narrow_scales
 from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 
 NPU_FORMS: tuple[tuple[str, Callable[[StepGraph], None]], ...] = (
@@ -18,6 +19,7 @@ NPU_FORMS: tuple[tuple[str, Callable[[StepGraph], None]], ...] = (
     ("halve_weights", halve_weights),
     ("merge_grouped", merge_grouped),
     ("shift_zero_points", shift_zero_points),
+    ("narrow_scales", narrow_scales),
     ("lead_groups", lead_groups),
 )
 """The names of passes, and what they run. Each choice is a row of a table in ``docs/npu.md``."""

@@ -119,16 +119,24 @@ def is_symmetric(matrix: CompressedMatrix) -> bool:
     return zero_points is not None and bool(np.all(zero_points == middle))
 
 
-def zero_points_of(matrix: CompressedMatrix) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
-    """Return the zero point of each scale, in the shape of the scales; None if one is no integer of the weights' type."""
+def fractions_of(matrix: CompressedMatrix) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
+    """Return the zero point of each scale as any finite number, in the shape of the scales; None if there is not one for each."""
     shape = list(matrix.scale.get_shape())
     if matrix.zero_point is None:
-        return np.zeros(shape, np.int64)
-    values = np.asarray(matrix.zero_point.get_data(dtype=np.float32)).reshape(
-        list(matrix.zero_point.get_output_shape(0))
-    )
+        return np.zeros(shape, np.float32)
+    values = np.asarray(matrix.zero_point.get_data(dtype=np.float32))
+    if values.size not in (1, np.prod(shape)) or not np.isfinite(values).all():
+        return None
+    return np.broadcast_to(values.reshape(-1 if values.size == 1 else shape), shape)
+
+
+def zero_points_of(matrix: CompressedMatrix) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
+    """Return the zero point of each scale, in the shape of the scales; None if one is no integer of the weights' type."""
+    values = fractions_of(matrix)
+    if matrix.zero_point is None or values is None:
+        return None if values is None else values.astype(np.int64)
     lowest = -(1 << matrix.bits - 1) if matrix.weights.get_element_type().get_type_name().startswith("i") else 0
     is_known = np.array_equal(values, np.round(values)) and values.min() >= lowest
-    if not is_known or values.max() > lowest + (1 << matrix.bits) - 1 or values.size not in (1, np.prod(shape)):
+    if not is_known or values.max() > lowest + (1 << matrix.bits) - 1:
         return None
-    return np.broadcast_to(values.astype(np.int64).reshape(-1 if values.size == 1 else shape), shape)
+    return values.astype(np.int64)

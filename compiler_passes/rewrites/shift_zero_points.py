@@ -6,7 +6,8 @@ Intel's NPU compiler expands 8-bit weights with zero points to f16 in every step
 
 - Rows with one scale: ``x · (i + d)`` is ``[x, sums, sums] · [i, d // 2, d - d // 2]``, where ``sums`` are those of 8 or 16 parts
   of x. So the matrix gets 16 bytes of columns of its own type and scale: exact, and cheaper than adding a product to the result.
-- Rows with groups: the sums of groups are multiplied with ``d * scale``, in the type of the scale, and the product is added.
+- Rows with groups: the sums of groups are multiplied with ``d * scale``, and the product is added. Here zero points may be any
+  numbers, as those of blocks that have a scale and a minimum; their products are in f16, in which NPUs compute.
 - Weights that others read too, as an embedding that is tied to the head: like groups; the others get shifted zero points.
 """
 
@@ -24,15 +25,18 @@ from staticllm.compiler_passes.graph.compressed_matrix import (
     CompressedMatrix,
     decompress,
     find_compressed_matrices,
+    fractions_of,
     zero_points_of,
 )
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 
+LARGEST = float(np.finfo(np.float16).max)
 STAGE = "shift_zero_points"
 ROW_BYTES = 16
 """A matrix gets columns of as many bytes as this. The compiler is slow with rows of other lengths, or refuses them (5010)."""
 _SIGNED = {8: ov.Type.i8, 4: ov.Type.i4}
 Key = tuple[int, int, int]
+Numbers = NDArray[np.int64] | NDArray[np.float32]
 
 
 @dataclass
@@ -78,7 +82,9 @@ def shift_zero_points(graph: StepGraph) -> None:
 
 def _shift(matrix: CompressedMatrix, sums: _Sums, shifted: dict[int, ov.Node]) -> str:
     """Shift one matrix, and return the reason why not, which is empty if it was possible."""
-    zero_points = zero_points_of(matrix)
+    zero_points: Numbers | None = zero_points_of(matrix)
+    if zero_points is None and matrix.is_grouped:
+        zero_points = fractions_of(matrix)
     if zero_points is None:
         return "its zero points are no integers of the type of its weights"
     if matrix.source.get_partial_shape().rank.is_dynamic:
@@ -102,9 +108,7 @@ def _shift(matrix: CompressedMatrix, sums: _Sums, shifted: dict[int, ov.Node]) -
     return ""
 
 
-def _shift_shared(
-    matrix: CompressedMatrix, offsets: NDArray[np.int64], sums: _Sums, shifted: dict[int, ov.Node]
-) -> None:
+def _shift_shared(matrix: CompressedMatrix, offsets: Numbers, sums: _Sums, shifted: dict[int, ov.Node]) -> None:
     """Give the product its own reading of the shifted weights, and all other readers a shifted zero point."""
     key = matrix.weights.get_instance_id()
     if key not in shifted:
@@ -113,12 +117,13 @@ def _shift_shared(
         kind = matrix.scale.get_element_type().get_type_name()
         value: ov.Node = ops.convert(signed, kind)
         if np.any(offsets):
-            value = ops.subtract(value, ops.convert(ops.constant((-offsets).astype(np.int8)), kind))
+            narrow = np.float32 if offsets.dtype == np.float32 else np.int8
+            value = ops.subtract(value, ops.convert(ops.constant((-offsets).astype(narrow)), kind))
         matrix.scaled.input(0).replace_source_output(value.output(0))
     _add_correction(matrix, shifted[key], offsets, sums)
 
 
-def _add_correction(matrix: CompressedMatrix, weights: ov.Node, offsets: NDArray[np.int64], sums: _Sums) -> None:
+def _add_correction(matrix: CompressedMatrix, weights: ov.Node, offsets: Numbers, sums: _Sums) -> None:
     """Multiply with ``weights``, and add the product of the sums of groups with ``offsets * scale``."""
     product = matrix.product
     readers = product.output(0).get_target_inputs()
@@ -131,7 +136,8 @@ def _add_correction(matrix: CompressedMatrix, weights: ov.Node, offsets: NDArray
         return
     scale = _numbers(matrix.scale)
     factors = (offsets.reshape(scale.shape) * scale).reshape([*matrix.shape[:-1], groups])
-    kind = matrix.scale.get_element_type().to_dtype()
+    fits = offsets.dtype == np.float32 and np.abs(factors).max() <= LARGEST
+    kind = np.float16 if fits else matrix.scale.get_element_type().to_dtype()
     change = _outer(sums.of(matrix, groups), factors.astype(kind), matrix.source)
     total = ops.add(product, change)
     total.set_friendly_name(f"{product.get_friendly_name()}/shifted")

@@ -21,6 +21,7 @@ from staticllm.compiler_passes.rewrites.join_weights import join_weights
 from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
 from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
 from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
+from staticllm.compiler_passes.rewrites.narrow_scales import narrow_scales
 from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
 from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
 from staticllm.compiler_passes.rewrites.write_by_select import write_by_select
@@ -93,6 +94,51 @@ def test_zero_points_are_shifted_exactly(kind, group, size):
     x = rng.integers(-3, 4, (1, ROWS, size)).astype(np.float32)
     wanted = x @ ((levels - zero) * scale.astype(np.float64)).reshape(24, size).T
     assert np.array_equal(core.compile_model(model, "CPU", EXACT)([x])[0], wanted)
+
+
+def blocks(kind, rng, rows=40, group=16):
+    """Return weights in groups with any scale and zero point, in f32, as blocks of GGUF files have them, and their numbers."""
+    shape = (rows, SIZE // group, group)
+    levels = rng.integers(0, 1 << int(kind[1]), shape)
+    scale = rng.uniform(0.5, 2, (*shape[:-1], 1)).astype(np.float32)
+    zero = rng.uniform(-3, 20, scale.shape).astype(np.float32)
+    value = ops.subtract(ops.convert(integers(levels, kind), "f32"), ops.constant(zero))
+    numbers = ((levels - zero) * scale).reshape(rows, SIZE)
+    return ops.reshape(ops.multiply(value, ops.constant(scale)), np.array([rows, SIZE]), special_zero=False), numbers
+
+
+@pytest.mark.parametrize("kind", ["u4", "u8"])
+def test_fractions_of_groups_are_shifted_and_scales_narrowed(kind):
+    weights, numbers = blocks(kind, rng := np.random.default_rng(3))
+    model = projections([weights])
+    shift_zero_points(graph := StepGraph(model))
+    narrow_scales(graph)
+    assert graph.notes["shift_zero_points"] == ["1 of 1 compressed matrices lost their zero points"]
+    assert graph.notes["narrow_scales"] == ["1 of 1 matrices with scales in f32 have them in f16"]
+    assert types(model).isdisjoint({"u4", "u8", "f32"})
+    x = rng.standard_normal((1, ROWS, SIZE)).astype(np.float32)
+    wanted = x @ numbers.T
+    found = core.compile_model(model, "CPU", EXACT)([x])[0]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2**-10 * (np.abs(x) @ np.abs(numbers).T).max())
+
+
+def test_fractions_of_weights_that_an_embedding_shares():
+    weights, numbers = blocks("u4", np.random.default_rng(3))
+    ids = ops.parameter([1, ROWS], np.int64)
+    embedding = ops.gather(weights, ids, ops.constant(0))
+    model = ov.Model([ops.result(ops.matmul(embedding, weights, False, True)), ops.result(embedding)], [ids])
+    shift_zero_points(graph := StepGraph(model))
+    assert graph.notes["shift_zero_points"] == ["1 of 1 compressed matrices lost their zero points"]
+    logits, vectors = core.compile_model(model, "CPU", EXACT)([np.array([[3, 39, 0]])]).values()
+    np.testing.assert_allclose(vectors[0], numbers[[3, 39, 0]], rtol=0, atol=1e-5 * np.abs(numbers).max())
+    np.testing.assert_allclose(logits[0], numbers[[3, 39, 0]] @ numbers.T, rtol=0, atol=1e-3 * np.abs(logits).max())
+
+
+def test_scales_that_f16_cannot_hold_stay():
+    scale = ops.constant(np.full((8, 1), 1e5, np.float32))
+    model = projections([ops.multiply(ops.convert(ops.constant(np.full((8, SIZE), 3, np.int8)), "f32"), scale)])
+    narrow_scales(graph := StepGraph(model))
+    assert graph.notes["narrow_scales"] == ["0 of 1 matrices with scales in f32 have them in f16"]
 
 
 def test_an_odd_row_of_4_bits_and_fractions_are_left_alone():
