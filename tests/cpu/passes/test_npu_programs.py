@@ -110,13 +110,17 @@ def tokens_for(variant):
     return [int(token) for token in np.random.default_rng(3).integers(20, 900, PAST + variant.rows)]
 
 
-def check(path, tolerance, kind="", group=0, scale_type="f32"):
+EXACT_SCALES = DECODER_NPU.without("narrow_scales")
+"""The same without the pass that rounds scales to f16."""
+
+
+def check(path, tolerance, kind="", group=0, scale_type="f32", passes=EXACT_SCALES):
     """Compare the programs of all ``VARIANTS`` with the original, whose weights may be compressed. Return the lowered model."""
     model = core.read_model(path / "openvino_model.xml")
     if kind:
         assert compress(model, kind, group, scale_type) > 4
     originals = {variant: Original(model.clone(), tokens_for(variant), variant.rows) for variant in VARIANTS}
-    lowered = lower(model, LoweringOptions(256), DECODER_NPU)
+    lowered = lower(model, LoweringOptions(256), passes)
     for variant, original in originals.items():
         own = lowered.specialise(variant)
         assert largest_error(lowered, own, original, tokens_for(variant), variant) <= tolerance, variant
@@ -132,6 +136,13 @@ def test_programs_compute_what_the_original_computes(zoo, name):
 def test_programs_of_compressed_models_compute_what_the_original_computes(zoo, name, kind, group):
     """In f32, ``i + d`` is exact, so only the order of sums differs, of which those with zero points far away are large."""
     check(zoo / name, 2e-4, kind, group)
+
+
+@pytest.mark.parametrize("kind,group", [("u8", 0), ("i4", 0), ("u4", 16), ("i4", 16)])
+def test_scales_in_f16_differ_by_their_rounding(zoo, kind, group):
+    lowered = check(zoo / "llama", 2e-3, kind, group, passes=DECODER_NPU)
+    scales = [node for node in constants(lowered.graph.model) if list(node.get_output_shape(0))[-1:] == [1]]
+    assert {node.get_element_type() for node in scales if node.get_byte_size() >= 64} == {ov.Type.f16}
 
 
 def with_a_size_that_depends_on_values(model):
