@@ -7,9 +7,10 @@ The paper's figures are pictures whose numbers our copy does not have. What can 
 are the peak rates of Table 3, the limit of 50 ms on TPOT, and that decode matches prefill with 25 % of its slices. Two things
 are assumed:
 
-- A decode step of n sequences costs ``STEP_FLOOR`` of the limit, whatever n is, and the rest in proportion to n. At its peak rate
-  a decode instance runs as many sequences as the limit allows. With a share s it may run fewer, because steps become longer.
-- Above ``saturation()`` more time slices make decode no faster, as Figure 2 says of AI cores. The value is computed from the 25 %.
+- A decode step of n sequences costs ``STEP_FLOOR`` of the limit, whatever n is, and the rest in proportion to n. At its peak
+  rate a decode instance runs as many sequences as the limit allows. With a share s it may run fewer, because steps become longer.
+- Above ``saturation()`` more time slices make decode no faster, as Figure 2 says of AI cores. The value is computed from the
+  25 %.
 
 One simulated sequence stands for some hundred real ones (``FULL_BATCH`` for a full decode instance), and one token for 128. This
 leaves rates and the proportions of KV slots as they are.
