@@ -22,6 +22,7 @@ MAX_FUNCTION_LINES, MAX_LONG_SHARE = 50, 0.03
 GENERATED = (
     "docs/errors.md",
     "docs/scheduling.md",
+    "docs/lab/papers.md",
     "docs/lab/scheduling.md",
     "docs/reference/api.md",
     "docs/reference/cli.md",

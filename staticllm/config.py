@@ -247,8 +247,8 @@ class StaticLLMConfig:
             limit (``MEMORY_LIMIT_MB``).
         max_waiting: Requests that may wait, however many answers or beams each has; further requests are refused with
             ``BusyError`` (``MAX_WAITING``).
-        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first`` or ``chunked``
-            (``SCHEDULER``, docs/scheduling.md).
+        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first``, ``chunked`` or
+            ``ratio`` (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
         tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
         gap_ms: The longest time that a request which has begun should wait for a place among the running ones, ms; None for

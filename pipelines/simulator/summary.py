@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -128,6 +129,21 @@ def steady_rate(requests: Sequence[RequestRecord], skip: float = 0.2) -> float:
     if len(window) < 2 or window[0] == window[-1]:
         return 0.0
     return float(np.polyfit(window - window[0], np.arange(len(window)), 1)[0])
+
+
+def mean_slots(steps: Sequence[StepRecord], skip: float = 0.2) -> float:
+    """Return the mean number of KV slots of one device's arena in use, over the time of its calls and the pauses between them.
+
+    The first and the last share ``skip`` of the time are left out, in which the device fills and drains.
+    """
+    if not steps:
+        return 0.0
+    span = steps[-1].end - steps[0].start
+    begin = steps[0].start + skip * span
+    end = steps[-1].end - skip * span
+    moments = [max(begin, min(end, step.end)) for step in steps]
+    held = [step.slots_in_use * (until - since) for step, (since, until) in zip(steps, pairwise(moments), strict=False)]
+    return sum(held) / (end - begin) if end > begin else 0.0
 
 
 def busy_share(calls: Sequence[StepRecord | JobRecord], seconds: float) -> float:

@@ -1,4 +1,8 @@
-"""The policy ``dynamic`` co-locates prefill and decode by measured costs (FlexNPU, sections 3.3 and 3.4)."""
+"""The policy ``dynamic`` co-locates prefill and decode by measured costs.
+
+The idea is FlexNPU's (sections 3.3 and 3.4: measured phases share one device without a fixed split). Our copy of that paper ends
+section 3.4 after its first paragraph, before any rule, so every rule here is an inference or our own.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from staticllm.pipelines.scheduling.plans import (
 
 
 class Fcfs:
-    """Serves requests in the order of arrival, like static co-location in FlexNPU's paper.
+    """Serves requests in the order of arrival, as we read static co-location in FlexNPU's paper (4.4).
 
     A request counts against ``max_num_seqs`` from its first prompt token on, unless a client drives it. A prompt runs alone,
     before any decode step.

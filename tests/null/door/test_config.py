@@ -77,7 +77,7 @@ def test_explicit_properties_are_known_even_if_they_equal_the_default():
 
 def test_each_module_in_the_folder_of_policies_is_one_that_the_config_accepts():
     assert schedulers()[0] == StaticLLMConfig().scheduler
-    assert set(schedulers()) >= {"dynamic", "fcfs", "prefill_first", "decode_first", "chunked"}
+    assert set(schedulers()) >= {"dynamic", "fcfs", "prefill_first", "decode_first", "chunked", "ratio"}
     for name in schedulers():
         policy = make_policy(StaticLLMConfig(scheduler=name).scheduler)
         assert type(policy) is POLICIES[name]

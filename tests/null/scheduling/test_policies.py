@@ -12,6 +12,7 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, Plan, RequestView, TokenBound, View
 from staticllm.pipelines.scheduling.planner import POLICIES, Planner, make_policy
 from staticllm.pipelines.scheduling.plans import IllegalPlanError, admissible_prompts, check, to_swap_in
+from staticllm.pipelines.scheduling.policies.ratio import Ratio
 from staticllm.testing import FAKE_VARIANTS, fake_answer, fake_engine, fake_request, run_to_end
 
 INDEX = VariantIndex(FAKE_VARIANTS)
@@ -225,6 +226,20 @@ def test_chunked_fills_its_token_budget():
     plan = make_policy("chunked").plan(a_view())
     assert plan.decode == (3, 4, 5), "decoding comes first"
     assert plan.prefill == ((2, 4), (1, 9)), "prompts fill the rest of the sixteen rows"
+
+
+def test_ratio_keeps_its_share_to_within_one_call():
+    """Both phases always have work: 4 tokens of 12 ms, or a decode step of 10 ms. A prompt that is behind runs at once."""
+    policy = Ratio(0.3)
+    spent = {True: 0.0, False: 0.0}
+    for _ in range(300):
+        plan = policy.plan(a_view(swapped=(), waiting=()))
+        spent[bool(plan.prefill)] += seconds(Device(INDEX, seconds, 64).call(plan.num_rows, plan.num_sequences))
+        total = sum(spent.values())
+        assert abs(spent[True] - 0.3 * total) <= seconds(Variant(4, 64, 1))
+    assert total > 3
+    assert Ratio(0.3).plan(a_view(waiting=(), prefilling=())).decode, "a phase without work leaves its time"
+    assert Ratio(0.3).plan(a_view(running=(), swapped=())).prefill
 
 
 def slow_prompts(variant):
