@@ -13,7 +13,7 @@ from openvino import opset13 as ops
 from staticllm.compiler_passes.graph.step_graph import redirect, through
 
 _RANK = 4
-_MINUS = np.float32(-1)
+_MINUS = -1.0
 
 
 def rotated_halves(heads: ov.Output, cosine: ov.Output, sine: ov.Output) -> ov.Output:
@@ -23,7 +23,7 @@ def rotated_halves(heads: ov.Output, cosine: ov.Output, sine: ov.Output) -> ov.O
         ops.slice(heads, *(ops.constant([place]) for place in (begin, end, 1, 3)))
         for begin, end in ((0, size // 2), (size // 2, size))
     )
-    turned = ops.concat([ops.multiply(second, ops.constant(_MINUS)), first], -1)
+    turned = ops.concat([ops.multiply(second, ops.constant(np.float32(_MINUS))), first], -1)
     return ops.add(ops.multiply(heads, cosine), ops.multiply(turned, sine)).output(0)
 
 
@@ -47,10 +47,12 @@ def _join(concat: ov.Node) -> bool:
     products[1] = less.input_value(0)
     if any(value.get_node().get_type_name() != "Multiply" for value in products):
         return False
-    (first, second, *others), angles = zip(*(value.get_node().input_values() for value in products), strict=True)
-    cosine, sine, *other_angles = angles
+    halves = [value.get_node().input_value(0) for value in products]
+    angles = [value.get_node().input_value(1) for value in products]
+    first, second = halves[:2]
+    cosine, sine = angles[:2]
     split = first.get_node()
-    if others != [second, first] or other_angles != [cosine, sine] or not _is_halved(split, first, second):
+    if halves[2:] != [second, first] or angles[2:] != [cosine, sine] or not _is_halved(split, first, second):
         return False
     if len(cosine.get_partial_shape()) != _RANK or len(sine.get_partial_shape()) != _RANK:
         return False

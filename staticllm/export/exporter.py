@@ -16,7 +16,8 @@ from staticllm.errors import ConfigError, ModelError
 from staticllm.export.environment import OnStep, ask, ignore_step
 from staticllm.export.weights import Weights, WeightType, weights_for
 from staticllm.model_paths import path_kinds as kinds
-from staticllm.model_paths.path_kind import WEIGHTS, ModelPath, path_kind
+from staticllm.model_paths.hub_names import WEIGHTS
+from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.system.files import read_regular, refusal_of
 
 DECODER = "text-generation-with-past"
