@@ -143,7 +143,7 @@ def _rows(heads: ov.Output) -> tuple[tuple[ov.Node, ...], tuple[ov.Node, ...]] |
     if product.get_type_name() != "MatMul" or len(consumers(value)) != 1 or not product.get_attributes()["transpose_b"]:
         return None
     weights = _constants(product.input_value(1), count)
-    if weights is None or any(int(np.prod(bias.get_output_shape(0))) != count for bias in biases):
+    if weights is None or any(int(np.prod(list(bias.get_output_shape(0)))) != count for bias in biases):
         return None
     is_own = all(_is_unshared(node) for node in (*weights, *biases))
     return (weights, tuple(biases)) if is_own and _are_bytes(weights) else None
@@ -215,7 +215,8 @@ def _change(rotation: _Rotation) -> None:
     for constant in rotation.weights:
         _reorder(constant, rotation.order)
     for bias in rotation.biases:
-        values = bias.data.reshape(-1)[rotation.order].reshape(bias.get_output_shape(0))
+        values = np.asarray(bias.get_data(dtype=np.float32)).reshape(-1)[rotation.order]
+        values = values.reshape(list(bias.get_output_shape(0)))
         redirect(bias.output(0), ops.constant(values, bias.get_element_type()).output(0))
     turn = ops.constant([0, 2, 1, 3])
     cosine, sine = (ops.transpose(ops.concat([each, each], -1), turn) for each in (rotation.cosine, rotation.sine))
