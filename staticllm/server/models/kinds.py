@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,12 +12,17 @@ import openvino as ov
 
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
-from staticllm.devices import check_device, default_mode, get_core, named_devices
+from staticllm.devices import check_device, default_mode, get_core, known_properties, named_devices
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.model_dir import read_model
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+from staticllm.pipelines.embedding.embedding_config import resolved_config
+from staticllm.pipelines.embedding.encoder_job import OF_DECODERS, encoder_config
+from staticllm.pipelines.embedding.encoder_job import OPTIONS as ENCODER_OPTIONS
 from staticllm.pipelines.embedding.encoder_kind import EncoderKind
+from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
+from staticllm.pipelines.embedding.pool.served_encoder import Serving
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -25,6 +30,7 @@ from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
+from staticllm.properties import DECODER_OPTIONS
 
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
 ENCODER_REQUESTS = 16
@@ -64,6 +70,17 @@ class ServedKind(ABC):
     def load(self, wanted: Wanted) -> Pipeline:
         """Load a model. Raises ``StaticLLMError`` (it cannot be loaded)."""
 
+    @abstractmethod
+    def option_names(self, device: str) -> frozenset[str]:
+        """Return the names of the options that such a model knows on a device, or on several."""
+
+    @abstractmethod
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        """Check the options of a model before it is loaded.
+
+        Raises ``ConfigError`` (one is unknown or impossible) and ``DeviceError`` (the device is not on this machine).
+        """
+
     def num_seqs(self, pipeline: Any, device: str) -> int:
         """Return the answers that run at once. ``device``: what it was loaded on, if its config does not say more."""
         del pipeline, device
@@ -81,7 +98,7 @@ class ServedKind(ABC):
 
 
 class ChatKind(ServedKind):
-    """Decoders. Only they take the server's properties."""
+    """Decoders."""
 
     has_engine = True
 
@@ -93,6 +110,12 @@ class ChatKind(ServedKind):
         return StaticLLMPipeline(
             wanted.path, wanted.device, config=config, on_progress=wanted.on_progress, daemon=wanted.daemon
         )
+
+    def option_names(self, device: str) -> frozenset[str]:
+        return frozenset(DECODER_OPTIONS) | _names_of(device)
+
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        resolve_candidates(device, dict(properties), {})
 
     def num_seqs(self, pipeline: StaticLLMPipeline, device: str) -> int:
         config = pipeline.config
@@ -106,17 +129,40 @@ class ChatKind(ServedKind):
 
 @dataclass(frozen=True)
 class EncoderServed(ServedKind):
-    """Encoders whose output is of one sort: scores or vectors. They run on the first device that is present."""
+    """Encoders whose output is of one sort: scores or vectors. They run on the first device that is present.
+
+    ``options``: what the constructor of the pipeline takes beside the fields of its config and the properties.
+    """
 
     pipeline: type[StaticEmbeddingPipeline] | type[StaticRerankPipeline]
     has_scores: bool
+    options: tuple[str, ...] = ("overflow", "max_waiting")
 
     def fits(self, model: ov.Model, directory: Path) -> bool:
         return EncoderKind.fits(model, directory) and (kind_of(model) is SCORES) == self.has_scores
 
     def load(self, wanted: Wanted) -> StaticEmbeddingPipeline | StaticRerankPipeline:
         first = first_device(wanted.device)
-        return self.pipeline(wanted.path, first, on_progress=wanted.on_progress, SEPARATE_PROCESS=wanted.is_apart)
+        given: dict[str, Any] = dict(wanted.properties)
+        if wanted.is_apart:
+            given["SEPARATE_PROCESS"] = True
+        return self.pipeline(wanted.path, first, on_progress=wanted.on_progress, **given)
+
+    def option_names(self, device: str) -> frozenset[str]:
+        own = frozenset((*self._own_names, *map(str.upper, ENCODER_OPTIONS)))
+        return (own | _names_of(device)) - OF_DECODERS
+
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        rest = dict(properties)
+        take_options(rest)
+        resolved_config(self.pipeline.Config, None, rest)
+        own = {name: rest.pop(name) for name in self.options if name in rest}
+        Serving(None, **{"overflow": "truncate", "max_waiting": 1, "on_progress": None, **_of_serving(own)})
+        encoder_config(first_device(device), rest, self._own_names)
+
+    @property
+    def _own_names(self) -> tuple[str, ...]:
+        return (*self.options, *POOL_PROPERTIES, *(item.name for item in fields(self.pipeline.Config)))
 
     def is_usable(self, pipeline: EncoderPipeline) -> bool:
         return pipeline.is_usable
@@ -126,7 +172,9 @@ SERVED: dict[str, ServedKind] = {
     kind.name: kind
     for kind in (
         EncoderServed("embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False),
-        EncoderServed("rerank", "a reranker", StaticRerankPipeline, has_scores=True),
+        EncoderServed(
+            "rerank", "a reranker", StaticRerankPipeline, True, (*EncoderServed.options, "activation", "score_words")
+        ),
         ChatKind("chat", "a chat model"),
     )
 }
@@ -160,3 +208,14 @@ def first_device(device: str) -> str:
         except StaticLLMError as found:
             error = found
     raise error
+
+
+def _names_of(device: str) -> frozenset[str]:
+    """Return the names of the properties that the devices know; those of a group of cores are those of the CPU."""
+    core = get_core()
+    names = [name.partition("#")[0] for name in named_devices(device, core.available_devices)]
+    return frozenset[str]().union(*(known_properties(core, name) for name in names))
+
+
+def _of_serving(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in EncoderServed.options}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -30,11 +30,16 @@ DEMO_NAME = "demo"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``."""
+    """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``.
+
+    ``device`` and ``properties`` are its own options; None and no properties for those of the server.
+    """
 
     name: str
     path: Path
     kind: str
+    device: str | None = field(default=None, compare=False)
+    properties: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
 def model_spec(argument: str) -> ModelSpec:
