@@ -169,13 +169,20 @@ def command(models: tuple[str, ...], **options: Any) -> None:
 def _with_file(options: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
     """Return the options with those of ``--config`` that the command line does not give."""
     context = click.get_current_context()
-    given = {"device": config.device, "host": config.host, "port": config.port}
+    given = {"device": config.device or _default_device(), "host": config.host, "port": config.port}
     of_file = {
         name: found
         for name, found in given.items()
         if found is not None and context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
     }
     return {**options, **of_file}
+
+
+def _default_device() -> str:
+    """Return the NPU before the CPU, if there is one."""
+    from staticllm.devices import get_core, kind
+
+    return "NPU,CPU" if any(kind(name) == "NPU" for name in get_core().available_devices) else "CPU"
 
 
 def _models(

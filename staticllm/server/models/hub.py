@@ -18,6 +18,7 @@ from staticllm.model_dir import has_files
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
 from staticllm.server.models.admission import Admission, AdmissionLimits
+from staticllm.server.models.device_engines import DeviceEngines
 from staticllm.server.models.homes import ModelHome, WorkerHome
 from staticllm.server.models.kinds import SERVED, Pipeline
 from staticllm.server.models.model_options import options_of
@@ -46,6 +47,7 @@ class ModelHub:
             if names.count(name) > 1:
                 raise ConfigError(f"two models are named {name!r}: give them as NAME=PATH")
         self.models = {spec.name: ServedModel(spec) for spec in specs}
+        self.engines = DeviceEngines()
         self._settings = settings
         self._load_pipeline = load
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staticllm-loader")
@@ -226,7 +228,14 @@ class ModelHub:
         if model.kind.has_engine and settings.runs_in != "daemon":  # which keeps its limit for other programs
             properties = {"MAX_WAITING": UNLIMITED, **properties}
         load = partial(
-            self._load_pipeline, model.spec, options.device, properties, on_progress, home or False, is_apart
+            self._load_pipeline,
+            model.spec,
+            options.device,
+            properties,
+            on_progress,
+            home or False,
+            is_apart,
+            self.engines,
         )
         pipeline: Pipeline | None = None
         try:
@@ -294,6 +303,7 @@ class ModelHub:
         """Close a pipeline, and then the process that it ran in, also if the pipeline's end fails."""
         try:
             if pipeline is not None:
+                await self._in_thread(lambda: self.engines.leave(pipeline))
                 await self._in_thread(pipeline.close)
         finally:
             if home is not None:
@@ -355,6 +365,7 @@ class ModelHub:
                     await self._unload(model)
                 except Exception as error:
                     errors.append(error)
+        await self._in_thread(self.engines.close)
         self._thread.shutdown(wait=False)
         if errors:
             raise errors[0]

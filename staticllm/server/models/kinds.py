@@ -12,7 +12,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
-from staticllm.devices import check_device, default_mode, get_core, known_properties, named_devices
+from staticllm.devices import check_device, default_mode, get_core, is_present, known_properties, named_devices
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.model_dir import read_model
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
@@ -21,7 +21,7 @@ from staticllm.pipelines.embedding.embedding_config import resolved_config
 from staticllm.pipelines.embedding.encoder_job import OF_DECODERS, encoder_config
 from staticllm.pipelines.embedding.encoder_job import OPTIONS as ENCODER_OPTIONS
 from staticllm.pipelines.embedding.encoder_kind import EncoderKind
-from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
+from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, PoolOptions, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import Serving
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.launch.arguments import resolve_candidates
@@ -31,17 +31,21 @@ from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.properties import DECODER_OPTIONS
+from staticllm.server.models.device_engines import DeviceEngines
 
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
+LIMITED_REQUESTS = 4096
+"""The same with a latency limit: a request that waited before the queue of texts would be late without anybody knowing."""
 
 
 @dataclass(frozen=True)
 class Wanted:
     """A model to be loaded. ``daemon``: the process in which an engine runs; False for this one.
 
-    ``is_apart``: whether a model without an engine has a worker process.
+    ``is_apart``: whether a model without an engine has a worker process. ``name``: that of the model. ``engines``: those of the
+    devices of the server, which its models share; None for a device of its own.
     """
 
     path: Path
@@ -50,6 +54,8 @@ class Wanted:
     on_progress: OnProgress
     daemon: bool | DaemonHome = False
     is_apart: bool = False
+    name: str = ""
+    engines: DeviceEngines | None = None
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,12 @@ class ChatKind(ServedKind):
 
     def load(self, wanted: Wanted) -> StaticLLMPipeline:
         config = dict(wanted.properties)
-        return StaticLLMPipeline(
+        pipeline = StaticLLMPipeline(
             wanted.path, wanted.device, config=config, on_progress=wanted.on_progress, daemon=wanted.daemon
         )
+        if wanted.engines is not None and not wanted.daemon:
+            wanted.engines.join(wanted.name, pipeline)
+        return pipeline
 
     def option_names(self, device: str) -> frozenset[str]:
         return frozenset(DECODER_OPTIONS) | _names_of(device)
@@ -129,7 +138,10 @@ class ChatKind(ServedKind):
 
 @dataclass(frozen=True)
 class EncoderServed(ServedKind):
-    """Encoders whose output is of one sort: scores or vectors. They run on the first device that is present.
+    """Encoders whose output is of one sort: scores or vectors.
+
+    They run on the first device that is present, and with ``HETEROGENEOUS`` or groups of cores on all. Their first device is that
+    of the engine which all models on it share.
 
     ``options``: what the constructor of the pipeline takes beside the fields of its config and the properties.
     """
@@ -142,11 +154,19 @@ class EncoderServed(ServedKind):
         return EncoderKind.fits(model, directory) and (kind_of(model) is SCORES) == self.has_scores
 
     def load(self, wanted: Wanted) -> StaticEmbeddingPipeline | StaticRerankPipeline:
-        first = first_device(wanted.device)
         given: dict[str, Any] = dict(wanted.properties)
         if wanted.is_apart:
             given["SEPARATE_PROCESS"] = True
-        return self.pipeline(wanted.path, first, on_progress=wanted.on_progress, **given)
+        options = take_options(dict(given))
+        devices = devices_of(wanted.device, options)
+        if wanted.engines is not None and not options.is_apart:
+            given["engine"] = wanted.engines.of(devices.partition(",")[0])
+        return self.pipeline(wanted.path, devices, on_progress=wanted.on_progress, **given)
+
+    def num_seqs(self, pipeline: Any, device: str) -> int:
+        """As many as the queue of texts takes, if it answers itself that a text would be late."""
+        is_limited = getattr(pipeline, "latency_limit", None) is not None
+        return LIMITED_REQUESTS if is_limited else super().num_seqs(pipeline, device)
 
     def option_names(self, device: str) -> frozenset[str]:
         own = frozenset((*self._own_names, *map(str.upper, ENCODER_OPTIONS)))
@@ -158,7 +178,7 @@ class EncoderServed(ServedKind):
         resolved_config(self.pipeline.Config, None, rest)
         own = {name: rest.pop(name) for name in self.options if name in rest}
         Serving(None, **{"overflow": "truncate", "max_waiting": 1, "on_progress": None, **_of_serving(own)})
-        encoder_config(first_device(device), rest, self._own_names)
+        encoder_config(first_device(device.partition("#")[0]), rest, self._own_names)
 
     @property
     def _own_names(self) -> tuple[str, ...]:
@@ -195,8 +215,20 @@ def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mappin
 
     Raises ``StaticLLMError`` (it cannot be lowered).
     """
-    job = kind.job(path, first_device(device), properties)
+    job = kind.job(path, first_device(device.partition("#")[0]), properties)
     return diagnosis_of(job.kind.name).estimate(job).needed
+
+
+def devices_of(device: str, options: PoolOptions) -> str:
+    """Return the devices of an encoder: all of them if they embed together, else the first one that is present.
+
+    Raises ``StaticLLMError`` (none is).
+    """
+    if "#" in device:
+        return device
+    core = get_core()
+    present = [name for name in named_devices(device, core.available_devices) if is_present(core, name)]
+    return ",".join(present) if options.is_heterogeneous and present else first_device(device)
 
 
 def first_device(device: str) -> str:

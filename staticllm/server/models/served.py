@@ -14,11 +14,14 @@ from staticllm.errors import ClosedError, ConfigError
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.model_paths.arguments import expanded
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
+from staticllm.pipelines.embedding.queue.device_queue import DeviceState
+from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.models.admission import Admission
+from staticllm.server.models.device_engines import DeviceEngine, DeviceEngines
 from staticllm.server.models.homes import ModelHome
 from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, served_kind
 from staticllm.sources.hub import located
@@ -233,6 +236,19 @@ class ServedModel:
         assert loaded is not None, "it is not loaded"
         return cast(StaticLLMPipeline, loaded.pipeline).engine if loaded.home is None else None
 
+    @property
+    def devices(self) -> tuple[DeviceState, ...]:
+        """The queues of the devices of an encoder that is loaded; none for a chat model. Any thread may call."""
+        pipeline = self.pipeline
+        return pipeline.devices() if isinstance(pipeline, EncoderPipeline) else ()
+
+    @property
+    def engine_owner(self) -> str | None:
+        """The name of the chat model whose engine runs an encoder; None if none does."""
+        pipeline = self.pipeline
+        engine = pipeline.shared_engine if isinstance(pipeline, EncoderPipeline) else None
+        return engine.owner if isinstance(engine, DeviceEngine) else None
+
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
@@ -252,6 +268,9 @@ def load_pipeline(
     on_progress: OnProgress,
     daemon: bool | DaemonHome = False,
     is_apart: bool = False,
+    engines: DeviceEngines | None = None,
 ) -> Pipeline:
     """Load a model; the arguments are those of ``Wanted``. Raises ``StaticLLMError`` (it cannot be loaded)."""
-    return SERVED[spec.kind].load(Wanted(spec.path, device, properties, on_progress, daemon, is_apart))
+    return SERVED[spec.kind].load(
+        Wanted(spec.path, device, properties, on_progress, daemon, is_apart, spec.name, engines)
+    )
