@@ -175,7 +175,8 @@ class EncoderServed(ServedKind):
     def check_options(self, device: str, properties: Mapping[str, object]) -> None:
         rest = dict(properties)
         take_options(rest)
-        resolved_config(self.pipeline.Config, None, rest)
+        config: type[Any] = self.pipeline.Config
+        resolved_config(config, None, rest)
         own = {name: rest.pop(name) for name in self.options if name in rest}
         Serving(None, **{"overflow": "truncate", "max_waiting": 1, "on_progress": None, **_of_serving(own)})
         encoder_config(first_device(device.partition("#")[0]), rest, self._own_names)
