@@ -22,6 +22,7 @@ from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
 from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder, Serving, serve_encoder
+from staticllm.pipelines.embedding.queue.device_queue import DeviceState
 from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
 from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.system.heap import return_free_memory
@@ -98,6 +99,7 @@ class EncoderPipeline:
         self._served = served
         self._driver = served.driver
         self._engine = served.engine
+        self._latency_limit = options.limit_s
         self._begun: dict[str, EmbeddingRequest] = {}
         try:
             info = served.info
@@ -109,21 +111,36 @@ class EncoderPipeline:
 
     @property
     def engine(self) -> JobHost:
-        """The engine that owns the device, for other pipelines on the same device.
+        """The engine that owns the device, or of several the first one, for other pipelines on the same device.
 
         Raises:
-            ConfigError: the pipeline has several devices, a latency limit, or a process of its own.
+            ConfigError: no engine was given, and the pipeline has several devices, a latency limit, or a process of its own.
         """
         if self._engine is None:
             raise ConfigError(
-                "a pipeline on several devices, with LATENCY_MS or SEPARATE_PROCESS has no engine to share: load it without"
+                "a pipeline on several devices, with LATENCY_MS or SEPARATE_PROCESS has no engine to share: load it without, or "
+                "give both pipelines the engine of a third"
             )
+        return self._engine
+
+    @property
+    def shared_engine(self) -> JobHost | None:
+        """The engine of ``engine``; None if the pipeline has none."""
         return self._engine
 
     @property
     def max_length(self) -> int:
         """The most tokens of a text, or of a query with a text."""
         return self._served.info.max_length
+
+    @property
+    def latency_limit(self) -> float | None:
+        """The latency limit of queries (``LATENCY_MS``), in seconds; None without one."""
+        return self._latency_limit
+
+    def devices(self) -> tuple[DeviceState, ...]:
+        """Return what waits for each device and runs on it now, the preferred device first. Any thread may call."""
+        return self._driver.devices()
 
     @property
     def is_usable(self) -> bool:

@@ -300,6 +300,11 @@ class StaticLLMPipeline:
         return self._engine.record(max_records)
 
     @property
+    def device(self) -> str:
+        """The device that runs the model now: of several the first one that can serve."""
+        return self._launched.device
+
+    @property
     def engine(self) -> Engine:
         """The engine that owns the device, for other models on it: ``StaticEmbeddingPipeline(path, engine=llm.engine)``.
 

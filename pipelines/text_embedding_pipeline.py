@@ -68,8 +68,9 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             models_path: The folder of an OpenVINO model (feature-extraction) with its tokenizer.
             device: The OpenVINO device, or several: ``NPU,CPU``, or groups of cores, ``CPU#0-3,CPU#4-7``.
             config: Options as for GenAI; fields of it can also be given as keywords.
-            engine: The engine of another pipeline on the same device: ``engine=llm.engine``. Its scheduler then decides which
-                pipeline uses the device next. None: the device is this pipeline's alone.
+            engine: The engine of another pipeline on the same device, of several the one that is named first:
+                ``engine=llm.engine``. Its scheduler then decides which pipeline uses the device next. None: the devices are this
+                pipeline's alone.
             overflow: Whether texts of more than ``max_length`` tokens are truncated or refused.
             max_waiting: The most texts that may wait.
             on_progress: Is called with each part of loading.

@@ -63,7 +63,7 @@ def resolve(
         elif name in supported:
             device_properties[name] = value
         else:
-            _refuse(name, supported, _OF_DECODERS if others is None else others)
+            _refuse(name, supported, DECODER_OPTIONS if others is None else others)
     for name in ("prefill_config", "generate_config"):
         if isinstance(extra := options.get(name), Mapping):
             options[name] = _phase_properties(name.upper(), extra, supported)
@@ -138,7 +138,7 @@ def _phase_properties(name: str, extra: Mapping[str, Any], supported: Collection
         raise ConfigError(f"KV_CACHE_PRECISION in {name}: both phases share the KV slots, give it beside {name}")
     for key in extra:
         if key not in supported:
-            _refuse(key, supported, _OF_DECODERS)
+            _refuse(key, supported, DECODER_OPTIONS)
     return {key: value for key, value in extra.items() if key in supported}
 
 
@@ -191,4 +191,5 @@ _LENGTHS = frozenset(["MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"])
 _NUMBERS = frozenset(item.name.upper() for item in fields(StaticLLMConfig) if _is_number(item)) - _LENGTHS
 """The numbers that may be written as text. GenAI refuses the lengths so."""
 _HINTS = {"PREFILL_HINT": _prefill_hint, "GENERATE_HINT": _generate_hint}
-_OF_DECODERS = (*_HINTS, *_OWN, DEVICE_PROPERTIES, *_OF_PIPELINES)
+DECODER_OPTIONS = (*_HINTS, *_OWN, DEVICE_PROPERTIES, *_OF_PIPELINES)
+"""The names of the options of language models, beside those of the device."""

@@ -35,9 +35,10 @@ OPTIONS = frozenset(
      "export_blob", "integrity_key", "weights_path", "programs", "device_properties"]
 )  # fmt: skip
 """The fields of the config that an encoder has."""
-_OF_DECODERS = {item.name.upper() for item in fields(StaticLLMConfig) if item.name not in OPTIONS} | {
+OF_DECODERS = {item.name.upper() for item in fields(StaticLLMConfig) if item.name not in OPTIONS} | {
     "PREFILL_HINT", "GENERATE_HINT"
 }  # fmt: skip
+"""The names of options that only decoders have."""
 
 
 def encoder_job(
@@ -78,7 +79,7 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
     """
     ours = from_genai(properties)
     for name in ours:
-        if name in _OF_DECODERS:
+        if name in OF_DECODERS:
             raise ConfigError(f"{name} is an option of decoders, this model is an encoder: leave it out")
     others = (*(name.upper() for name in OPTIONS), *names)
     resolved = resolve(ours, known_properties(get_core(), device), others)

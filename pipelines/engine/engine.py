@@ -320,11 +320,17 @@ class Engine:
         self.check_process()
         self._core.jobs.add(source)
         source.attach(self._notify)
+        if source.has_jobs:
+            self._notify()
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the engine has closed it already."""
         if os.getpid() == self._pid:
             self._core.jobs.remove(source)
+
+    def detach_jobs(self, source: JobSource) -> None:
+        """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
+        self._core.jobs.detach(source)
 
     def close(self, drain: bool = False) -> None:
         """End the thread: with ``drain`` after all requests and jobs have ended, else at once, and cancel them.

@@ -31,11 +31,17 @@ class JobEngine:
         check_process(self._pid)
         self._jobs.add(source)
         source.attach(self._notify)
+        if source.has_jobs:
+            self._notify()
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the engine has closed it already."""
         if os.getpid() == self._pid:
             self._jobs.remove(source)
+
+    def detach_jobs(self, source: JobSource) -> None:
+        """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
+        self._jobs.detach(source)
 
     def close(self) -> None:
         """End the thread after its current job, and close all sources. A second call does nothing."""

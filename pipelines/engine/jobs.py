@@ -79,6 +79,10 @@ class JobHost(Protocol):
         """Close a source after its current job. Nothing happens if the host has closed it already."""
         ...
 
+    def detach_jobs(self, source: JobSource) -> None:
+        """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
+        ...
+
     def close(self) -> None:
         """Close every source, and end the thread."""
         ...
@@ -157,10 +161,14 @@ class JobSources:
         with contextlib.suppress(RuntimeWarning):  # where warnings are errors, the thread of the device must go on
             warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=3)
 
-    def remove(self, source: JobSource) -> None:
-        """Close a source."""
+    def detach(self, source: JobSource) -> None:
+        """Begin no more jobs of a source."""
         with self._lock:
             self._sources = {id: other for id, other in self._sources.items() if other is not source}
+
+    def remove(self, source: JobSource) -> None:
+        """Close a source."""
+        self.detach(source)
         source.close()
 
     def close(self) -> None:

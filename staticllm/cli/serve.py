@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,17 @@ from staticllm.errors import ConfigError
 from staticllm.model_paths.arguments import expanded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from staticllm.server.config_file import ServerConfig
+    from staticllm.server.models.served import ModelSpec
     from staticllm.server.settings import ServerSettings
 
 KEY_VARIABLE = "STATICLLM_API_KEY"
 ONE_MACHINE = (
     "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy",
     "header_seconds", "body_seconds", "send_seconds", "max_connections",
-    "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel",
+    "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel", "config",
 )  # fmt: skip
 """Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""
 AS_GIVEN = (
@@ -107,13 +112,20 @@ class _PortInUse(click.ClickException):
 )
 @value("--ready-file", click.Path(), "Write them to this file, which only you can read, until the end.")
 @value("--parent-pid", click.IntRange(1), "End when this process ends.", metavar="PID")
+@value(
+    "--config",
+    click.Path(dir_okay=False),
+    "A TOML file with models and their options; see docs/server.md.",
+    metavar="FILE",
+)
 @cluster_options
 @option_file
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
     """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
 
-    A PATH may be a GGUF file or a name on Hugging Face, which is downloaded once.
+    A PATH may be a GGUF file or a name on Hugging Face, which is downloaded once. -p NAME=VALUE is for all models that know
+    the option, -p MODEL:NAME=VALUE for one.
 
     Each model is loaded by its first request, the first one at once. Clients use http://127.0.0.1:8000/v1 and any key. A
     signal to end (SIGTERM, Ctrl-C) refuses new requests and finishes running ones within --grace.
@@ -125,7 +137,8 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         serve_on_ray(models, _keys(options["api_keys"], options["api_key_file"]), options)
         return
     try:
-        from staticllm.server.models.served import demo_spec, model_spec
+        from staticllm.server.config_file import ServerConfig, read_config_file
+        from staticllm.server.models.model_options import check_options
         from staticllm.server.process import SidecarOptions, serve
         from staticllm.server.sidecar import PortInUseError
     except ModuleNotFoundError as error:
@@ -136,20 +149,54 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         )
     if options["supervise"] and options["daemon"]:
         raise click.UsageError("--supervise and --daemon: leave one of them out")
-    settings = _settings(options)
+    config = ServerConfig() if options["config"] is None else read_config_file(options["config"])
+    settings = _settings(_with_file(options, config))
     settings.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("uvicorn", "sse_starlette"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for model in models:
-        _bring(model)
-    specs = [model_spec(model) for model in models] or [demo_spec()]
+    specs, properties = _models(models, config, read_properties(options))
+    settings = replace(settings, properties=properties)
+    check_options(specs, settings)
     file = None if options["ready_file"] is None else Path(options["ready_file"])
     sidecar = SidecarOptions(options["ready_fd"], file, options["parent_pid"])
     try:
         serve(specs, settings, lambda url: click.echo(f"{url}/v1  {', '.join(spec.name for spec in specs)}"), sidecar)
     except PortInUseError as error:
         raise _PortInUse(str(error)) from None
+
+
+def _with_file(options: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """Return the options with those of ``--config`` that the command line does not give."""
+    context = click.get_current_context()
+    given = {"device": config.device or _default_device(), "host": config.host, "port": config.port}
+    of_file = {
+        name: found
+        for name, found in given.items()
+        if found is not None and context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
+    }
+    return {**options, **of_file}
+
+
+def _default_device() -> str:
+    """Return the NPU before the CPU, if there is one."""
+    from staticllm.devices import get_core, kind
+
+    return "NPU,CPU" if any(kind(name) == "NPU" for name in get_core().available_devices) else "CPU"
+
+
+def _models(
+    models: Sequence[str], config: ServerConfig, properties: dict[str, Any]
+) -> tuple[list[ModelSpec], dict[str, Any]]:
+    """Return the models of ``--config`` and of the command line with their own options, and the options for all of them."""
+    from staticllm.server.models.model_options import by_model
+    from staticllm.server.models.served import demo_spec, model_spec
+
+    arguments = [*(entry.argument for entry in config.models), *models]
+    for argument in arguments:
+        _bring(argument)
+    specs = [*(entry.spec() for entry in config.models), *map(model_spec, models)]
+    return by_model(specs or [demo_spec()], arguments, {**config.options, **properties})
 
 
 def _bring(model: str) -> None:
@@ -166,7 +213,6 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
         **{name: options[name] for name in AS_GIVEN},
         api_keys=(secrets.token_urlsafe(32), *keys) if options["random_key"] else keys,
         is_insecure=options["insecure"],
-        properties=read_properties(options),
         memory_limit=None if options["memory_limit_mb"] is None else options["memory_limit_mb"] << 20,
         is_lazy=options["lazy"],
         runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
@@ -213,6 +259,9 @@ def serve_on_ray(models: tuple[str, ...], keys: tuple[str, ...], options: dict[s
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server,cluster]'") from None
     context = click.get_current_context()
+    properties = read_properties(options)
+    if own := next((name for name in properties if ":" in name), None):
+        raise ConfigError(f"-p {own}: options of one model are for one machine: leave them out with --ray")
     for name in ONE_MACHINE:
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             raise ConfigError(f"--{name.replace('_', '-')} is for one machine: leave it out with --ray")
@@ -223,7 +272,7 @@ def serve_on_ray(models: tuple[str, ...], keys: tuple[str, ...], options: dict[s
             **given,
             "models": models,
             "device": options["device"],
-            "properties": read_properties(options),
+            "properties": properties,
             "api_keys": keys,
             "host": options["host"],
             "is_insecure": options["insecure"],

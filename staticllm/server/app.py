@@ -19,6 +19,7 @@ from staticllm.errors import ConfigError
 from staticllm.server import catalog
 from staticllm.server.catalog import describe, model_list
 from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint
+from staticllm.server.feed import encoder_of
 from staticllm.server.http.access import AccessMiddleware, Origins, Preflights
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.http.lifecycle import LifecycleMiddleware
@@ -186,6 +187,7 @@ def _scheduler(state: ServerState) -> Answer:
                 {"name": each.spec.name, "type": each.spec.kind, "status": state.hub.status(each)}
                 for each in state.hub.models.values()
             ],
+            "encoders": [encoder_of(each) for each in state.hub.loaded if each.spec.kind != "chat"],
         }
         response = await state.observers.run_within(LOOK_SECONDS, lambda: json_response({**head, **document()}))
         response.headers["Cache-Control"] = "no-store"

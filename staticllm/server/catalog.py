@@ -27,6 +27,7 @@ from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_templ
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.endpoint import Answer, bodiless
 from staticllm.server.http.errors import ApiError, json_response, model_missing
+from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.server.state import ServerState
@@ -194,9 +195,12 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
         if isinstance(pipeline, StaticLLMPipeline):
             return pipeline.config.max_seq_len
         if spec.kind == "chat":
-            return resolve_candidates(settings.device, dict(settings.properties), {})[0].config.max_seq_len
+            options = options_of(spec, settings)
+            return resolve_candidates(options.device, dict(options.properties), {})[0].config.max_seq_len
         if pipeline is not None:
             return pipeline.max_length
+        if type(longest := options_of(spec, settings).properties.get("max_length")) is int:
+            return longest
         return read_encoder_files(spec.path).max_length
     except StaticLLMError:
         return None

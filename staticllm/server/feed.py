@@ -203,3 +203,24 @@ def totals_of(stats: Stats) -> dict[str, Any]:
         "longest_gap_ms": round(stats.longest_gap_ms, 3),
         "finish_reasons": stats.finish_reasons,
     }
+
+
+def encoder_of(model: ServedModel) -> dict[str, Any]:
+    """Return an encoder that is loaded: the chat model whose engine runs it, and the queue of each of its devices."""
+    return {
+        "model": model.spec.name,
+        "type": model.spec.kind,
+        "engine": model.engine_owner,
+        "devices": [
+            {
+                "name": device.name,
+                "waiting": device.num_waiting,
+                "running": device.num_running,
+                "embedded": device.num_embedded,
+                "depth": device.depth or None,
+                "health": device.health,
+                "is_shared": device.is_shared,
+            }
+            for device in model.devices
+        ],
+    }

@@ -99,7 +99,11 @@ class _Engines(Collector):
         )
         calls = CounterMetricFamily("staticllm_device_calls", "Device calls.", labels=["model", "result"])
         preemptions = CounterMetricFamily("staticllm_preemptions", "Preempted requests.", labels=["model"])
-        for model in list(self._models()):
+        jobs = CounterMetricFamily(
+            "staticllm_device_jobs", "Calls of encoders in the engine of a chat model.", labels=["model"]
+        )
+        models = list(self._models())
+        for model in models:
             name = model.spec.name
             pipeline = model.pipeline
             admission = model.admission
@@ -114,7 +118,37 @@ class _Engines(Collector):
             slots.add_metric([name], stats.slots_in_use)
             seconds.add_metric([name, "prefill"], stats.device_seconds * stats.prefill_share)
             seconds.add_metric([name, "decode"], stats.device_seconds * stats.decode_share)
+            seconds.add_metric([name, "jobs"], stats.job_seconds)
+            jobs.add_metric([name], stats.num_jobs)
             calls.add_metric([name, "ok"], stats.num_steps - stats.num_failed_steps)
             calls.add_metric([name, "failed"], stats.num_failed_steps)
             preemptions.add_metric([name], stats.num_preemptions)
-        return [waiting, slots, seconds, calls, preemptions]
+        return [waiting, slots, seconds, calls, preemptions, jobs, *_of_encoders(models)]
+
+
+def _of_encoders(models: Iterable[ServedModel]) -> list[Metric]:
+    """Return the queues of texts of each device, and which engine the models share."""
+    labels = ["model", "device"]
+    embedded = CounterMetricFamily("staticllm_embedded_texts", "Texts by the device that ran them.", labels=labels)
+    queued = GaugeMetricFamily(
+        "staticllm_queued_texts", "Texts that wait for a device or run on it.", labels=[*labels, "state"]
+    )
+    depth = GaugeMetricFamily(
+        "staticllm_queue_depth", "Most texts in the queue of a device, by WINDVE's policies.", labels=labels
+    )
+    shared = GaugeMetricFamily(
+        "staticllm_shared_engine",
+        "1 for an encoder that runs in the engine of a chat model.",
+        labels=["model", "engine"],
+    )
+    for model in models:
+        name = model.spec.name
+        for device in model.devices:
+            embedded.add_metric([name, device.name], device.num_embedded)
+            queued.add_metric([name, device.name, "waiting"], device.num_waiting)
+            queued.add_metric([name, device.name, "running"], device.num_running)
+            if device.depth:
+                depth.add_metric([name, device.name], device.depth)
+        if (owner := model.engine_owner) is not None:
+            shared.add_metric([name, owner], 1)
+    return [embedded, queued, depth, shared]

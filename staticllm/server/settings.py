@@ -25,7 +25,7 @@ class ServerSettings:
         allowed_origins: Origins of web pages that may send requests, beside local ones and those of desktop apps; ``*``: all.
         is_insecure: Whether other machines may connect without a key.
         device: The OpenVINO device of the models, or several in their order (``NPU,GPU,CPU``).
-        properties: The properties that chat models are loaded with.
+        properties: The options of all models that know them.
         runs_in: Where chat models run: in this ``process``, in a ``worker`` process each, or in the ``daemon`` of this user.
         max_waiting: The most requests per model that wait for their turn; more are refused with status 429.
         max_per_client: The most answers of one client that run at once; None for three quarters of what a model

@@ -114,6 +114,7 @@ class DevicePool:
             return False
         for text in texts:
             text.is_done = True
+        device.queue.num_embedded += len(texts)
         return True
 
     def finish(self, device: PoolDevice, batch: DeviceBatch, now: float) -> None:

@@ -57,9 +57,10 @@ class Instance(Protocol):
         """Seconds per call of each variant, measured in the warm-up and followed since."""
         ...
 
-    def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
+    def embed(self, texts: Sequence[TokenizedText], priority: int = 0) -> Vectors:
         """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
 
+        ``priority``: the highest of the texts, for a device that others use as well.
         Raises ``WorkerLostError`` (the worker process ended) and ``Exception`` (the device failed).
         """
         ...
@@ -93,7 +94,7 @@ class LocalInstance:
         """Seconds per call of each variant."""
         return costs_of(self._runner)
 
-    def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
+    def embed(self, texts: Sequence[TokenizedText], priority: int = 0) -> Vectors:
         """Return the vectors ``[n, width]`` of the texts."""
         return embed_texts(self._runner, texts)
 

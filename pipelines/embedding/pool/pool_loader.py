@@ -20,6 +20,7 @@ from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OPTIONS, load_encoder
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
+from staticllm.pipelines.embedding.pool.engine_instance import EngineInstance
 from staticllm.pipelines.embedding.pool.failures import HANG_SECONDS, DevicePool
 from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance
 from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
@@ -32,6 +33,7 @@ from staticllm.pipelines.embedding.queue.policies import Plain, Predicted, Queue
 from staticllm.pipelines.embedding.queue.text_queue import TextQueue
 from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration, read_estimates, write_estimates
+from staticllm.pipelines.engine.jobs import JobHost
 
 _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""
@@ -52,10 +54,13 @@ class LoadedInstances:
             instance.close()
 
 
-def load_instances(directory: Path, plan: PoolPlan, on_progress: OnProgress = lambda event: None) -> LoadedInstances:
+def load_instances(
+    directory: Path, plan: PoolPlan, on_progress: OnProgress = lambda event: None, host: JobHost | None = None
+) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
 
-    ``on_progress`` gets the parts of loading in this process. Raises ``ModelError``, ``ConfigError``, ``DeviceError`` (as for
+    ``host``: the engine that owns the device that was named first; its instance is in this process. ``on_progress`` gets the
+    parts of loading in this process. Raises ``ModelError``, ``ConfigError``, ``DeviceError`` (as for
     ``load_encoder``).
     """
     found: dict[str, Instance] = {}
@@ -63,14 +68,19 @@ def load_instances(directory: Path, plan: PoolPlan, on_progress: OnProgress = la
     tokenizer: genai.Tokenizer | None = None
     try:
         for used in plan.devices:
-            if _runs_apart(used, plan):
+            if not _is_shared(used, plan, host) and _runs_apart(used, plan):
                 choices = _with_threads(used, plan.choices[used.name])
                 workers.append(WorkerInstance(WorkerSpec(used.name, directory, used.device, used.cores, choices)))
                 found[used.name] = workers[-1]
         for used in plan.devices:
             if used.name not in found:
-                loaded = load_encoder(directory, used.device, plan.choices[used.name], on_progress)
-                found[used.name] = LocalInstance(used.name, loaded.runner, EncoderInfo.of(loaded))
+                choices = _with_threads(used, plan.choices[used.name])
+                loaded = load_encoder(directory, used.device, choices, on_progress)
+                found[used.name] = (
+                    EngineInstance(used.name, loaded.runner, EncoderInfo.of(loaded), host)
+                    if host is not None and _is_shared(used, plan, host)
+                    else LocalInstance(used.name, loaded.runner, EncoderInfo.of(loaded))
+                )
                 tokenizer = loaded.tokenizer
         for worker in workers:
             worker.wait_ready()
@@ -79,11 +89,15 @@ def load_instances(directory: Path, plan: PoolPlan, on_progress: OnProgress = la
         info = replace(instances[0].info, max_length=shortest)
         return LoadedInstances(instances, tokenizer or genai.Tokenizer(directory), read_encoder_files(directory), info)
     except BaseException as error:
-        for worker in workers:
-            worker.close()
+        for instance in {*workers, *found.values()}:
+            instance.close()
         if isinstance(error, Exception):
             raise as_ours(error) from error
         raise
+
+
+def _is_shared(used: UsedDevice, plan: PoolPlan, host: JobHost | None) -> bool:
+    return host is not None and used.name == plan.named
 
 
 def _runs_apart(used: UsedDevice, plan: PoolPlan) -> bool:
@@ -108,10 +122,12 @@ def load_pool(
     max_waiting: int,
     options: PoolOptions,
     on_progress: OnProgress = lambda event: None,
+    host: JobHost | None = None,
 ) -> tuple[ThreadDriver, LoadedInstances]:
     """Load an instance on each device, and put a queue manager before them; return what serves, and what it serves.
 
-    ``on_progress`` gets the parts of loading in this process, and ``ready`` once. Raises ``ModelError``, ``ConfigError``,
+    ``host``: the engine that owns the device that was named first. ``on_progress`` gets the parts of loading in this process, and
+    ``ready`` once. Raises ``ModelError``, ``ConfigError``,
     ``DeviceError`` (as for ``load_encoder`` and ``devices_of``).
     """
     begin = time.perf_counter()
@@ -121,7 +137,7 @@ def load_pool(
         if event.stage != "ready":  # that of one instance; others may still load
             on_progress(event)
 
-    loaded = load_instances(directory, plan, tell)
+    loaded = load_instances(directory, plan, tell, host)
     try:
         used = _without_slow(plan.detection, loaded, options.limit_s)
         names = {device.name for device in used.devices}
@@ -168,6 +184,8 @@ def make_pool(
         DeviceQueue(instance.name, load_of(instance.costs, instance.info.is_packable), depth)
         for instance, depth in zip(instances, depths, strict=True)
     ]
+    for instance, queue in zip(instances, queues, strict=True):
+        queue.is_shared = isinstance(instance, EngineInstance)
     chosen: QueuePolicy
     if policy in ("windve", "windve_q"):
         chosen = Windve() if policy == "windve" else WindveQueued()

@@ -108,12 +108,14 @@ def needs_pool(device: str, options: PoolOptions) -> bool:
 class PoolPlan:
     """The devices of a pool, in order of preference, and the choices of each by its name.
 
-    ``is_apart``: whether every device has a worker process.
+    ``is_apart``: whether every device has a worker process. ``named``: the device that the user named first, which an engine
+    that was given serves.
     """
 
     detection: Detection
     choices: Mapping[str, EncoderChoices]
     is_apart: bool = False
+    named: str = ""
 
     @property
     def devices(self) -> tuple[UsedDevice, ...]:
@@ -133,7 +135,8 @@ def plan_pool(device: str, choices: EncoderChoices, options: PoolOptions) -> Poo
     """
     found = devices_of(device, options.is_heterogeneous, get_core().available_devices)
     names = [used.name for used in found.devices]
-    return PoolPlan(found, choices_by_device(choices, options, names), options.is_apart)
+    named = detector.named(device, get_core().available_devices).devices[0].name
+    return PoolPlan(found, choices_by_device(choices, options, names), options.is_apart, named)
 
 
 def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) -> Detection:

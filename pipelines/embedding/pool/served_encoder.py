@@ -54,8 +54,9 @@ class Serving:
 
 @dataclass(frozen=True)
 class ServedEncoder:
-    """An encoder that takes requests by its ``driver``. ``engine`` owns the only device; None for a pool of devices.
+    """An encoder that takes requests by its ``driver``. ``engine`` owns the only device, or the first one of a pool.
 
+    None for a pool all of whose devices are its own.
     ``release`` drops the programs; texts that wait get a ``ClosedError``. A second call does nothing.
     """
 
@@ -72,7 +73,7 @@ def serve_encoder(
     """Load an encoder with its tokenizer, on several devices if ``device`` and ``options`` say so, and serve it.
 
     Raises ``ModelError``, ``DeviceError``, ``BlobError`` (as for ``load_encoder``) and ``ConfigError`` (as for ``load_encoder``
-    and ``load_pool``, or an engine is given for several devices).
+    and ``load_pool``, or a process of its own cannot have the engine that is given).
     """
     host = None if serving.engine is None else checked_host(serving.engine)
     if not isinstance(device, str):
@@ -81,20 +82,17 @@ def serve_encoder(
     if not needs_pool(device, options):
         own = choices_by_device(choices, options, [device.upper()])[device.upper()]
         loaded = load_encoder(models_path, device, own, serving.tell)
-        return _serve_one(loaded, host, serving.max_waiting), loaded.tokenizer
-    if host is not None:
-        raise ConfigError(
-            f"device {device!r} with engine=: a shared engine has one device, without HETEROGENEOUS, LATENCY_MS and "
-            "SEPARATE_PROCESS"
-        )
+        return _serve_one(loaded, device.upper(), host, serving.max_waiting), loaded.tokenizer
+    if host is not None and options.is_apart:
+        raise ConfigError("SEPARATE_PROCESS with engine=: an engine runs in this process, leave one of them out")
     directory = check_model_dir(models_path)
-    driver, found = load_pool(directory, device, choices, serving.max_waiting, options, serving.tell)
-    return ServedEncoder(found.info, found.files, driver, None, driver.close), found.tokenizer
+    driver, found = load_pool(directory, device, choices, serving.max_waiting, options, serving.tell, host)
+    return ServedEncoder(found.info, found.files, driver, host, driver.close), found.tokenizer
 
 
-def _serve_one(loaded: LoadedEncoder, host: JobHost | None, max_waiting: int) -> ServedEncoder:
+def _serve_one(loaded: LoadedEncoder, device: str, host: JobHost | None, max_waiting: int) -> ServedEncoder:
     """Serve an encoder on one device, in ``host`` or in an engine of its own. Raises ``ClosedError`` (the host was closed)."""
-    driver = JobDriver(loaded.runner, max_waiting)
+    driver = JobDriver(loaded.runner, max_waiting, device)
     engine: JobHost = host or JobEngine()
     engine.add_jobs(driver)
 

@@ -158,7 +158,8 @@ class ThreadDriver(QueueDriver):
             if not part:
                 continue
             try:
-                vectors = device.instance.embed([text.tokens for text in part])
+                priority = max(text.priority for text in part)
+                vectors = device.instance.embed([text.tokens for text in part], priority)
             except BaseException as error:
                 self._fail(device, batch, part, as_ours(error))
                 return False

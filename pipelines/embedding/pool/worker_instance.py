@@ -102,7 +102,7 @@ class WorkerInstance:
         self.info = EncoderInfo(**answer.body["info"])
         self._costs = decode_costs(answer.body["costs"])
 
-    def embed(self, texts: Sequence[TokenizedText]) -> Vectors:
+    def embed(self, texts: Sequence[TokenizedText], priority: int = 0) -> Vectors:
         parts = [self._embed(texts[start : start + MAX_TEXTS]) for start in range(0, len(texts), MAX_TEXTS)]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 

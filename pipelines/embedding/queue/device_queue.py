@@ -88,6 +88,36 @@ class Health(Enum):
     DEAD = "dead"
 
 
+@dataclass(frozen=True)
+class DeviceState:
+    """The queue of one device at a moment: its texts that wait and that run, and how many were embedded since it was loaded.
+
+    ``depth``: the most texts in the queue under WINDVE's policies; 0 under others. ``is_shared``: whether its calls are jobs of
+    an engine.
+    """
+
+    name: str
+    num_waiting: int
+    num_running: int
+    num_embedded: int
+    depth: int
+    health: str
+    is_shared: bool
+
+    @classmethod
+    def of(cls, queue: DeviceQueue) -> DeviceState:
+        """Return the state of a queue."""
+        return cls(
+            queue.name,
+            queue.num_waiting,
+            len(queue.running),
+            queue.num_embedded,
+            queue.depth,
+            queue.health.value,
+            queue.is_shared,
+        )
+
+
 class DeviceQueue:
     """What waits for one device and what runs on it. Policies read it; only ``TextQueue`` changes it.
 
@@ -101,6 +131,8 @@ class DeviceQueue:
         self.new_load = new_load
         self.health = Health.ALIVE
         self.problem: Exception | None = None
+        self.num_embedded = 0
+        self.is_shared = False
         self._timed: dict[int, tuple[Query, float]] = {}
         self._load = new_load()
         self._bulk: dict[int, OrderedDict[int, Query]] = {}

@@ -15,7 +15,7 @@ from staticllm.errors import ClosedError, NumericalError, as_ours, pipeline_clos
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, QueuedText
+from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, DeviceState, QueuedText
 from staticllm.pipelines.embedding.queue.loads import load_of
 from staticllm.pipelines.embedding.queue.planned_calls import BatchingDelay, CallPlanner, PlannedCall
 from staticllm.pipelines.embedding.queue.policies import OneDevice
@@ -44,6 +44,11 @@ class QueueDriver(ABC):
         with self._lock:
             self._drop_over()
             return self._queue.num_waiting
+
+    def devices(self) -> tuple[DeviceState, ...]:
+        """Return what waits for each device and runs on it now, in order of preference."""
+        with self._lock:
+            return tuple(map(DeviceState.of, self._queue.devices))
 
     @property
     @abstractmethod
@@ -133,9 +138,11 @@ class QueueDriver(ABC):
 class JobDriver(QueueDriver):
     """Runs the texts of one device as jobs of the engine that owns it: the ``JobSource`` of an encoder."""
 
-    def __init__(self, runner: EncoderRunner, max_waiting: int) -> None:
+    def __init__(self, runner: EncoderRunner, max_waiting: int, name: str = "") -> None:
+        """``name``: that of the device, for ``devices``."""
         costs = {variant: runner.cost(variant) for variant in runner.variants}
-        device = DeviceQueue("", load_of(costs, runner.shape.is_packable))
+        device = DeviceQueue(name, load_of(costs, runner.shape.is_packable))
+        device.is_shared = True
         super().__init__(TextQueue([device], OneDevice(), max_waiting))
         self.runner = runner
         self.id = new_source_id()
@@ -215,7 +222,13 @@ class JobDriver(QueueDriver):
         self._planner.come(request.priority)
 
     def _wake(self) -> None:
-        self._wake_engine()
+        wake = self._wake_engine
+        try:
+            wake()
+        except ClosedError:
+            if wake is self._wake_engine:
+                raise
+            self._wake_engine()  # another engine has taken the texts meanwhile
 
     def _run(self, planned: PlannedCall, variant: EncoderVariant, meanwhile: Callable[[], None] | None) -> None:
         begin = time.perf_counter()
@@ -227,6 +240,7 @@ class JobDriver(QueueDriver):
             vectors = vector[None]
         else:
             vectors = self.runner.run(variant, planned.sequences, meanwhile)
+        self._queue.devices[0].num_embedded += len(planned.texts)
         self._note_served(planned.texts, begin)
         suspects = []
         for text, vector in zip(planned.texts, vectors, strict=True):

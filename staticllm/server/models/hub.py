@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -18,8 +18,10 @@ from staticllm.model_dir import has_files
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
 from staticllm.server.models.admission import Admission, AdmissionLimits
+from staticllm.server.models.device_engines import DeviceEngines
 from staticllm.server.models.homes import ModelHome, WorkerHome
 from staticllm.server.models.kinds import SERVED, Pipeline
+from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeline, ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.server.telemetry import current_record
@@ -45,6 +47,7 @@ class ModelHub:
             if names.count(name) > 1:
                 raise ConfigError(f"two models are named {name!r}: give them as NAME=PATH")
         self.models = {spec.name: ServedModel(spec) for spec in specs}
+        self.engines = DeviceEngines()
         self._settings = settings
         self._load_pipeline = load
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staticllm-loader")
@@ -213,6 +216,7 @@ class ModelHub:
         """
         settings = self._settings
         home = self._home_of(model)
+        options = options_of(model.spec, settings)
         is_apart = settings.runs_in == "worker" and not model.kind.has_engine
 
         def on_progress(event: ProgressEvent) -> None:  # on the thread that loads
@@ -220,13 +224,23 @@ class ModelHub:
                 raise ClosedError("the server is stopping")
             model.note_progress(event)
 
+        properties = options.properties
+        if model.kind.has_engine and settings.runs_in != "daemon":  # which keeps its limit for other programs
+            properties = {"MAX_WAITING": UNLIMITED, **properties}
         load = partial(
-            self._load_pipeline, model.spec, settings.device, _admitting(settings), on_progress, home or False, is_apart
+            self._load_pipeline,
+            model.spec,
+            options.device,
+            properties,
+            on_progress,
+            home or False,
+            is_apart,
+            self.engines,
         )
         pipeline: Pipeline | None = None
         try:
             pipeline = await self._in_process(model, load)
-            num_seqs = model.kind.num_seqs(pipeline, settings.device)
+            num_seqs = model.kind.num_seqs(pipeline, options.device)
             limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
         except BaseException:
             await self._release(pipeline, home)
@@ -238,8 +252,8 @@ class ModelHub:
 
         Raises ``ApiError`` (it needs more than the limit by itself, or the others are in use).
         """
-        settings = self._settings
-        needed = await self._in_thread(lambda: model.estimate(settings.device, settings.properties))
+        options = options_of(model.spec, self._settings)
+        needed = await self._in_thread(lambda: model.estimate(options.device, options.properties))
         if needed > limit:
             raise ApiError(
                 400,
@@ -289,6 +303,7 @@ class ModelHub:
         """Close a pipeline, and then the process that it ran in, also if the pipeline's end fails."""
         try:
             if pipeline is not None:
+                await self._in_thread(lambda: self.engines.leave(pipeline))
                 await self._in_thread(pipeline.close)
         finally:
             if home is not None:
@@ -350,6 +365,7 @@ class ModelHub:
                     await self._unload(model)
                 except Exception as error:
                     errors.append(error)
+        await self._in_thread(self.engines.close)
         self._thread.shutdown(wait=False)
         if errors:
             raise errors[0]
@@ -366,13 +382,3 @@ class ModelHub:
         future: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(self._thread, function)
         result: Result = await future
         return result
-
-
-def _admitting(settings: ServerSettings) -> Mapping[str, object]:
-    """Return the properties of chat models with an engine that refuses none of the requests that ``Admission`` has let in.
-
-    A daemon shares its engines with other programs, so that they keep its limit.
-    """
-    if settings.runs_in == "daemon":
-        return settings.properties
-    return {"MAX_WAITING": UNLIMITED, **settings.properties}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,12 +12,17 @@ import openvino as ov
 
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
-from staticllm.devices import check_device, default_mode, get_core, named_devices
+from staticllm.devices import check_device, default_mode, get_core, is_present, known_properties, named_devices
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.model_dir import read_model
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+from staticllm.pipelines.embedding.embedding_config import resolved_config
+from staticllm.pipelines.embedding.encoder_job import OF_DECODERS, encoder_config
+from staticllm.pipelines.embedding.encoder_job import OPTIONS as ENCODER_OPTIONS
 from staticllm.pipelines.embedding.encoder_kind import EncoderKind
+from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, PoolOptions, take_options
+from staticllm.pipelines.embedding.pool.served_encoder import Serving
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -25,17 +30,22 @@ from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
+from staticllm.properties import DECODER_OPTIONS
+from staticllm.server.models.device_engines import DeviceEngines
 
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
+LIMITED_REQUESTS = 4096
+"""The same with a latency limit: a request that waited before the queue of texts would be late without anybody knowing."""
 
 
 @dataclass(frozen=True)
 class Wanted:
     """A model to be loaded. ``daemon``: the process in which an engine runs; False for this one.
 
-    ``is_apart``: whether a model without an engine has a worker process.
+    ``is_apart``: whether a model without an engine has a worker process. ``name``: that of the model. ``engines``: those of the
+    devices of the server, which its models share; None for a device of its own.
     """
 
     path: Path
@@ -44,6 +54,8 @@ class Wanted:
     on_progress: OnProgress
     daemon: bool | DaemonHome = False
     is_apart: bool = False
+    name: str = ""
+    engines: DeviceEngines | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,17 @@ class ServedKind(ABC):
     def load(self, wanted: Wanted) -> Pipeline:
         """Load a model. Raises ``StaticLLMError`` (it cannot be loaded)."""
 
+    @abstractmethod
+    def option_names(self, device: str) -> frozenset[str]:
+        """Return the names of the options that such a model knows on a device, or on several."""
+
+    @abstractmethod
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        """Check the options of a model before it is loaded.
+
+        Raises ``ConfigError`` (one is unknown or impossible) and ``DeviceError`` (the device is not on this machine).
+        """
+
     def num_seqs(self, pipeline: Any, device: str) -> int:
         """Return the answers that run at once. ``device``: what it was loaded on, if its config does not say more."""
         del pipeline, device
@@ -81,7 +104,7 @@ class ServedKind(ABC):
 
 
 class ChatKind(ServedKind):
-    """Decoders. Only they take the server's properties."""
+    """Decoders."""
 
     has_engine = True
 
@@ -90,9 +113,18 @@ class ChatKind(ServedKind):
 
     def load(self, wanted: Wanted) -> StaticLLMPipeline:
         config = dict(wanted.properties)
-        return StaticLLMPipeline(
+        pipeline = StaticLLMPipeline(
             wanted.path, wanted.device, config=config, on_progress=wanted.on_progress, daemon=wanted.daemon
         )
+        if wanted.engines is not None and not wanted.daemon:
+            wanted.engines.join(wanted.name, pipeline)
+        return pipeline
+
+    def option_names(self, device: str) -> frozenset[str]:
+        return frozenset(DECODER_OPTIONS) | _names_of(device)
+
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        resolve_candidates(device, dict(properties), {})
 
     def num_seqs(self, pipeline: StaticLLMPipeline, device: str) -> int:
         config = pipeline.config
@@ -106,17 +138,52 @@ class ChatKind(ServedKind):
 
 @dataclass(frozen=True)
 class EncoderServed(ServedKind):
-    """Encoders whose output is of one sort: scores or vectors. They run on the first device that is present."""
+    """Encoders whose output is of one sort: scores or vectors.
+
+    They run on the first device that is present, and with ``HETEROGENEOUS`` or groups of cores on all. Their first device is that
+    of the engine which all models on it share.
+
+    ``options``: what the constructor of the pipeline takes beside the fields of its config and the properties.
+    """
 
     pipeline: type[StaticEmbeddingPipeline] | type[StaticRerankPipeline]
     has_scores: bool
+    options: tuple[str, ...] = ("overflow", "max_waiting")
 
     def fits(self, model: ov.Model, directory: Path) -> bool:
         return EncoderKind.fits(model, directory) and (kind_of(model) is SCORES) == self.has_scores
 
     def load(self, wanted: Wanted) -> StaticEmbeddingPipeline | StaticRerankPipeline:
-        first = first_device(wanted.device)
-        return self.pipeline(wanted.path, first, on_progress=wanted.on_progress, SEPARATE_PROCESS=wanted.is_apart)
+        given: dict[str, Any] = dict(wanted.properties)
+        if wanted.is_apart:
+            given["SEPARATE_PROCESS"] = True
+        options = take_options(dict(given))
+        devices = devices_of(wanted.device, options)
+        if wanted.engines is not None and not options.is_apart:
+            given["engine"] = wanted.engines.of(devices.partition(",")[0])
+        return self.pipeline(wanted.path, devices, on_progress=wanted.on_progress, **given)
+
+    def num_seqs(self, pipeline: Any, device: str) -> int:
+        """As many as the queue of texts takes, if it answers itself that a text would be late."""
+        is_limited = getattr(pipeline, "latency_limit", None) is not None
+        return LIMITED_REQUESTS if is_limited else super().num_seqs(pipeline, device)
+
+    def option_names(self, device: str) -> frozenset[str]:
+        own = frozenset((*self._own_names, *map(str.upper, ENCODER_OPTIONS)))
+        return (own | _names_of(device)) - OF_DECODERS
+
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        rest = dict(properties)
+        take_options(rest)
+        config: type[Any] = self.pipeline.Config
+        resolved_config(config, None, rest)
+        own = {name: rest.pop(name) for name in self.options if name in rest}
+        Serving(None, **{"overflow": "truncate", "max_waiting": 1, "on_progress": None, **_of_serving(own)})
+        encoder_config(first_device(device.partition("#")[0]), rest, self._own_names)
+
+    @property
+    def _own_names(self) -> tuple[str, ...]:
+        return (*self.options, *POOL_PROPERTIES, *(item.name for item in fields(self.pipeline.Config)))
 
     def is_usable(self, pipeline: EncoderPipeline) -> bool:
         return pipeline.is_usable
@@ -126,7 +193,9 @@ SERVED: dict[str, ServedKind] = {
     kind.name: kind
     for kind in (
         EncoderServed("embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False),
-        EncoderServed("rerank", "a reranker", StaticRerankPipeline, has_scores=True),
+        EncoderServed(
+            "rerank", "a reranker", StaticRerankPipeline, True, (*EncoderServed.options, "activation", "score_words")
+        ),
         ChatKind("chat", "a chat model"),
     )
 }
@@ -147,8 +216,20 @@ def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mappin
 
     Raises ``StaticLLMError`` (it cannot be lowered).
     """
-    job = kind.job(path, first_device(device), properties)
+    job = kind.job(path, first_device(device.partition("#")[0]), properties)
     return diagnosis_of(job.kind.name).estimate(job).needed
+
+
+def devices_of(device: str, options: PoolOptions) -> str:
+    """Return the devices of an encoder: all of them if they embed together, else the first one that is present.
+
+    Raises ``StaticLLMError`` (none is).
+    """
+    if "#" in device:
+        return device
+    core = get_core()
+    present = [name for name in named_devices(device, core.available_devices) if is_present(core, name)]
+    return ",".join(present) if options.is_heterogeneous and present else first_device(device)
 
 
 def first_device(device: str) -> str:
@@ -160,3 +241,14 @@ def first_device(device: str) -> str:
         except StaticLLMError as found:
             error = found
     raise error
+
+
+def _names_of(device: str) -> frozenset[str]:
+    """Return the names of the properties that the devices know; those of a group of cores are those of the CPU."""
+    core = get_core()
+    names = [name.partition("#")[0] for name in named_devices(device, core.available_devices)]
+    return frozenset[str]().union(*(known_properties(core, name) for name in names))
+
+
+def _of_serving(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in EncoderServed.options}

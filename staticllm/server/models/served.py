@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -14,11 +14,14 @@ from staticllm.errors import ClosedError, ConfigError
 from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.model_paths.arguments import expanded
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
+from staticllm.pipelines.embedding.queue.device_queue import DeviceState
+from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.server.models.admission import Admission
+from staticllm.server.models.device_engines import DeviceEngine, DeviceEngines
 from staticllm.server.models.homes import ModelHome
 from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, served_kind
 from staticllm.sources.hub import located
@@ -30,11 +33,16 @@ DEMO_NAME = "demo"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``."""
+    """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``.
+
+    ``device`` and ``properties`` are its own options; None and no properties for those of the server.
+    """
 
     name: str
     path: Path
     kind: str
+    device: str | None = field(default=None, compare=False)
+    properties: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
 def model_spec(argument: str) -> ModelSpec:
@@ -228,6 +236,19 @@ class ServedModel:
         assert loaded is not None, "it is not loaded"
         return cast(StaticLLMPipeline, loaded.pipeline).engine if loaded.home is None else None
 
+    @property
+    def devices(self) -> tuple[DeviceState, ...]:
+        """The queues of the devices of an encoder that is loaded; none for a chat model. Any thread may call."""
+        pipeline = self.pipeline
+        return pipeline.devices() if isinstance(pipeline, EncoderPipeline) else ()
+
+    @property
+    def engine_owner(self) -> str | None:
+        """The name of the chat model whose engine runs an encoder; None if none does."""
+        pipeline = self.pipeline
+        engine = pipeline.shared_engine if isinstance(pipeline, EncoderPipeline) else None
+        return engine.owner if isinstance(engine, DeviceEngine) else None
+
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
@@ -247,6 +268,9 @@ def load_pipeline(
     on_progress: OnProgress,
     daemon: bool | DaemonHome = False,
     is_apart: bool = False,
+    engines: DeviceEngines | None = None,
 ) -> Pipeline:
     """Load a model; the arguments are those of ``Wanted``. Raises ``StaticLLMError`` (it cannot be loaded)."""
-    return SERVED[spec.kind].load(Wanted(spec.path, device, properties, on_progress, daemon, is_apart))
+    return SERVED[spec.kind].load(
+        Wanted(spec.path, device, properties, on_progress, daemon, is_apart, spec.name, engines)
+    )

@@ -122,6 +122,7 @@ export class SchedulerView {
     setText(byId("not-loaded"), status === "loading" ? `${feed.model} is being loaded.` : `${feed.model} is not loaded. Its first request loads it.`);
     this.showCards(feed);
     this.showRequests(feed);
+    this.showEncoders(feed);
     this.showCalls(feed);
     this.showAnswers();
     this.showPlots(feed.now);
@@ -175,6 +176,14 @@ export class SchedulerView {
     const more = queued.length - ages.length;
     byId("more-queued").hidden = more <= 0;
     setText(byId("more-queued"), `and ${more} more in the server's queue`);
+  }
+
+  showEncoders({ encoders }) {
+    byId("encoders-panel").hidden = !encoders.length;
+    const key = JSON.stringify(encoders);
+    if (key === this.shownEncoders) return;
+    this.shownEncoders = key;
+    byId("encoders").replaceChildren(...encoders.flatMap((each) => each.devices.map((device, index) => encoderRow(each, device, index))));
   }
 
   showCalls({ dropped }) {
@@ -296,6 +305,14 @@ function callRow(calls) {
     call.failed && el("span", { class: "chip bad" }, "failed"),
   ];
   return el("tr", {}, el("th", { scope: "row", class: "wide chips" }, chips, calls.length > 1 && el("span", { class: "times" }, `${calls.length} calls`)), el("td", { class: "number" }, `${call.rows} × ${call.kv_len}`), el("td", { class: "number" }, duration(ms)));
+}
+
+/** One device of an encoder, whose calls may be jobs of a chat model's engine. */
+function encoderRow({ model, engine }, device, index) {
+  const counts = [device.waiting, device.running, device.depth ?? "–", device.embedded].map((count) => el("td", { class: "number" }, `${count}`));
+  const state = device.health !== "alive" && el("span", { class: "badge bad" }, device.health);
+  const shared = device.is_shared && engine ? `of ${engine}` : "its own";
+  return el("tr", {}, el("th", { scope: "row" }, index ? "" : model), el("td", {}, device.name, " ", state), el("td", {}, shared), counts);
 }
 
 function answerRow(answer) {

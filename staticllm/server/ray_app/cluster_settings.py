@@ -17,7 +17,7 @@ class ClusterSettings(BaseModel):
     Attributes:
         models: The served models, ``NAME=PATH`` or ``PATH``, at the same path on each machine. Empty for the embedded model.
         device: The OpenVINO device of each machine, or several in their order (``NPU,GPU,CPU``).
-        properties: The properties that chat models are loaded with.
+        properties: The options of all models that know them.
         api_keys: The keys that clients may use.
         host: The address that Serve's proxies listen at; it decides whether requests may come without a key.
         is_insecure: Whether other machines may connect without a key.

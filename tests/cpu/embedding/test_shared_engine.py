@@ -191,11 +191,15 @@ def test_the_last_call_of_on_progress_has_all_texts(embedder):
     assert told[-1] == (len(TEXTS), len(TEXTS))
 
 
-@pytest.mark.parametrize("options", [{"HETEROGENEOUS": True}, {"LATENCY_MS": 500}, {"device": "CPU#0,CPU#1"}])
-def test_several_devices_and_a_shared_engine_are_refused_in_one_line(directory, llm, options):
-    with pytest.raises(ConfigError, match="a shared engine has one device") as caught:
-        StaticEmbeddingPipeline(directory, engine=llm.engine, **F32, **options)
-    assert one_line(caught)
+@pytest.mark.parametrize("options", [{"HETEROGENEOUS": True}, {"LATENCY_MS": 60_000}])
+def test_the_properties_of_several_devices_go_with_a_shared_engine(directory, llm, options):
+    with StaticEmbeddingPipeline(directory, "CPU", **F32) as alone:
+        vectors = alone.encode(TEXTS[:40])
+    before = llm.stats().num_jobs
+    with StaticEmbeddingPipeline(directory, engine=llm.engine, **F32, **options) as embedder:
+        assert np.abs(embedder.encode(TEXTS[:40]) - vectors).max() < 1e-6
+        assert [device.num_embedded for device in embedder.devices()] == [40]
+    assert llm.stats().num_jobs > before
 
 
 def test_ctrl_c_in_a_large_list_leaves_the_engine_to_others(llm, embedder):

@@ -57,13 +57,13 @@ def test_calls_one_after_another_serve_clients_that_came_together():
 
 @pytest.fixture
 def queue(monkeypatch):
-    """The queue of an engine whose first call, of three requests, lasts until ``gate`` is called; waits last up to 20 s."""
+    """The queue of an engine, which begins with three requests and more once ``begin`` is called; waits last up to 20 s."""
     monkeypatch.setattr(planned_calls, "DELAY_SHARE", 1e9)
     monkeypatch.setattr(planned_calls, "LONGEST_DELAY", 20.0)
     engine, found = JobEngine(), JobDriver(Adder(), 100)
     for number in (1, 2, 3):
         found.submit(request(number))
-    engine.add_jobs(found)
+    monkeypatch.setattr(found, "begin", lambda: engine.add_jobs(found), raising=False)
     yield found
     engine.close()
 
@@ -71,6 +71,7 @@ def queue(monkeypatch):
 def test_clients_that_ask_again_one_after_another_share_the_next_call(queue):
     first = request(4)
     queue.submit(first)
+    queue.begin()
     first.future.result(20)
     waiting = [request(number) for number in (5, 6, 7, 8)]
     for each in waiting:
@@ -85,6 +86,7 @@ def test_a_client_that_comes_alone_is_served_in_the_end(queue, monkeypatch):
     monkeypatch.setattr(planned_calls, "LONGEST_DELAY", 0.05)
     first, second = request(4), request(5)
     queue.submit(first)
+    queue.begin()
     first.future.result(20)
     queue.submit(second)
     second.future.result(20)

@@ -26,7 +26,7 @@ class Adder:
         self.gate, self.began, self.killed = threading.Event(), threading.Event(), threading.Event()
         self.gate.set()
 
-    def embed(self, texts):
+    def embed(self, texts, priority=0):
         assert not self.is_closed
         self.calls.append([int(text.ids[0]) for text in texts])
         self.began.set()

@@ -1,0 +1,91 @@
+"""The TOML file of a server: what a desktop application ships with its models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
+
+from staticllm.errors import ConfigError, shown
+from staticllm.model_paths.arguments import expanded
+from staticllm.server.models.served import ModelSpec, model_spec
+from staticllm.system.files import read_regular
+from staticllm.system.typed import typed
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_BYTES = 1 << 20
+_Table = TypeVar("_Table")
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A table ``[[models]]``. ``path``: a directory, from the folder of the file on, or what the command line takes as PATH."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    name: Annotated[str, Meta(min_length=1)] | None = None
+    device: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def argument(self) -> str:
+        """The model as an argument of the command line: ``NAME=PATH`` or ``PATH``."""
+        return self.path if self.name is None else f"{self.name}={self.path}"
+
+    def spec(self) -> ModelSpec:
+        """Return the model. Raises ``ModelError`` and ``ConfigError`` (as for ``model_spec``)."""
+        return replace(model_spec(self.argument), device=self.device, properties=self.options)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the file says; None for what it leaves to the command line. ``options`` are those of all models that know them."""
+
+    models: list[ModelEntry] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    host: str | None = None
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+
+
+def read_config_file(path: str) -> ServerConfig:
+    """Read the file.
+
+    Raises ``ConfigError`` (it cannot be read, is no TOML, has an unknown key, or a value of another type).
+    """
+    try:
+        found = tomllib.loads(read_regular(Path(path), MAX_BYTES).decode())
+        _check_keys(found, ServerConfig, "")
+        for number, entry in enumerate(found["models"] if isinstance(found.get("models"), list) else ()):
+            _check_keys(entry, ModelEntry, f"models[{number}].")
+        config = typed(found, ServerConfig)
+    except OSError as error:
+        raise ConfigError(f"--config {path!r} cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path!r}: it is nested too deeply") from None
+    except ValueError as error:  # also of TOML and UTF-8
+        raise ConfigError(f"--config {path!r}: {error}") from None
+    return replace(config, models=[_from_folder(entry, Path(path).parent) for entry in config.models])
+
+
+def _from_folder(entry: ModelEntry, folder: Path) -> ModelEntry:
+    """Return an entry whose path, if it is there beside the file, is independent of the current folder."""
+    beside = folder / expanded(entry.path)
+    return replace(entry, path=str(beside)) if beside.exists() else entry
+
+
+def _check_keys(table: object, kind: type[_Table], place: str) -> None:
+    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    for name in table if isinstance(table, Mapping) else ():
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+            raise ValueError(f"unknown key {place}{shown(name)}: {remedy}")

@@ -1,0 +1,218 @@
+"""Tests a desk: chat, embeddings and rerank in one server share the engine of a device, and overflow to another device."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import httpx
+import numpy as np
+import pytest
+from support.encoders.encoder_directories import a_directory, scores_directory
+from support.encoders.encoder_models import ARCHIVES
+from support.server.served import serving
+
+from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
+from staticllm.pipelines.embedding.windve.affinity import unsupported
+from staticllm.server.models.served import demo_spec, model_spec
+
+openai = pytest.importorskip("openai")
+F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+TEXTS = [f"Paragraph {number} of a document. " * (1 + number % 3) for number in range(120)]
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 40}
+SECONDS = 60
+apart = pytest.mark.skipif(
+    bool(unsupported()) or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that threads can be bound to"
+)
+
+
+def groups():
+    """Two groups of cores: the first stands for an NPU, the second for the CPU beside it."""
+    first, *_, last = sorted(os.sched_getaffinity(0))
+    return f"CPU#{last},CPU#{first}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "tiny").mkdir()
+    a_directory(folder / "tiny")
+    scores_directory(folder / "scorer")
+    with zipfile.ZipFile(ARCHIVES / "bert_tokenizer.zip") as archive:
+        archive.extractall(folder / "scorer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with StaticEmbeddingPipeline(folder / "tiny", "CPU", **F32) as alone:
+        return alone.encode(TEXTS)
+
+
+def specs_of(folder, device=None, **properties):
+    tiny = replace(model_spec(str(folder / "tiny")), device=device, properties=properties)
+    return [demo_spec(), tiny]
+
+
+def client_of(served):
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0, timeout=SECONDS)
+
+
+def vectors_of(client, texts):
+    return np.array([each.embedding for each in client.embeddings.create(model="tiny", input=texts).data], np.float32)
+
+
+def metric(served, name, **labels):
+    """Return the value of a metric; None if it is not told."""
+    wanted = name + "{" + ",".join(f'{key}="{value}"' for key, value in sorted(labels.items())) + "}"
+    lines = httpx.get(served.url + "/metrics", timeout=SECONDS).text.splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(wanted)), None)
+
+
+def encoders(served):
+    return {
+        each["model"]: each for each in httpx.get(served.url + "/api/scheduler", timeout=SECONDS).json()["encoders"]
+    }
+
+
+def hold(llm):
+    """Hold the engine of a chat; return the event that frees it, and the thread."""
+    is_free, is_held = threading.Event(), threading.Event()
+
+    def wait():
+        is_held.set()
+        is_free.wait(SECONDS)
+
+    thread = threading.Thread(target=llm.engine.run_between_steps, args=(wait,))
+    thread.start()
+    assert is_held.wait(SECONDS)
+    return is_free, thread
+
+
+def test_chat_embeddings_and_rerank_share_one_engine(folder, expected):
+    specs = [*specs_of(folder), model_spec(str(folder / "scorer"))]
+    documents = TEXTS[:10]
+    with StaticRerankPipeline(folder / "scorer", "CPU", **F32) as alone:
+        scores = alone.scores("a document", documents)
+    with serving(specs) as served, client_of(served) as client, ThreadPoolExecutor(2) as pool:
+        answer = client.chat.completions.create(**CHAT).choices[0].message.content
+        with served.pipeline().record() as trace:
+            chat = pool.submit(client.chat.completions.create, **CHAT)
+            np.testing.assert_allclose(vectors_of(client, TEXTS), expected, atol=1e-6)
+            body = {"model": "scorer", "query": "a document", "documents": documents}
+            found = httpx.post(served.url + "/v1/rerank", json=body, timeout=SECONDS).json()["results"]
+            assert chat.result(SECONDS).choices[0].message.content == answer
+        calls = sorted([*trace.steps, *trace.jobs], key=lambda call: call.start)
+        assert all(before.end <= after.start for before, after in pairwise(calls)), "two at once"
+        assert len({job.source for job in trace.jobs}) == 2, "embeddings and rerank are jobs of the chat's engine"
+        assert sum(job.num_parts for job in trace.jobs) == len(TEXTS) + len(documents)
+        assert {each["index"]: each["relevance_score"] for each in found} == pytest.approx(
+            dict(enumerate(scores.tolist())), abs=1e-6
+        )
+        assert [each["engine"] for each in encoders(served).values()] == ["demo", "demo"]
+        assert metric(served, "staticllm_shared_engine", model="tiny", engine="demo") == 1
+        assert metric(served, "staticllm_device_jobs_total", model="demo") >= len(trace.jobs)
+
+
+def test_the_engine_of_a_device_outlives_its_chat_models(folder, expected):
+    with serving(specs_of(folder), is_lazy=True) as served, client_of(served) as client:
+        unload = lambda name: httpx.post(  # noqa: E731
+            served.url + "/api/generate", json={"model": name, "keep_alive": 0}, timeout=SECONDS
+        ).raise_for_status()
+        np.testing.assert_allclose(vectors_of(client, TEXTS), expected, atol=1e-6)
+        assert encoders(served)["tiny"]["engine"] is None
+        for _ in range(2):  # the chat comes and goes while texts wait
+            with ThreadPoolExecutor(1) as pool:
+                texts = pool.submit(vectors_of, client, TEXTS * 5)
+                client.chat.completions.create(**CHAT)
+                assert encoders(served)["tiny"]["engine"] == "demo"
+                unload("demo")
+                np.testing.assert_allclose(texts.result(SECONDS), np.concatenate([expected] * 5), atol=1e-6)
+            for _ in range(SECONDS * 50):
+                if served.state.hub.models["demo"].loaded is None:
+                    break
+                threading.Event().wait(0.02)
+            assert encoders(served)["tiny"]["engine"] is None
+            np.testing.assert_allclose(vectors_of(client, TEXTS), expected, atol=1e-6)
+
+
+@apart
+def test_texts_overflow_to_the_other_device_while_the_chat_has_the_first(folder, expected):
+    with serving(specs_of(folder, groups())) as served, client_of(served) as client, ThreadPoolExecutor(2) as pool:
+        vectors_of(client, ["load it"])
+        npu, cpu = (device["name"] for device in encoders(served)["tiny"]["devices"])
+        before = metric(served, "staticllm_embedded_texts_total", model="tiny", device=npu)
+        is_free, thread = hold(served.pipeline())
+        texts = pool.submit(vectors_of, client, TEXTS)
+        for _ in range(SECONDS * 50):
+            if (metric(served, "staticllm_embedded_texts_total", model="tiny", device=cpu) or 0) > 0:
+                break
+            threading.Event().wait(0.02)
+        assert before is not None
+        assert metric(served, "staticllm_embedded_texts_total", model="tiny", device=npu) == before
+        assert metric(served, "staticllm_embedded_texts_total", model="tiny", device=cpu) > 0
+        is_free.set()
+        thread.join(SECONDS)
+        np.testing.assert_allclose(texts.result(SECONDS), expected, atol=1e-6)
+        body = {"model": "tiny", "input": TEXTS[:4]}
+        found = httpx.post(served.url + "/api/embed", json=body, timeout=SECONDS).json()["embeddings"]
+        np.testing.assert_allclose(np.array(found), expected[:4], atol=1e-6)
+
+
+@apart
+def test_full_queues_answer_429_and_recover(folder, expected):
+    specs = specs_of(folder, groups(), LATENCY_MS=1000, QUEUE_POLICY="windve")
+    with serving(specs) as served, client_of(served) as client, ThreadPoolExecutor(8) as pool:
+        vectors_of(client, ["load it"])
+        devices = served.pipeline("tiny")._driver.pool.devices
+        for device in devices:  # depths that a test can fill
+            device.recalibration = None
+            device.queue.depth = 2
+        is_open = threading.Event()
+        devices[1].instance.embed = _gated(devices[1].instance.embed, is_open)
+        is_free, thread = hold(served.pipeline())
+        waiting = [pool.submit(vectors_of, client, [text]) for text in TEXTS[:4]]
+        for _ in range(SECONDS * 50):
+            told = encoders(served)["tiny"]["devices"]
+            if [device["waiting"] + device["running"] for device in told] == [2, 2]:
+                break
+            threading.Event().wait(0.02)
+        assert [device["depth"] for device in told] == [2, 2]
+        with pytest.raises(openai.RateLimitError) as caught:
+            vectors_of(client, [TEXTS[4]])
+        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        body = {"model": "tiny", "input": TEXTS[4]}
+        assert httpx.post(served.url + "/api/embed", json=body, timeout=SECONDS).status_code == 429
+        is_open.set()
+        is_free.set()
+        thread.join(SECONDS)
+        found = np.concatenate([each.result(SECONDS) for each in waiting])
+        np.testing.assert_allclose(found, expected[:4], atol=1e-6)
+        np.testing.assert_allclose(vectors_of(client, [TEXTS[4]]), expected[4:5], atol=1e-6)
+
+
+def _gated(function, gate):
+    def run(*arguments):
+        assert gate.wait(SECONDS)
+        return function(*arguments)
+
+    return run
+
+
+@apart
+def test_the_end_of_the_server_leaves_no_thread(folder):
+    before = {thread.name for thread in threading.enumerate()}
+    with serving(specs_of(folder, groups())) as served, client_of(served) as client, ThreadPoolExecutor(3) as pool:
+        vectors_of(client, ["load it"])
+        chat = pool.submit(client.chat.completions.create, **{**CHAT, "max_tokens": 100})
+        texts = [pool.submit(vectors_of, client, TEXTS) for _ in range(2)]
+        assert chat.result(SECONDS).choices
+        served.stop()
+        for each in texts:
+            each.exception(SECONDS)  # a result, or the error of a server that stops
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not [name for name in left if name.startswith("staticllm")], left
