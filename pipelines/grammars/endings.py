@@ -342,7 +342,9 @@ class AnswerEnding:
         self._is_shortest = True  # whether a search has found the known one
         self._pending: list[int] = []  # symbols that the matcher does not know yet
         self._num_pending = 0  # tokens after which the ending was not found again
-        self._checked: dict[int, tuple[Ending, bool]] = {}  # the endings after tokens that fit, and if they are the shortest
+        self._checked: dict[
+            int, tuple[Ending, bool]
+        ] = {}  # the endings after tokens that fit, and if they are the shortest
 
     def clone(self) -> AnswerEnding:
         """Return an ending at the same place, which goes on by itself."""
