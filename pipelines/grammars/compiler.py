@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
 from staticllm.pipelines.grammars.endings import GrammarEndings, TokenCosts
 from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
@@ -23,7 +21,7 @@ from staticllm.pipelines.grammars.translation import lark_of, tree_of
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 LATE = 3
 """The most tokens by which reasoning ends late: the rest of a character."""
@@ -141,7 +139,7 @@ class GrammarCompiler:
         return Matcher(inner, vocab_size, tokenizer.eos_token)
 
     def _endings_of(self, grammar: Grammar, vocab_size: int) -> GrammarEndings | None:
-        """Return what is known of the endings of a grammar that is kept; None if nothing is, or none is within llguidance's limits."""
+        """Return what is known of the endings of a grammar that is kept; None if nothing is, or llguidance gives up there."""
         if vocab_size not in self._costs:
             self._costs[vocab_size] = TokenCosts(self._known_vocabulary(), vocab_size)
         if (grammar, vocab_size) not in self._endings:

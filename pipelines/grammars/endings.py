@@ -44,8 +44,8 @@ FEW_CHECKS = 2_500
 VALID_PER_CHECK, GIVEN_PER_CHECK = 8, 64
 """The symbols of a text that count like one more check: those that llguidance follows, and those that it is only given."""
 SHORT, NEAR, SHARE = 64, 8, 8
-"""Of a known ending of more than ``SHORT`` symbols, its first ``NEAR`` places are tried, and of those near its end as many as take
-one ``SHARE``-th of the checks that are left."""
+"""Of a known ending of more than ``SHORT`` symbols, its first ``NEAR`` places are tried, and of those near its end as many as
+take one ``SHARE``-th of the checks that are left."""
 FEW_BYTES = 16
 """If at most this many bytes may follow, each is tried."""
 LEAST_GROWTH = 16

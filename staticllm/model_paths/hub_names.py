@@ -49,7 +49,8 @@ class HubName:
 def parse_hub_name(text: str) -> HubName | None:
     """Return the name that a text has the form of, None if it is no name.
 
-    ``owner/name``, ``hf.co/owner/name``, ``https://huggingface.co/owner/name``, ``owner/name@revision``, ``owner/name:Q4_K_M``, ``owner/name/file.gguf``.
+    ``owner/name``, ``hf.co/owner/name``, ``https://huggingface.co/owner/name``,
+    ``owner/name@revision``, ``owner/name:Q4_K_M``, ``owner/name/file.gguf``.
     """
     prefix = next((each for each in PREFIXES if text.startswith(each)), "")
     found = _NAME.fullmatch(text[len(prefix) :]) if len(text) <= _MOST_CHARS else None
