@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 LATE = 3
 """The most tokens by which reasoning ends late: the rest of a character."""
-TRIED_ENDING = 256
-"""The tokens of the shortest answer that are tried before answers are led to an end."""
 MAX_KEPT = 64
 """The most grammars that are kept compiled."""
 
@@ -139,15 +137,13 @@ class GrammarCompiler:
         return Matcher(inner, vocab_size, tokenizer.eos_token)
 
     def _endings_of(self, grammar: Grammar, vocab_size: int) -> GrammarEndings | None:
-        """Return what is known of the endings of a grammar that is kept; None if nothing is, or llguidance gives up there."""
+        """Return what is known of the endings of a grammar that is kept; None if nothing is."""
         if vocab_size not in self._costs:
             self._costs[vocab_size] = TokenCosts(self._known_vocabulary(), vocab_size)
         if (grammar, vocab_size) not in self._endings:
             costs = self._costs[vocab_size]
             found = GrammarEndings(grammar, self._known_vocabulary(), costs)
-            tried = [] if found.first is None else costs.first_tokens(found.first, TRIED_ENDING)
-            is_usable = found.first is not None and not self._compiled(grammar, vocab_size).error_of(tried)
-            self._endings[grammar, vocab_size] = found if is_usable else None
+            self._endings[grammar, vocab_size] = None if found.first is None else found
         return self._endings[grammar, vocab_size]
 
     def _tokenizer(self, vocab_size: int) -> LLTokenizer:

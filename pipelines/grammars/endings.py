@@ -105,15 +105,6 @@ class TokenCosts:
                     firsts[start] = id
         return Ending(text, tuple(costs), tuple(firsts))
 
-    def first_tokens(self, ending: Ending, count: int) -> list[int]:
-        """Return the first ``count`` tokens of an ending, or all of them."""
-        tokens: list[int] = []
-        place = 0
-        while place < len(ending.text) and len(tokens) < count:
-            tokens.append(ending.firsts[place])
-            place += len(self.symbols_of(tokens[-1]))
-        return tokens
-
 
 @dataclass(frozen=True)
 class Ending:

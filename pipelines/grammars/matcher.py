@@ -95,17 +95,6 @@ class Matcher:
         """Whether an answer of a copy has brought llguidance to its limits, which all copies share; they all fail then."""
         return bool(error_ahead(self._inner))
 
-    def error_of(self, tokens: Sequence[int]) -> str:
-        """Return llguidance's error if an answer begins with these tokens, and masks are made after them; "" without one.
-
-        Then this matcher and its copies are of no use any more.
-        """
-        after = self._inner.deep_copy()
-        for token in tokens:
-            if after.consume_tokens([token]) and not after.is_stopped():
-                after.compute_bitmask()
-        return str(after.get_error())
-
     @property
     def can_end(self) -> bool:
         return bool(self._inner.is_accepting())

@@ -16,7 +16,8 @@ from staticllm.errors import ConfigError, ModelError
 from staticllm.export.environment import OnStep, ask, ignore_step
 from staticllm.export.weights import Weights, WeightType, weights_for
 from staticllm.model_paths import path_kinds as kinds
-from staticllm.model_paths.path_kind import WEIGHTS, ModelPath, path_kind
+from staticllm.model_paths.hub_names import WEIGHTS
+from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.system.files import read_regular, refusal_of
 
 DECODER = "text-generation-with-past"
@@ -119,6 +120,10 @@ def _with_remedy(reason: str) -> str:
         return "it brings code of its own (*.py): read it, and add --trust-remote-code if it may run"
     if "No space left" in reason:
         return f"{reason}: free space beside the target"
+    if "Weights only load failed" in reason:
+        return "its weights are a pickle with more than tensors, which could run code: give a folder with safetensors"
+    if "SafetensorError" in reason:
+        return f"its weights are damaged, {reason}: download them again"
     return reason
 
 

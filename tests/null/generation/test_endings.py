@@ -472,15 +472,6 @@ def parameters_in_xml(schema):
     return grammar_of("structural_tag", {"type": "structural_tag", "format": tag(content)})
 
 
-def test_an_answer_that_llguidance_cannot_close_is_cut_off_and_does_not_fail():
-    """It gives up at the end of a text that has a most length and must not contain that end."""
-    grammar = parameters_in_xml(object_of({"t": {"type": "string", "maxLength": 1200, "format": "x"}}, "t"))
-    for longest in (60, 120):
-        for seed in range(3):
-            assert answer_of(grammar, seed, longest) == answer_of(grammar, seed, longest, finishes=False)
-            assert not answer_of(grammar, seed, longest)[1]
-
-
 def test_an_answer_that_fails_spoils_no_later_one_of_its_grammar():
     """Copies of llguidance's matchers share its limits."""
     grammar = parameters_in_xml(object_of({"t": {"type": "string", "maxLength": 1200, "format": "x"}}, "t"))
