@@ -11,24 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
 from staticllm.pipelines.grammars.endings import GrammarEndings, TokenCosts
 from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
 from staticllm.pipelines.grammars.grammar import Grammar, lead_of
-from staticllm.pipelines.grammars.matcher import AnswerMatcher, LeadMatcher, Matcher
+from staticllm.pipelines.grammars.matcher import AnswerMatcher, LeadMatcher, Matcher, error_ahead
 from staticllm.pipelines.grammars.reasons import reason_of
 from staticllm.pipelines.grammars.translation import lark_of, tree_of
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
-TRIED_TOKENS = 3
-"""The tokens of an answer that a new grammar is tried with, so that one that is too complex is refused at once."""
-ENDLESS = "ff_tokens"
-"""What llguidance says of tokens that must follow each other forever; ``TokenBounds`` finds that too, and has better words."""
 LATE = 3
 """The most tokens by which reasoning ends late: the rest of a character."""
 MAX_KEPT = 64
@@ -68,7 +62,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[Grammar, int], Matcher] = OrderedDict()
         self._fewest: dict[Grammar, float] = {}
         self._costs: dict[int, TokenCosts] = {}  # by the model's number of token ids
-        self._endings: dict[tuple[Grammar, int], GrammarEndings] = {}
+        self._endings: dict[tuple[Grammar, int], GrammarEndings | None] = {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -113,9 +107,12 @@ class GrammarCompiler:
             ) from None
 
     def _matcher(self, grammar: Grammar, vocab_size: int) -> Matcher:
-        """Return the matcher of a grammar that is kept, or a new one, which is kept."""
+        """Return the matcher of a grammar that is kept, or a new one, which is kept.
+
+        Copies of a matcher share llguidance's limits, so that one whose limits an answer has used up is compiled again.
+        """
         found = self._kept.get((grammar, vocab_size))
-        if found is None:
+        if found is None or found.is_used_up:
             grammar.check()
             found = self._compiled(grammar, vocab_size)
             self._kept[grammar, vocab_size] = found
@@ -134,7 +131,7 @@ class GrammarCompiler:
         inner = LLMatcher(tokenizer, lark, log_level=0)
         if not inner.is_error():
             inner.compute_bitmask()  # the first one is slow, and may find the grammar too complex
-        if message := inner.get_error() or _error_after(inner):
+        if message := inner.get_error() or error_ahead(inner):
             reason = reason_of(message, grammar, tree_of(grammar))
             raise GenerationConfigError(f"the grammar ({grammar.kind}) cannot be compiled: {reason}")
         return Matcher(inner, vocab_size, tokenizer.eos_token)
@@ -145,9 +142,9 @@ class GrammarCompiler:
             self._costs[vocab_size] = TokenCosts(self._known_vocabulary(), vocab_size)
         if (grammar, vocab_size) not in self._endings:
             costs = self._costs[vocab_size]
-            self._endings[grammar, vocab_size] = GrammarEndings(grammar, self._known_vocabulary(), costs)
-        found = self._endings[grammar, vocab_size]
-        return None if found.first is None else found
+            found = GrammarEndings(grammar, self._known_vocabulary(), costs)
+            self._endings[grammar, vocab_size] = None if found.first is None else found
+        return self._endings[grammar, vocab_size]
 
     def _tokenizer(self, vocab_size: int) -> LLTokenizer:
         """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
@@ -214,20 +211,6 @@ def _checked_fewest(grammar: Grammar, endings: GrammarEndings, max_new_tokens: i
             "finish_grammar=0, with which an answer may be cut off"
         )
     return fewest
-
-
-def _error_after(start: LLMatcher) -> str:
-    """Return the error of llguidance after the first tokens of one answer, for example of too many choices; "" without one."""
-    inner = start.deep_copy()
-    for _ in range(TRIED_TOKENS):
-        if inner.is_stopped():
-            break
-        bits = np.frombuffer(inner.compute_bitmask(), np.uint8)
-        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little"))[:1].tolist()
-        if inner.is_error() or not tokens or not inner.consume_tokens(tokens):
-            break
-    message = str(inner.get_error())
-    return "" if ENDLESS in message else message
 
 
 class _WrappedTokenizer:

@@ -41,6 +41,11 @@ MAX_ALIKE = 6
 MAX_CHECKS = 6_000
 FEW_CHECKS = 2_500
 """The most checks of a search, and of one for an ending of few tokens. A check takes about a microsecond."""
+VALID_PER_CHECK, GIVEN_PER_CHECK = 8, 64
+"""The symbols of a text that count like one more check: those that llguidance follows, and those that it is only given."""
+SHORT, NEAR, SHARE = 64, 8, 8
+"""Of a known ending of more than ``SHORT`` symbols, its first ``NEAR`` places are tried, and of those near its end as many as
+take one ``SHARE``-th of the checks that are left."""
 FEW_BYTES = 16
 """If at most this many bytes may follow, each is tried."""
 LEAST_GROWTH = 16
@@ -145,14 +150,15 @@ class GrammarEndings:
         written = [] if tree is None else [ShortTexts(tree, style) for style in STYLES]
         found = sorted({piece for texts in written for piece in texts.pieces if len(piece) <= MAX_PIECE}, key=len)
         rests = (piece[start:] for piece in found for start in range(len(piece)))
-        self.growth = max(LEAST_GROWTH, OPENED * max(map(len, found), default=LONGEST_TOKEN))
+        longest = costs.ending(found[-1]).num_tokens if found else LONGEST_TOKEN
+        self.growth = max(LEAST_GROWTH, OPENED * int(longest) if math.isfinite(longest) else MAX_PIECE)
         kept = dict.fromkeys((*BREAKS, *CONTINUATIONS, *ESCAPES))
         for rest in rests:
             if len(kept) >= MAX_PIECES:
                 break
             kept[rest] = None
         self.pieces = {piece: costs.ending(piece).num_tokens for piece in sorted(kept, key=len)}
-        self._end = NUM_BYTES + len(costs.special)
+        self.end = NUM_BYTES + len(costs.special)
         self.matcher = self._matcher(lark_of(grammar, special), [vocabulary.tokens[id] for id in costs.special])
         self.is_known = not self.matcher.is_error() and not (tree is None and _TOKEN_BY_NUMBER.search(grammar.text))
         self.first = self._first([texts.whole for texts in written]) if self.is_known else None
@@ -177,7 +183,7 @@ class GrammarEndings:
 
     def is_whole(self, matcher: LLMatcher, text: Symbols) -> bool:
         """Return whether a text ends the answer that ``matcher`` has followed."""
-        return int(matcher.validate_tokens([*text, self._end])) > len(text)
+        return int(matcher.validate_tokens([*text, self.end])) > len(text)
 
     def needs_end(self, matcher: LLMatcher, text: Symbols) -> bool:
         """Return whether more could follow after a text that ends the answer, so that its end must be said by a token."""
@@ -264,16 +270,34 @@ class EndingSearch:
         start = [*self._begin, *text]
         rests = self._known.text if self._known is not None else ()
         costs = self._known.costs if self._known is not None else (0.0,)
-        for place in range(len(rests), -1, -1):
-            if costs[place] > limit + SHARED:
-                return
-            self._num_left -= 1
-            if self._endings.is_whole(self._matcher, (*start, *rests[place:])):
+        for place in self._places(costs, limit + SHARED, not text):
+            whole = [*start, *rests[place:], self._endings.end]
+            if self._is_valid(self._matcher, whole):
                 if not text and self._known is not None:
                     yield self._known.rest(place)
                 else:
+                    self._num_left -= len(whole)
                     yield self._endings.costs.ending((*text, *rests[place:]))
                 return
+
+    def _places(self, costs: Sequence[float], limit: float, is_first: bool) -> Iterator[int]:
+        """Yield the places of a known ending at which it may go on, with at most ``limit`` tokens: those near its end first.
+
+        Of a long one not all are tried: the first places, before the others if any ending within the limit will do, and some near
+        its end, more of them where nothing is between the answer and it (``is_first``).
+        """
+        size = len(costs) - 1
+        is_long = size > SHORT
+        first = range(NEAR if is_first else NEAR // 2) if is_long else ()
+        if math.isfinite(limit):
+            yield from (place for place in first if costs[place] <= limit)
+        least = self._num_left - (self._num_left // SHARE if is_first else SHORT)
+        for place in range(size, -1, -1):
+            if costs[place] > limit or (is_long and self._num_left <= least):
+                break
+            yield place
+        if math.isinf(limit):
+            yield from first
 
     def _following(self, after: LLMatcher, allowed: bytes) -> list[Symbols]:
         """Return texts that may follow where ``after`` is."""
@@ -281,12 +305,19 @@ class EndingSearch:
             return [tuple(forced)]
         symbols = np.flatnonzero(np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")).tolist()
         firsts = {symbol for symbol in symbols if symbol < NUM_BYTES + len(self._endings.costs.special)}
-        found = [piece for piece in self._endings.pieces if piece[0] in firsts]
-        self._num_left -= len(found)
-        found = [piece for piece in found if int(after.validate_tokens(list(piece))) == len(piece)]
+        found = [piece for piece in self._endings.pieces if piece[0] in firsts and self._may_follow(after, piece)]
         if len(firsts) <= FEW_BYTES:
             found += [(symbol,) for symbol in sorted(firsts)]
         return list(dict.fromkeys(found)) or [(min(firsts),)] if firsts else []
+
+    def _may_follow(self, after: LLMatcher, piece: Symbols) -> bool:
+        return self._num_left > 0 and self._is_valid(after, list(piece))
+
+    def _is_valid(self, matcher: LLMatcher, symbols: list[int]) -> bool:
+        """Return whether symbols may follow, and count what it took to know."""
+        num_valid = int(matcher.validate_tokens(symbols))
+        self._num_left -= 1 + num_valid // VALID_PER_CHECK + len(symbols) // GIVEN_PER_CHECK
+        return num_valid == len(symbols)
 
 
 class AnswerEnding:
@@ -299,9 +330,12 @@ class AnswerEnding:
         self._endings = endings
         self._matcher = endings.matcher.deep_copy()
         self._known = endings.first
+        self._is_shortest = True  # whether a search has found the known one
         self._pending: list[int] = []  # symbols that the matcher does not know yet
         self._num_pending = 0  # tokens after which the ending was not found again
-        self._checked: dict[int, Ending] = {}  # the endings after tokens that fit
+        self._checked: dict[
+            int, tuple[Ending, bool]
+        ] = {}  # the endings after tokens that fit, and if they are the shortest
 
     def clone(self) -> AnswerEnding:
         """Return an ending at the same place, which goes on by itself."""
@@ -314,12 +348,12 @@ class AnswerEnding:
     def accept(self, tokens: Sequence[int]) -> None:
         """Go on by these tokens."""
         for token in tokens:
-            found = self._checked.get(token)
+            checked = self._checked.get(token)
             symbols = self._endings.costs.symbols_of(token)
             self._pending += symbols
             self._checked = {}
-            if found is not None:
-                self._known = found
+            if checked is not None:
+                self._known, self._is_shortest = checked
                 self._num_pending = 0
             elif self._known is not None and not self._num_pending and self._known.text[: len(symbols)] == symbols:
                 self._known = self._known.rest(len(symbols))
@@ -330,15 +364,19 @@ class AnswerEnding:
         """Return whether the answer can end with at most ``num_left`` tokens after ``tokens``. True if no ending is known."""
         if self.is_far(num_left):
             return True
-        self.find()
-        if self._known is None or self.is_far(num_left):
-            return True
         symbols = tuple(chain.from_iterable(map(self._endings.costs.symbols_of, tokens)))
-        found = self._after(symbols, num_left)
+        found = self._going_on(symbols, num_left)
+        is_shortest = False
+        if found is None:
+            self.find()
+            if self._known is None or self.is_far(num_left):
+                return True
+            found = self._after(symbols, num_left)
+            is_shortest = True
         if found is None:
             return False
         if len(tokens) == 1:
-            self._checked[tokens[0]] = found
+            self._checked[tokens[0]] = (found, is_shortest)
         return True
 
     def is_far(self, num_left: int) -> bool:
@@ -348,13 +386,34 @@ class AnswerEnding:
 
     def find(self) -> Ending | None:
         """Return the shortest ending that is found; None if none is."""
+        self._catch_up()
+        is_old = self._num_pending >= (1 if self._known is not None else RETRY)
+        if is_old or not self._is_shortest:
+            self._known = EndingSearch(self._endings, self._matcher, (), self._known or self._endings.first).best()
+            self._num_pending = 0
+            self._is_shortest = True
+        return self._known
+
+    def _catch_up(self) -> None:
+        """Tell the matcher the tokens that it does not know yet."""
         if self._pending:
             self._matcher.consume_tokens(self._pending)
             self._pending = []
-        if self._num_pending >= (1 if self._known is not None else RETRY):
-            self._known = EndingSearch(self._endings, self._matcher, (), self._known or self._endings.first).best()
-            self._num_pending = 0
-        return self._known
+
+    def _going_on(self, symbols: Symbols, num_left: int) -> Ending | None:
+        """Return what is left of a known long ending, if that ends the answer after ``symbols``; else it takes a search to know.
+
+        So only few answers need one after each token.
+        """
+        known = self._known
+        if known is None or len(known.text) <= SHORT:
+            return None
+        self._catch_up()
+        for place in range(NEAR):
+            rest = known.rest(place)
+            if rest.num_tokens < num_left and self._endings.is_whole(self._matcher, (*symbols, *rest.text)):
+                return rest
+        return None
 
     def _after(self, symbols: Symbols, num_left: int) -> Ending | None:
         """Return an ending of at most ``num_left`` tokens after ``symbols``, its end token included; None without one."""

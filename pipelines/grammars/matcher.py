@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 300
 MAX_PIECE = 80
+TRIED_TOKENS = 3
+"""The tokens of an answer that a grammar is tried with, so that one that is too complex is refused at once."""
+ENDLESS = "ff_tokens"
+"""What llguidance says of tokens that must follow each other forever; ``TokenBounds`` finds that too, and has better words."""
 _IN_REGEX = "regex parse error:"
 
 
@@ -85,6 +89,11 @@ class Matcher:
     def with_ending(self, endings: GrammarEndings) -> Matcher:
         """Return a matcher at the beginning of an answer that can end in time, from one that is there."""
         return Matcher(self._inner.deep_copy(), self._vocab_size, self._end, AnswerEnding(endings))
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether an answer of a copy has brought llguidance to its limits, which all copies share; they all fail then."""
+        return bool(error_ahead(self._inner))
 
     @property
     def can_end(self) -> bool:
@@ -202,6 +211,20 @@ class LeadMatcher:
 
     def ending_token(self) -> int | None:
         return None if self._rest else self._now.ending_token()
+
+
+def error_ahead(start: LLMatcher) -> str:
+    """Return the error of llguidance after the next tokens of one answer, for example of too many choices; "" without one."""
+    inner = start.deep_copy()
+    for _ in range(TRIED_TOKENS):
+        if inner.is_stopped():
+            break
+        bits = np.frombuffer(inner.compute_bitmask(), np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little"))[:1].tolist()
+        if inner.is_error() or not tokens or not inner.consume_tokens(tokens):
+            break
+    message = str(inner.get_error())
+    return "" if ENDLESS in message else message
 
 
 def first_line(message: str) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     is_flag=False,
     flag_value="",
     default="",
-    help="Folder to write; must not exist.  [openvino_model.blob in the folder of MODEL]",
+    help="Folder to write; must not exist.  [openvino_model.blob in the folder of MODEL, NAME.blob beside NAME.gguf]",
 )
 @flag(
     "--verify is_verified",
@@ -92,7 +92,7 @@ def command(
 
 
 def _target(model: str, given: str) -> str:
-    """Return the folder of the set: the given one, or that beside the model's files.
+    """Return the folder of the set: the given one, or that beside the model's files, for a GGUF file beside it.
 
     Raises ``UsageError`` (it is a model, which click took for the value of ``--export-blob``) and ``ConfigError`` (it exists,
     or cannot be written).
@@ -104,7 +104,12 @@ def _target(model: str, given: str) -> str:
             f"--export-blob {given} names a model: give it first, staticllm compile {given} --export-blob"
         )
     directory = Path(model_directory(model))
-    beside = Path("demo_model.blob") if directory == demo_model_path() else directory / DEFAULT_BLOB
+    if directory == demo_model_path():
+        beside = Path("demo_model.blob")
+    elif directory.is_file():
+        beside = directory.with_suffix(".blob")
+    else:
+        beside = directory / DEFAULT_BLOB
     target = Path(expanded(given)) if given else beside
     check_new(target)
     return str(target)

@@ -152,7 +152,9 @@ def _remove(models: Sequence[LocalModel]) -> None:
 def _is_meant(text: str, model: LocalModel) -> bool:
     """Return whether an argument names a model: its name, its repository or one revision of it, or the path of its file."""
     if model.pulled is None:
-        return text == model.name or os.path.abspath(expanded(text)) == model.name  # noqa: PTH100 - links are not followed
+        path = os.path.abspath(expanded(text))  # noqa: PTH100 - links are not followed
+        made = model.converted
+        return text == model.name or (made is not None and path in map(os.path.abspath, made.sources))
     name = parse_hub_name(text)
     if name is None:
         return False

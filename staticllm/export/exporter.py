@@ -120,6 +120,10 @@ def _with_remedy(reason: str) -> str:
         return "it brings code of its own (*.py): read it, and add --trust-remote-code if it may run"
     if "No space left" in reason:
         return f"{reason}: free space beside the target"
+    if "Weights only load failed" in reason:
+        return "its weights are a pickle with more than tensors, which could run code: give a folder with safetensors"
+    if "SafetensorError" in reason:
+        return f"its weights are damaged, {reason}: download them again"
     return reason
 
 

@@ -92,11 +92,12 @@ def resolve(request: Values, answers: TextIO) -> Values:
 
     _write(answers, {"step": "looking for the model on the hub"})
     name = request["name"]
-    folder = Path(snapshot_download(name, ignore_patterns=[*IGNORED, PICKLED, "*.safetensors"]))
+    found = snapshot_download(name, ignore_patterns=[*IGNORED, PICKLED, "*.safetensors"])
     _write(answers, {"step": "downloading the model"})
-    snapshot_download(name, ignore_patterns=[*IGNORED, PICKLED])
+    commit = Path(found).name  # what is listed may change meanwhile
+    folder = Path(snapshot_download(name, revision=commit, ignore_patterns=[*IGNORED, PICKLED]))
     if not any(folder.glob("*.safetensors")):
-        snapshot_download(name, ignore_patterns=list(IGNORED))
+        snapshot_download(name, revision=commit, ignore_patterns=list(IGNORED))
     return {"folder": str(folder)}
 
 

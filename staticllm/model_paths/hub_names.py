@@ -10,7 +10,9 @@ ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".7z", ".rar", ".zst",
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 FILE_ENDINGS = (*ARCHIVES, ".gguf", ".blob", ".onnx", ".xml", *WEIGHTS)
 """Endings of files, which no name on Hugging Face has."""
-PREFIXES = ("hf.co/", "huggingface.co/")
+HOSTS = ("hf.co/", "huggingface.co/")
+PREFIXES = (*HOSTS, *(f"https:/{slash}{host}" for slash in ("/", "") for host in HOSTS))
+"""What may stand before a name; a path has one slash where an address has two."""
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(
     rf"(?P<owner>{_PART})/(?P<name>{_PART})(?P<file>(/[^/@:\\]+)+\.gguf)?"
@@ -47,7 +49,8 @@ class HubName:
 def parse_hub_name(text: str) -> HubName | None:
     """Return the name that a text has the form of, None if it is no name.
 
-    ``owner/name``, ``hf.co/owner/name``, ``owner/name@revision``, ``owner/name:Q4_K_M``, ``owner/name/file.gguf``.
+    ``owner/name``, ``hf.co/owner/name``, ``https://huggingface.co/owner/name``,
+    ``owner/name@revision``, ``owner/name:Q4_K_M``, ``owner/name/file.gguf``.
     """
     prefix = next((each for each in PREFIXES if text.startswith(each)), "")
     found = _NAME.fullmatch(text[len(prefix) :]) if len(text) <= _MOST_CHARS else None

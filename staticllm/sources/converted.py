@@ -75,7 +75,7 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
                 shutil.rmtree(folder / digest, ignore_errors=True)
                 _convert(path, folder / digest, note)
         with whole_file(note) as file:
-            file.write(f"{digest}\n{path.absolute()}".encode("utf-8", "surrogateescape"))
+            file.write(f"{digest}\n{os.path.abspath(path)}".encode("utf-8", "surrogateescape"))  # noqa: PTH100 - links are not followed
         on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
     return folder / digest
 

@@ -45,6 +45,7 @@ def pulled_models() -> list[PulledModel]:
 def remove_pulled(models: Sequence[PulledModel]) -> None:
     """Remove models: a revision as a whole if it has nothing else, else one file, whose bytes no other revision needs.
 
+    Of a link that someone has made to a file elsewhere, only the link is removed.
     Raises ``ModelError`` (files cannot be removed).
     """
     found = _scan()
@@ -54,7 +55,8 @@ def remove_pulled(models: Sequence[PulledModel]) -> None:
                 own = [model for model in models if model.name.repo == repo.repo_id]
                 alone = {model.commit for model in own if model.is_alone}
                 if alone:
-                    replace(found, repos=frozenset((repo,))).delete_revisions(*alone).execute()
+                    plan = replace(found, repos=frozenset((repo,))).delete_revisions(*alone)
+                    replace(plan, blobs=frozenset(blob for blob in plan.blobs if _is_own(blob, repo))).execute()
                 for model in own:
                     if not model.is_alone:
                         _remove_file(model, repo)
@@ -127,5 +129,10 @@ def _remove_file(model: PulledModel, repo: CachedRepoInfo) -> None:
     files = [file for each in repo.revisions for file in each.files]
     own = next(file for file in files if file.file_path == model.path)
     own.file_path.unlink(missing_ok=True)
-    if sum(file.blob_path == own.blob_path for file in files) == 1:
+    if _is_own(own.blob_path, repo) and sum(file.blob_path == own.blob_path for file in files) == 1:
         own.blob_path.unlink(missing_ok=True)
+
+
+def _is_own(blob: Path, repo: CachedRepoInfo) -> bool:
+    """Return whether a file lies in the folder of a repository, where no one else keeps it."""
+    return blob.is_relative_to(repo.repo_path.resolve())

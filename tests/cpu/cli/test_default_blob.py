@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.models import gguf_files
 
 from staticllm import ConfigError, StaticLLMPipeline
 
@@ -41,6 +42,17 @@ def test_a_set_without_a_path_is_written_beside_the_model(arguments, staticllm):
     again = staticllm("compile", *arguments, *SIZE)
     assert "exists already: choose another path or remove it" in again.stderr
     assert again.returncode == 1
+
+
+def test_the_set_of_a_gguf_file_is_written_beside_it(staticllm, tmp_path, monkeypatch, model_path):
+    monkeypatch.chdir(tmp_path)
+    gguf_files.write(model_path("llama"), tmp_path / "tiny.Q8_0.gguf", "llama", "Q8_0")
+    done = staticllm("compile", "tiny.Q8_0.gguf", "--export-blob", *SIZE)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tiny.Q8_0.blob" / "manifest.json").is_file()
+    expected = staticllm("run", "tiny.Q8_0.gguf", "hello", "-n", 4, *SIZE).stdout
+    assert staticllm("run", "tiny.Q8_0.gguf", "hello", "-n", 4, "-p", "BLOB_PATH=tiny.Q8_0.blob").stdout == expected
+    assert expected
 
 
 @pytest.mark.slow

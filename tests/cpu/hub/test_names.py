@@ -156,15 +156,36 @@ def test_list_and_rm(hub, demo, ggufs, gguf_bytes, bring, command, cache, tmp_pa
     assert not list(cache.glob("models--*/blobs/*"))
 
 
-def test_rm_keeps_a_converted_model_that_another_file_needs(gguf_bytes, command, tmp_path, environment):
+def test_rm_takes_any_file_that_a_model_was_converted_from(gguf_bytes, command, tmp_path, environment):
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
     for path in (first, second):
         path.write_bytes(gguf_bytes)
         folder = converted(path)
     assert [row["name"] for row in json.loads(command("list", "--json").stdout)] == [str(first)]
-    assert command("rm", first, "--yes").returncode == 0
-    assert not folder.exists()
-    assert converted(second) == folder  # it is made again
+    for path in (first, second, tmp_path / "here" / ".." / "b.gguf"):
+        assert command("rm", path, "--yes").returncode == 0
+        assert not folder.exists()
+        for each in (first, tmp_path / "here" / ".." / second.name):
+            assert converted(each) == folder  # it is made again
+    assert [row["name"] for row in json.loads(command("list", "--json").stdout)] == [str(first)]
+
+
+def test_rm_of_a_link_to_a_file_elsewhere_keeps_the_file(cache, command, gguf_bytes, tmp_path):
+    """People link their own files into the cache."""
+    own = [tmp_path / f"own-{quant}.gguf" for quant in ("Q4_K_M", "Q8_0", "F16")]
+    for index, path in enumerate(own):
+        path.write_bytes(gguf_bytes)
+        folder = cache / "models--a--b" / "snapshots" / (str(index // 2) * 40)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / path.name).symlink_to(path)
+    (cache / "models--a--b" / "blobs").mkdir()
+    (cache / "models--a--b" / "refs").mkdir()
+    (cache / "models--a--b" / "refs" / "main").write_text("0" * 40)
+    for name in ("a/b:Q8_0", "a/b@" + "1" * 40):
+        done = command("rm", name, "--yes")
+        assert done.returncode == 0, done.stderr
+    assert [path.read_bytes() for path in own] == [gguf_bytes] * 3
+    assert [row["name"] for row in json.loads(command("list", "--json").stdout)] == ["a/b:Q4_K_M"]
 
 
 @pytest.mark.parametrize("name", [DEMO, f"{DEMO}:Q8_0", "demo", "/etc", "../x", "a b"])

@@ -14,6 +14,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
+from staticllm.pipelines.grammars.endings import GrammarEndings
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
@@ -418,3 +419,70 @@ def test_a_forbidden_way_out_ends_nothing():
     tokens = [sampler.sample(np.zeros(VOCAB, np.float32)).token for _ in range(6)]
     assert re.fullmatch("[a-c]+", text_of(tokens))
     assert not mask.is_whole
+
+
+class CountingMatcher:
+    """A matcher of llguidance that counts the symbols that it and its copies follow."""
+
+    def __init__(self, inner, counts):
+        self._inner = inner
+        self._counts = counts
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def deep_copy(self):
+        return CountingMatcher(self._inner.deep_copy(), self._counts)
+
+    def validate_tokens(self, symbols):
+        num_valid = self._inner.validate_tokens(symbols)
+        self._counts[-1] += 1 + num_valid
+        return num_valid
+
+
+LONG_LISTS = {
+    "numbers": ({"type": "array", "items": {"type": "integer"}, "minItems": 400}, 1200),
+    "objects": ({"type": "array", "items": object_of({"a": {"type": "string"}}, "a"), "minItems": 80}, 1500),
+    "text": (object_of({"t": {"type": "string", "minLength": 900}}, "t"), 1100),
+}
+
+
+@pytest.mark.parametrize("name", LONG_LISTS)
+def test_no_token_takes_long_however_far_the_end_is(name, monkeypatch):
+    """The engine's thread searches for endings, so that all requests wait for it. Following a symbol takes about 0.2 us."""
+    counts = [0]
+    own = GrammarEndings._matcher
+    monkeypatch.setattr(GrammarEndings, "_matcher", lambda *given: CountingMatcher(own(*given), counts))
+    schema, longest = LONG_LISTS[name]
+    mask = mask_for(grammar_of("json_schema", schema), longest, compiler_of())
+    sampler = Sampler(DRAWN, [mask], np.random.default_rng(1))
+    rng = np.random.default_rng(2)
+    tokens = []
+    while len(tokens) < longest and not mask.is_whole and tokens[-1:] != [END]:
+        counts.append(0)
+        logits = rng.normal(0, 2, VOCAB).astype(np.float32)
+        logits[list(CLOSERS)] -= 6
+        tokens.append(sampler.sample(logits).token)
+    assert is_of_schema(schema)(text_of(tokens))
+    assert max(counts[1:]) < 150_000
+
+
+def parameters_in_xml(schema):
+    content = {"type": "qwen_xml_parameter", "json_schema": schema}
+    return grammar_of("structural_tag", {"type": "structural_tag", "format": tag(content)})
+
+
+def test_an_answer_that_fails_spoils_no_later_one_of_its_grammar():
+    """Copies of llguidance's matchers share its limits."""
+    grammar = parameters_in_xml(object_of({"t": {"type": "string", "maxLength": 1200, "format": "x"}}, "t"))
+    compiler = compiler_of()
+    begin = compiler.vocabulary.encode("<f><parameter=t>")
+    failing = compiler.matcher(grammar, VOCAB)
+    with pytest.raises(GenerationConfigError, match="too many expressions"):
+        for token in [*begin, *b"</parameter>"]:
+            failing.accept([token])
+            failing.allowed()
+    later = compiler.matcher(grammar, VOCAB)
+    for token in [*begin, *b"abc"]:
+        later.accept([token])
+        assert later.allowed().any()

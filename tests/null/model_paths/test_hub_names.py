@@ -10,6 +10,8 @@ NAMES = {
     "OpenVINO/Qwen3-0.6B-int4-ov": HubName("OpenVINO/Qwen3-0.6B-int4-ov"),
     "hf.co/owner/name": HubName("owner/name", is_prefixed=True),
     "huggingface.co/owner/name:Q8_0": HubName("owner/name", quant="Q8_0", is_prefixed=True),
+    "https://huggingface.co/owner/name": HubName("owner/name", is_prefixed=True),
+    "https:/hf.co/owner/name:Q8_0": HubName("owner/name", quant="Q8_0", is_prefixed=True),
     "owner/name@v1.0": HubName("owner/name", "v1.0"),
     "owner/name@refs/pr/3": HubName("owner/name", "refs/pr/3"),
     "owner/name:Q4_K_M": HubName("owner/name", quant="Q4_K_M"),
@@ -32,8 +34,8 @@ def test_a_name_is_read(text):
         "", "name", "/owner/name", "owner/", "/name", "./name", "../name", "owner/..", "owner/../name", "owner/name/other",
         "owner/name.gguf", "owner/name.zip", "owner/name.git", "owner/name/../x.gguf", "owner/name@../x", "owner/name@a/../b",
         "owner/name:", "owner/name@", "owner/na me", "owner\\name", "owner/n--n", "o--o/name", "owner/näme", "~/name",
-        "owner/name/file.gguf:Q8_0", "owner/name:Q8/0", "C:/name", "https://hf.co/owner/name", "a" * 97 + "/b", "a/" + "b" * 2000,
-        "owner/name\n", "owner/name@x\n", "owner/name//x.gguf",
+        "owner/name/file.gguf:Q8_0", "owner/name:Q8/0", "C:/name", "https://hf.co/owner", "a" * 97 + "/b", "a/" + "b" * 2000,
+        "https://example.com/owner/name", "owner/name\n", "owner/name@x\n", "owner/name//x.gguf",
     ],
 )  # fmt: skip
 def test_what_is_no_name(text):
