@@ -35,7 +35,7 @@ def test_the_divergence_of_two_coins():
 def test_a_comparison_counts_places_and_applies_the_limit():
     random = np.random.default_rng(0)
     expected = [random.standard_normal((5, 7)).astype(np.float32), random.standard_normal((3, 7)).astype(np.float32)]
-    same = compare("exact", expected, expected, ("prefill",))
+    same = compare("exact", expected, expected)
     assert (same.tokens, same.mean, same.agreement, same.is_within) == (8, 0.0, 1.0, True)
     other = [lines.copy() for lines in expected]
     other[1][0, other[1][0].argmin()] += 20
