@@ -4,8 +4,8 @@
     python scripts/verified_models.py --python export/bin/python --readers    # also what other readers of GGUF make of them
 
 The files come from scripts/real_models.py, as do the texts; the interpreter is one of an environment for exports. The logits of
-the beginning of a text are compared, and greedy tokens after 10 parts of it. ``--readers`` compares the logits of OpenVINO's reader
-of GGUF files, without what our conversion adds, and of openvino_genai's.
+the beginning of a text are compared, and greedy tokens after 10 parts of it. ``--readers`` compares the logits of OpenVINO's
+reader of GGUF files, without what our conversion adds, and of openvino_genai's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def decoder_row(name: str, python: Path) -> str:
         asked = {"max_new_tokens": NUM_NEW, "ignore_eos": True, "do_sample": False}
         found = [list(pipe.generate(np.array(prompt), **asked).tokens[0]) for prompt in prompts]
     same = int((np.array(found) == reference["tokens"]).sum())
-    return row(path, digest_of(path), "transformers, f32", TOLERANCES["decoder"], off, f"{same} of {np.size(found)} tokens")
+    return row(
+        path, digest_of(path), "transformers, f32", TOLERANCES["decoder"], off, f"{same} of {np.size(found)} tokens"
+    )
 
 
 def encoder_row(name: str, python: Path) -> str:

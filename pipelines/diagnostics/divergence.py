@@ -1,7 +1,7 @@
 """Measures how far a model's probabilities diverge from those of the original in f32, for each setting of the CPU plugin.
 
-A text runs through the original, and through programs of each precision and quantization. Without a text of the user, the original
-writes texts, which run token by token.
+A text runs through the original, and through programs of each precision and quantization. Without a text of the user, the
+original writes texts, which run token by token.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Logits = NDArray[np.float32]
 class TextDivergence:
     """What was found in one text or a part of it: per token, the divergence, and whether the most likely next token is the same.
 
-    ``losses`` and ``exact_losses`` are the negative logarithms of the probabilities of the text's next tokens, with the setting and
-    with the original. They are one shorter at the end of a text.
+    ``losses`` and ``exact_losses`` are the negative logarithms of the probabilities of the text's next tokens, with the setting
+    and with the original. They are one shorter at the end of a text.
     """
 
     divergences: NDArray[np.float64]
@@ -62,7 +62,7 @@ class TextDivergence:
 
     @classmethod
     def of(cls, expected: Logits, found: Logits, following: list[int]) -> TextDivergence:
-        """Compare logits ``[tokens, vocab]`` with those of the reference. ``following``: the next token of each place, as known."""
+        """Compare logits ``[tokens, vocab]`` with those of the reference. ``following``: the next tokens."""
         true, other = _log_softmax(expected), _log_softmax(found)
         places = np.arange(len(following))
         return cls(
@@ -185,8 +185,8 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
 def passages(models_path: Path, text: str) -> list[list[int]]:
     """Divide the beginning of a text into at most ``MOST_PASSAGES`` passages of ``PASSAGE_LEN`` tokens.
 
-    Each begins with the tokens that the tokenizer adds at the front, as every text that the model has seen. Raises ``ConfigError``
-    (the text is too short) and ``ModelError`` (the tokenizer cannot be read).
+    Each begins with the tokens that the tokenizer adds at the front, as every text that the model has seen. Raises
+    ``ConfigError`` (the text is too short) and ``ModelError`` (the tokenizer cannot be read).
     """
     try:
         tokenizer = genai.Tokenizer(str(models_path))
@@ -245,6 +245,8 @@ def _of_text(exact: _Program, program: _Program, text: list[int], rows: int) -> 
 def _runner(plan: DecoderPlan, properties: Mapping[str, Any], rows: int) -> ModelRunner:
     """Compile the model for calls of one or of ``rows`` tokens of a sequence, with logits after each."""
     kv_lens = dict.fromkeys(variant.kv_len for variant in plan.variants if variant.rows == 1 and variant.kv_len)
-    variants = dict.fromkeys(Variant(count, kv_len, extra_logits=count - 1) for count in (1, rows) for kv_len in kv_lens)
+    variants = dict.fromkeys(
+        Variant(count, kv_len, extra_logits=count - 1) for count in (1, rows) for kv_len in kv_lens
+    )
     options = replace(plan.options, layout="shared", properties={"prefill": properties, "generate": properties})
     return make_runner(compile_all(replace(plan, options=options, variants=tuple(variants))))

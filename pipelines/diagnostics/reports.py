@@ -410,8 +410,8 @@ class Divergence:
     several texts.
     ``error`` is the standard error of the mean, from the means of the texts. ``agreement`` is the share of places where the
     most likely token is the same. ``chosen_for``: the parts of the work for which the calibration chose these settings.
-    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for. ``perplexity`` is that
-    of the texts with these settings, ``exact_perplexity`` that of the original; None where the texts' tokens are not known.
+    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for. ``perplexity`` is
+    that of the texts with these settings, ``exact_perplexity`` that of the original; None where the texts' tokens are not known.
     """
 
     settings: str

@@ -176,9 +176,14 @@ def report_divergence(model: str, options: dict[str, Any]) -> Report:
                 text,
             )
         )
-    end = f"over {found[0].tokens} tokens; limit {MOST_DIVERGENCE:.0e}; the original's perplexity is {found[0].exact_perplexity:.2f}"
+    perplexity = f"the original's perplexity is {found[0].exact_perplexity:.2f}"
+    end = f"over {found[0].tokens} tokens; limit {MOST_DIVERGENCE:.0e}; {perplexity}"
     head = ["settings", "chosen for", "mean KL", "99 %", "largest", "same top token", "perplexity", ""]
-    lines = [*markdown(head, map(divergence_row, found)), "", f"divergence from the original in f32, nats per token, {end}"]
+    lines = [
+        *markdown(head, map(divergence_row, found)),
+        "",
+        f"divergence from the original in f32, nats per token, {end}",
+    ]
     return Report([asdict(each) for each in found], lines)
 
 
@@ -201,7 +206,9 @@ def read_text(path: str) -> str:
     try:
         return read_regular(Path(path), MOST_TEXT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise click.UsageError(f"--text {path}: give a text in UTF-8 of at most {MOST_TEXT_BYTES >> 20} MiB ({error})") from None
+        raise click.UsageError(
+            f"--text {path}: give a text in UTF-8 of at most {MOST_TEXT_BYTES >> 20} MiB ({error})"
+        ) from None
 
 
 def report_nodes(model: str, options: dict[str, Any]) -> Report:
