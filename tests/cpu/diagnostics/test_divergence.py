@@ -72,6 +72,31 @@ def test_f32_is_the_original_and_8_bits_of_slots_are_not(model_path):
     assert 1e-7 < ours.mean <= MOST_DIVERGENCE
 
 
+@pytest.mark.slow
+def test_a_given_text_is_read_in_passages_and_has_the_perplexity_of_the_original(model_path, monkeypatch):
+    monkeypatch.setattr(divergence, "PASSAGE_LEN", 40)  # the last call has fewer tokens than the others
+    monkeypatch.setattr(divergence, "MOST_PASSAGES", 2)
+    path = model_path("demo")
+    text = "The fox sat on the hill and looked at the moon. " * 20
+    parts = divergence.passages(path, text)
+    assert [len(part) for part in parts] == [40, 40]
+    reference = StatefulReference(path)
+    losses = []
+    for part in parts:
+        reference.reset()
+        logits = reference.logits(part).astype(np.float64)
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        losses += [-np.log(line[token]) for line, token in zip(shares, part[1:], strict=False)]
+    config = StaticLLMConfig(**SMALL, kv_cache_precision="f32")
+    found = next(measure_divergence(path, "CPU", config, text=text))
+    assert found.exact_perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-5)
+    assert found.perplexity == pytest.approx(found.exact_perplexity, rel=1e-4)
+    assert found.tokens == 80
+    with pytest.raises(ConfigError, match="too short: at least 39 are needed"):
+        next(measure_divergence(path, "CPU", config, text="The fox."))
+
+
 def test_only_the_cpu_is_measured(model_path):
     with pytest.raises(ConfigError, match="use --device CPU"):
         next(measure_divergence(model_path("llama"), "NPU", StaticLLMConfig()))
