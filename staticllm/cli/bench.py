@@ -180,7 +180,7 @@ def report_divergence(model: str, options: dict[str, Any]) -> Report:
     end = f"over {found[0].tokens} tokens; limit {MOST_DIVERGENCE:.0e}; {perplexity}"
     head = ["settings", "chosen for", "mean KL", "99 %", "largest", "same top token", "perplexity", ""]
     lines = [
-        *markdown(head, map(divergence_row, found)),
+        *markdown(head, [divergence_row(each) for each in found]),
         "",
         f"divergence from the original in f32, nats per token, {end}",
     ]
