@@ -63,7 +63,8 @@ class TextDivergence:
     @classmethod
     def of(cls, expected: Logits, found: Logits, following: list[int]) -> TextDivergence:
         """Compare logits ``[tokens, vocab]`` with those of the reference. ``following``: the next tokens."""
-        true, other = _log_softmax(expected), _log_softmax(found)
+        true = _log_softmax(expected)
+        other = _log_softmax(found)
         places = np.arange(len(following))
         return cls(
             _divergence(true, other),
