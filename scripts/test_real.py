@@ -13,8 +13,8 @@ from pathlib import Path
 
 from _setup import ROOT, ensure_environment, run
 
-MODELS = ("smollm2", "gemma3")
-TESTS = ("tests/peer/test_real_models.py", "tests/peer/test_export.py")
+MODELS = ("smollm2", "gemma3", "minilm", "news")
+TESTS = ("tests/peer/test_real_models.py", "tests/peer/test_real_encoders.py", "tests/peer/test_export.py")
 
 
 def main() -> None:

@@ -406,20 +406,25 @@ class Agreement:
 class Divergence:
     """How far the probabilities of a model with some settings diverge from those of the original in f32.
 
-    ``mean`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places of several texts.
+    ``mean``, ``percentile_99`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places of
+    several texts.
     ``error`` is the standard error of the mean, from the means of the texts. ``agreement`` is the share of places where the
     most likely token is the same. ``chosen_for``: the parts of the work for which the calibration chose these settings.
-    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for.
+    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for. ``perplexity`` is
+    that of the texts with these settings, ``exact_perplexity`` that of the original; None where the texts' tokens are not known.
     """
 
     settings: str
     chosen_for: tuple[str, ...]
     mean: float
     error: float
+    percentile_99: float
     largest: float
     agreement: float
     tokens: int
     is_within: bool
+    perplexity: float | None = None
+    exact_perplexity: float | None = None
 
 
 @dataclass(frozen=True)

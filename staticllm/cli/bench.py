@@ -32,10 +32,11 @@ from staticllm.cli.options import (
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig
+from staticllm.system.files import read_regular
 from staticllm.system.table import markdown
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.diagnostics.reports import CallProfile, ChosenSettings
+    from staticllm.pipelines.diagnostics.reports import CallProfile, ChosenSettings, Divergence
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.programs.bind import BoundPrograms
 
@@ -46,6 +47,7 @@ IDLE_SECONDS = 120.0
 MOST_SHARED = 3
 """Programs at most where variants share them: one per phase, and one for single rows."""
 PROFILED_PROMPTS = (128, 512, 1000)
+MOST_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def report_costs(model: str, options: dict[str, Any]) -> Report:
 
 def report_divergence(model: str, options: dict[str, Any]) -> Report:
     """Measure how far the model diverges from the original in f32 with each setting of this processor."""
-    with progress("writing texts with the original in f32") as shown:
+    text = None if options["text"] is None else read_text(options["text"])
+    with progress("writing texts with the original in f32" if text is None else "reading the model") as shown:
         from staticllm.pipelines.diagnostics.divergence import MOST_DIVERGENCE, measure_divergence
 
         config = read_config(options)
@@ -172,23 +175,42 @@ def report_divergence(model: str, options: dict[str, Any]) -> Report:
                 options["device"],
                 config,
                 lambda *done: shown.show("measuring the divergence of settings", *done),
+                text,
             )
         )
-    rows = [
-        [
-            each.settings,
-            ", ".join(each.chosen_for),
-            f"{each.mean:.1e} ± {each.error:.0e}",
-            f"{each.largest:.1e}",
-            f"{each.agreement:.1%}",
-            "" if each.is_within else "above the limit",
-        ]
-        for each in found
+    perplexity = f"the original's perplexity is {found[0].exact_perplexity:.2f}"
+    end = f"over {found[0].tokens} tokens; limit {MOST_DIVERGENCE:.0e}; {perplexity}"
+    head = ["settings", "chosen for", "mean KL", "99 %", "largest", "same top token", "perplexity", ""]
+    lines = [
+        *markdown(head, [divergence_row(each) for each in found]),
+        "",
+        f"divergence from the original in f32, nats per token, {end}",
     ]
-    end = f"over {found[0].tokens} tokens; limit {MOST_DIVERGENCE:.0e}"
-    head = ["settings", "chosen for", "mean KL", "largest", "same top token", ""]
-    lines = [*markdown(head, rows), "", f"divergence from the original in f32, nats per token, {end}"]
     return Report([asdict(each) for each in found], lines)
+
+
+def divergence_row(found: Divergence) -> list[str]:
+    """Return the cells of a setting: what the calibration chose it for, divergences, agreement, perplexity and a remark."""
+    return [
+        found.settings,
+        ", ".join(found.chosen_for),
+        f"{found.mean:.1e} ± {found.error:.0e}",
+        f"{found.percentile_99:.1e}",
+        f"{found.largest:.1e}",
+        f"{found.agreement:.1%}",
+        f"{found.perplexity:.2f}",
+        "" if found.is_within else "above the limit",
+    ]
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file, at most its first MiB. Raises ``click.UsageError`` (it is no text in UTF-8)."""
+    try:
+        return read_regular(Path(path), MOST_TEXT_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise click.UsageError(
+            f"--text {path}: give a text in UTF-8 of at most {MOST_TEXT_BYTES >> 20} MiB ({error})"
+        ) from None
 
 
 def report_nodes(model: str, options: dict[str, Any]) -> Report:
@@ -275,6 +297,7 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @flag("--costs", "Only compare the costs that calls are planned by with timed calls.")
 @flag("--calibration", "Only print the programs' settings, and the times of all candidates.")
 @flag("--divergence", "Only compare the settings of this CPU with the original in f32.")
+@value("--text", click.Path(), "With --divergence: a text to measure with, in place of texts that the model writes.")
 @flag("--nodes", "Only divide the time of calls among the kinds of nodes that the device runs.")
 @layout_options
 def command(model: str, **options: Any) -> None:
@@ -282,6 +305,8 @@ def command(model: str, **options: Any) -> None:
     asked = [name for name in REPORTS if options.pop(name)]
     if len(asked) > 1:
         raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
+    if options["text"] is not None and asked != ["divergence"]:
+        raise click.UsageError("--text is for --divergence: add it, or leave --text out")
     if asked:
         report = REPORTS[asked[0]](model, options)
         is_json = options["as_json"] or options["output"] == "json"

@@ -16,6 +16,9 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import StaticLLMPipeline
+from staticllm.config import StaticLLMConfig
+from staticllm.pipelines.diagnostics import divergence
+from staticllm.pipelines.diagnostics.divergence import MOST_DIVERGENCE, measure_divergence
 from staticllm.sources.converted import converted
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -146,3 +149,30 @@ def test_any_chunks_of_a_long_text_give_the_same_next_token(name):
     tokens = genai.TokenizedInputs(ov.Tensor(ids[None]), ov.Tensor(np.ones((1, len(ids)), np.int64)))
     config = genai.GenerationConfig(max_new_tokens=8, ignore_eos=True, do_sample=False)
     assert found == [list(reference.generate(tokens, config).tokens[0])] * 2
+
+
+@pytest.fixture
+def news(monkeypatch):
+    """A text that the model has not written; two passages of it are compared."""
+    monkeypatch.setattr(divergence, "MOST_PASSAGES", 2)
+    return file_of("news").read_text("utf-8")[:20_000]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_keys_and_values_of_8_bits_stay_within_the_bound(name, news):
+    """The first setting that is measured is f32, so that only the rounding of keys and values is seen."""
+    config = StaticLLMConfig(kv_cache_precision="u8")
+    found = next(measure_divergence(converted(file_of(name)), "CPU", config, text=news))
+    assert found.settings == "f32, no quantization"
+    assert 1e-7 < found.mean <= MOST_DIVERGENCE
+    assert abs(np.log(found.perplexity / found.exact_perplexity)) <= MOST_DIVERGENCE
+
+
+def test_what_the_calibration_chooses_stays_within_the_bound(smollm2, news):
+    found = list(measure_divergence(converted(smollm2), "CPU", StaticLLMConfig(), text=news))
+    chosen = [each for each in found if each.chosen_for]
+    assert {part for each in chosen for part in each.chosen_for} >= {"prefill", "generate"}
+    for each in chosen:
+        assert each.is_within, each
+        assert each.percentile_99 < 10 * MOST_DIVERGENCE, each
+    assert found[0].exact_perplexity < 100, "the tokens are those of the text"

@@ -93,6 +93,8 @@ def test_run_prints_a_profile(tmp_path):
         (["-n", "-3"], "negative"),
         (["--nodes", "--divergence"], "--divergence and --nodes print a report each"),
         (["--divergence", "--device", "NPU"], "NPU"),
+        (["--text", "README.md"], "--text is for --divergence"),
+        (["--divergence", "--text", "/no/such/text"], "give a text in UTF-8 of at most 1 MiB"),
         (["--n-prompt", "16", "-n", "8", "--profile", "no/such/folder/trace.json"], "make it first"),
         (["-m", "/no/such/model", "--n-prompt", "100"], "--n-prompt: a prompt of 100 tokens, --max-prompt-len is 64"),
         (["-m", "/no/such/model", "--n-prompt", "0", "-n", "90", "-d", "60"], "--n-depth: 60 and 91 tokens"),

@@ -35,7 +35,7 @@ def test_the_divergence_of_two_coins():
 def test_a_comparison_counts_places_and_applies_the_limit():
     random = np.random.default_rng(0)
     expected = [random.standard_normal((5, 7)).astype(np.float32), random.standard_normal((3, 7)).astype(np.float32)]
-    same = compare("exact", expected, expected, ("prefill",))
+    same = compare("exact", expected, expected)
     assert (same.tokens, same.mean, same.agreement, same.is_within) == (8, 0.0, 1.0, True)
     other = [lines.copy() for lines in expected]
     other[1][0, other[1][0].argmin()] += 20
@@ -70,6 +70,31 @@ def test_f32_is_the_original_and_8_bits_of_slots_are_not(model_path):
     rounded = StaticLLMConfig(**SMALL, kv_cache_precision="u8")
     (ours,) = (each for each in measure_divergence(path, "CPU", rounded) if each.settings == "f32, no quantization")
     assert 1e-7 < ours.mean <= MOST_DIVERGENCE
+
+
+@pytest.mark.slow
+def test_a_given_text_is_read_in_passages_and_has_the_perplexity_of_the_original(model_path, monkeypatch):
+    monkeypatch.setattr(divergence, "PASSAGE_LEN", 40)  # the last call has fewer tokens than the others
+    monkeypatch.setattr(divergence, "MOST_PASSAGES", 2)
+    path = model_path("demo")
+    text = "The fox sat on the hill and looked at the moon. " * 20
+    parts = divergence.passages(path, text)
+    assert [len(part) for part in parts] == [40, 40]
+    reference = StatefulReference(path)
+    losses = []
+    for part in parts:
+        reference.reset()
+        logits = reference.logits(part).astype(np.float64)
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        losses += [-np.log(line[token]) for line, token in zip(shares, part[1:], strict=False)]
+    config = StaticLLMConfig(**SMALL, kv_cache_precision="f32")
+    found = next(measure_divergence(path, "CPU", config, text=text))
+    assert found.exact_perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-5)
+    assert found.perplexity == pytest.approx(found.exact_perplexity, rel=1e-4)
+    assert found.tokens == 80
+    with pytest.raises(ConfigError, match="too short: at least 39 are needed"):
+        next(measure_divergence(path, "CPU", config, text="The fox."))
 
 
 def test_only_the_cpu_is_measured(model_path):
