@@ -26,16 +26,17 @@ from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
-"""Activations per scale in the CPU's 8-bit multiplication by 8-bit or 4-bit weights; the plugin's default is 32. It is only
-measured, never chosen: with real weights it moves logits too far from the model's (docs/decisions.md)."""
+"""Activations per scale in the CPU's 8-bit multiplication by 8-bit or 4-bit weights. The plugin's default is 32."""
+WORTH_IT = 1.1
+"""Least speedup for which a larger group is used: it moves logits a little further from the model's (docs/decisions.md)."""
 CLEARLY = 1.15
 """Least speedup of an unusual setting for single rows, whose probes vary by 5 % or more."""
 NOT_SLOWER = 1.05
 """Measured slowdown up to which a setting counts as equally fast."""
 PACKED_ROWS, SHORT_ROWS = 8, 16
 """Probed rows of a packed step and of a short prompt; a prompt of twice as many is probed as well."""
-LEAST_RUNS, SECONDS = 3, 0.03
-"""Minimum runs and minimum seconds per candidate."""
+MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
+"""Probed rows of a long prompt; minimum runs and minimum seconds per candidate."""
 LEAST_WEIGHTS = 1_000_000
 """Weights in the probed matrices below which nothing is timed and activations are not quantized: gains would be noise, so the
 setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
@@ -100,9 +101,10 @@ def calibrated(
 ) -> Calibration:
     """Return the properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
-    Properties that the user set are never changed. If calls of few rows may have a program of their own on the CPU, its
-    properties are chosen by ``_for_few_rows``, which times one matrix per shape in the model. Small models do not quantize
-    activations. Other devices are not probed. What is in ``kept`` is not timed again.
+    Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
+    ``MANY_ROWS`` rows, with the plugin's own group size and with ``LARGE_GROUP``. Both phases get the same result, so that they
+    can share a program. If calls of few rows may have a program of their own, its properties are chosen by ``_for_few_rows``.
+    Small models do not quantize activations. Other devices are not probed. What is in ``kept`` is not timed again.
     """
     found = dict(phases)
     matrices = repeated_matrices(model) if kind(device) == "CPU" else []
@@ -113,9 +115,15 @@ def calibrated(
         if all(_runs_unquantized(core, device, first, properties) for properties in phases.values()):
             found.update({phase: {GROUP_SIZE: 0, **properties} for phase, properties in phases.items()})
         return Calibration(found)
+    probe = Probe(core, device, matrices, kept)
+    if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
+        own = phases["prefill"]
+        seconds, larger_seconds = probe.seconds(MANY_ROWS, [own, {**own, GROUP_SIZE: LARGE_GROUP}])
+        if seconds >= WORTH_IT * larger_seconds:
+            found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
     if layout not in ("few_rows", "separate", "blocks"):
         return Calibration(found)
-    few = _for_few_rows(Probe(core, device, matrices, kept), found["generate"], phases)
+    few = _for_few_rows(probe, found["generate"], phases)
     found["few_rows"] = few.properties
     return Calibration(found, few.num_rows, few.speedup)
 
@@ -142,9 +150,9 @@ def _for_few_rows(probe: Probe, usual: Properties, asked: Mapping[Part, Properti
         return FewRows(usual)
     plain = {**usual, GROUP_SIZE: 0}
     exact = {**usual, GROUP_SIZE: 0, PRECISION: "f32"}
-    quantized = {**usual, PRECISION: "f32"}
+    quantized = {**usual, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
     is_f32_open = PRECISION not in own and not probe.is_f32
-    can_share = is_f32_open and asked["prefill"] == own
+    can_share = is_f32_open and probe.takes_large_groups and asked["prefill"] == own
     candidates = [plain, usual, *([exact] if is_f32_open else []), *([quantized] if can_share else [])]
     seconds = probe.seconds(1, candidates, is_cold=True)
     if can_share:
