@@ -18,13 +18,15 @@ from staticllm.devices import get_core
 
 ROOMS = ("states", "inputs", "rewrites", "shapes")
 HELPERS = {"classify_mask", "fix_shapes", "fuse_adapters"}
+OF_CONVERSIONS = {"join_halves", "rotate_halves"}
+"""They run once, when a GGUF file is converted."""
 
 
 def test_every_pass_is_in_a_list_and_has_a_file(root):
     files = [path.stem for room in ROOMS for path in (root / "compiler_passes" / room).glob("[!_]*.py")]
     lists = (DECODER, DECODER_EMBEDDER, DECODER_NPU, ENCODER, with_adapters(DECODER))
     names = {entry.name for pipeline in lists for entry in (*pipeline.passes, *pipeline.variant_passes)}
-    assert sorted(names | HELPERS) == sorted(files)
+    assert sorted(names | HELPERS | OF_CONVERSIONS) == sorted(files)
 
 
 def test_a_pipeline_without_a_pass_runs_the_others_in_their_order(zoo):
