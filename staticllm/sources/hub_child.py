@@ -246,7 +246,3 @@ def main() -> None:
         except Exception as error:
             answer = failed(ModelError(what_failed(error, message.body["repo"], message.body["revision"])))
         write_message(answers, answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ that process is ended when nothing arrives, or when it takes too much memory.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 import psutil
 
 from staticllm.children.answers import check
-from staticllm.children.child import Child, ChildLostError
+from staticllm.children.child import Child, ChildLostError, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ConfigError, ModelError, StaticLLMError
 from staticllm.model_paths.hub_names import HubName
@@ -133,12 +132,9 @@ def _size_of(path: Path) -> int:
 @contextmanager
 def _hub_child() -> Iterator[Child]:
     """Start the process, and end it; what it has written is kept."""
-    paths = os.pathsep.join(os.path.abspath(each) for each in sys.path)  # noqa: PTH100 - "" is the working directory
     with tempfile.TemporaryDirectory(prefix="staticllm-hub-") as scratch:
         errors = Path(scratch) / "errors.txt"  # not quoted: it may hold what a hub sends
-        child = Child(
-            [sys.executable, "-m", CHILD], environment={"PYTHONPATH": paths, **QUIET}, has_pipes=True, errors=errors
-        )
+        child = Child(python_command(CHILD), environment=QUIET, has_pipes=True, errors=errors)
         try:
             yield child
         except BaseException:  # also Ctrl-C: it does not read its pipe while it downloads
