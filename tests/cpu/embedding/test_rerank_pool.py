@@ -94,10 +94,10 @@ def test_a_latency_limit_answers_busy_with_the_time_to_try_again(directory, monk
         instance = pipe._driver.pool.devices[0].instance
         inner, began, go_on = instance.embed, threading.Event(), threading.Event()
 
-        def held(texts):
+        def held(*arguments):
             began.set()
             assert go_on.wait(SECONDS)
-            return inner(texts)
+            return inner(*arguments)
 
         monkeypatch.setattr(instance, "embed", held)
         running = pipe.submit(QUERY, TEXTS[:2])

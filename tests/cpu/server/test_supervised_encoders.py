@@ -9,6 +9,7 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from support.attach.daemons import wait_for
@@ -80,6 +81,9 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
         worker_ids = {name: served.pipeline(name)._driver.pool.devices[0].instance for name in ("one", "two")}
         other = worker_ids["two"].pid
 
+        def is_expected(vectors):  # calls of other sizes, in which these texts run beside others, round otherwise
+            return np.allclose(vectors, expected, rtol=0, atol=1e-6)
+
         def keep_asking():
             while not ends.is_set():
                 found = httpx.post(served.url + "/v1/embeddings", json=body, timeout=120)
@@ -87,7 +91,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
                 if found.status_code == 503:  # a text with which two workers ended
                     assert found.json()["error"]["code"] == "process_lost"
                     assert found.headers["Retry-After"]
-                elif found.status_code != 200 or [each["embedding"] for each in found.json()["data"]] != expected:
+                elif found.status_code != 200 or not is_expected([each["embedding"] for each in found.json()["data"]]):
                     wrong.append(found.text)
 
         clients = [threading.Thread(target=keep_asking, daemon=True) for _ in range(4)]
@@ -98,7 +102,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: worker_ids["one"].pid != pid, 120)
             wait_for(lambda before=before: answers.count(200) > before + len(clients), 120)
-        assert embedded(served, "one", texts) == expected
+        assert is_expected(embedded(served, "one", texts))
         ends.set()
         for client in clients:
             client.join(120)
