@@ -113,18 +113,34 @@ class CostModel(Generic[V]):
         self._estimates = {}
         self._parts = None
 
+    def least(self, variant: V) -> float:
+        """Return a variant's cost, or what the stable costs of others suggest if its own is not stable and higher.
+
+        The only call of a variant may have been its first one, which prepares the program and can take several times as long.
+        """
+        known = self(variant)
+        others = {other: seconds for other, seconds in self.stable.items() if other != variant}
+        if self.is_stable(variant) or len(others) < len(variant.work):
+            return known
+        return min(known, _estimate(variant, others, _fit(others)))
+
     def _estimate(self, variant: V) -> float:
         if not self._seconds:
             return float(np.dot(variant.work, variant.WORK_SECONDS))
         if self._parts is None:
             self._parts = _fit(self._seconds)
-        fitted = float(np.dot(variant.work, self._parts))
-        alike = [known for known in self._seconds if known.rows == variant.rows]
-        if alike:
-            nearest = min(alike, key=lambda known: _distance(known, variant))
-            known = self._seconds[nearest]
-            fitted = max(known + fitted - float(np.dot(nearest.work, self._parts)), known * LEAST_OF_NEAREST)
-        return max(fitted, MIN_SECONDS)
+        return _estimate(variant, self._seconds, self._parts)
+
+
+def _estimate(variant: V, seconds: Mapping[V, float], parts: NDArray[np.float64]) -> float:
+    """Return the cost of a variant by those of others, and by the seconds of each part that were fitted to them."""
+    fitted = float(np.dot(variant.work, parts))
+    alike = [known for known in seconds if known.rows == variant.rows]
+    if alike:
+        nearest = min(alike, key=lambda known: _distance(known, variant))
+        known = seconds[nearest]
+        fitted = max(known + fitted - float(np.dot(nearest.work, parts)), known * LEAST_OF_NEAREST)
+    return max(fitted, MIN_SECONDS)
 
 
 def _distance(known: ProgramVariant, variant: ProgramVariant) -> list[float]:

@@ -18,7 +18,9 @@ MAX_SECONDS = 0.15
 """Longest call that is measured, in seconds: arriving requests wait for it. Calls cannot be cancelled, because the CPU plugin
 then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 NUM_CHECKED, DRIFT = 3, 1.25
-"""Adopted costs that are measured again at the first rest, and the factor by which most of them may differ."""
+"""Adopted costs that are measured again at the first rest, and the factor by which a cost may differ from its measurement."""
+FIRST_CALLS, MOST_CALLS = 16, 1024
+"""Calls between two measurements of all costs: the first number doubles each time, up to the second."""
 
 
 class Measurable(Protocol):
@@ -35,7 +37,8 @@ class CostProbe:
 
     Nothing is committed, so the KV cache does not change. The costs of all other variants are estimated from these. Costs of an
     earlier process are kept: ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by more than
-    ``DRIFT``.
+    ``DRIFT``. So are all if the calls of requests take longer or shorter than measured by that factor: other work ran beside the
+    measurement, or the machine runs at another speed, and variants that are never chosen would keep a wrong cost.
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel[Variant]) -> None:
@@ -48,6 +51,9 @@ class CostProbe:
         self._unchecked: list[Variant] | None = None
         self._ratios: list[float] = []
         self._quick: list[Variant] = []
+        self._measured: dict[Variant, float] = {}
+        self._num_calls = 0
+        self._least_calls = FIRST_CALLS
 
     @property
     def is_done(self) -> bool:
@@ -90,6 +96,19 @@ class CostProbe:
         checked = self._unchecked or ()
         self._todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
 
+    def note_call(self, variant: Variant) -> None:
+        """Compare the cost of a variant after a request's call with its measurement; measure all again if it has changed."""
+        self._num_calls += 1
+        measured = self._measured.get(variant)
+        if measured is None or self._num_calls < self._least_calls:
+            return
+        ratio = self._costs(variant) / measured
+        if max(ratio, 1 / ratio) > DRIFT:
+            logger.info("%s takes %.2f times its measured seconds: all costs are measured again", variant, ratio)
+            self._num_calls = 0
+            self._least_calls = min(2 * self._least_calls, MOST_CALLS)
+            self._doubt(self._measured)
+
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Time the next variant, and add its cost. If ``is_needed`` is true between its runs, it is tried again later.
 
@@ -111,7 +130,7 @@ class CostProbe:
         return seconds
 
     def _measure(self, variant: Variant, is_needed: Callable[[], bool]) -> None:
-        if self._costs(variant) > MAX_SECONDS:
+        if self._costs.least(variant) > MAX_SECONDS:
             self._todo.pop()
             return
         try:
@@ -125,6 +144,7 @@ class CostProbe:
             self._num_measured += 1
             ratio = seconds / self._costs(variant)
             self._costs.set(variant, seconds)
+            self._measured[variant] = seconds
             if self._unchecked and variant in self._unchecked:
                 self._unchecked.remove(variant)
                 self._check(max(ratio, 1 / ratio))
@@ -133,22 +153,31 @@ class CostProbe:
         """Note by which factor a cost of an earlier process was wrong; after the last one, doubt the others if most were."""
         self._ratios.append(ratio)
         if not self._unchecked and statistics.median(self._ratios) > DRIFT:
-            for variant in self._costs.adopted:
-                self._costs.doubt(variant)
-            self.choose(self._programs)
+            self._doubt(self._costs.adopted)
+
+    def _doubt(self, variants: Iterable[Variant]) -> None:
+        """Measure these variants again at the next rest."""
+        for variant in list(variants):
+            self._costs.doubt(variant)
+            self._measured.pop(variant, None)
+        self.choose(self._programs)
 
     def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
         """Return the seconds of a run after a call like those that it usually follows; None if the device is needed.
 
         A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
-        chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count.
+        chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count; of the
+        other two the faster one does, because whatever else runs on the machine only adds time.
         """
-        seconds = None
-        for each in (variant, variant if variant.rows == variant.sequences else self._other(variant), variant):
+        before = variant if variant.rows == variant.sequences else self._other(variant)
+        seconds = []
+        for each in (variant, before, variant, before, variant):
             if is_needed():
                 return None
-            seconds = timed_run(self._programs[each])
-        return seconds
+            taken = timed_run(self._programs[each])
+            if each == variant:
+                seconds.append(taken)
+        return min(seconds[1:])
 
     def _other(self, variant: Variant) -> Variant:
         """Return a variant with other sizes that takes little time."""

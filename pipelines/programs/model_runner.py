@@ -250,6 +250,7 @@ class ModelRunner:
             ]
         stored = self.cache.commit(step, buffers, accepted)
         self.costs.update(variant, seconds)
+        self.probe.note_call(variant)
         results = tuple(map(SegmentResult, logits, best, accepted, stored))
         paused = (0.0, 0) if flight is None else (flight.paused_seconds, flight.num_inserted)
         return StepResult(variant, results, start, start - begin, seconds, self.clock() - end, *paused)

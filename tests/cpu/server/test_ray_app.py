@@ -224,7 +224,7 @@ def test_a_closed_connection_frees_the_replica(cluster):
 
 def test_vectors_of_replicas_are_those_of_a_pipeline(cluster, tmp_path):
     directory = a_directory(tmp_path)
-    with StaticEmbeddingPipeline(directory) as pipeline:
+    with StaticEmbeddingPipeline(directory, **EXACT) as pipeline:
         expected = pipeline.embed_documents(QUESTIONS)
     cluster.run(models=[f"chat={demo_model_path()}", f"vectors={directory}"], max_replicas_per_node=2, num_cpus=0.5)
     body = {"input": QUESTIONS}

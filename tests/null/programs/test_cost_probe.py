@@ -9,7 +9,7 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
-from staticllm.pipelines.costs.probe import NUM_CHECKED, CostProbe, worth_measuring
+from staticllm.pipelines.costs.probe import FIRST_CALLS, MAX_SECONDS, NUM_CHECKED, CostProbe, worth_measuring
 from staticllm.pipelines.engine import engine as engine_module
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
@@ -73,6 +73,46 @@ def test_a_prompt_is_compared_with_a_call_after_another_size_and_a_step_with_one
     for variant, more in ((Variant(32, 64), prepare), (Variant(1, 64), 0), (Variant(4, 64, 4), 0)):
         assert probe.seconds_of(variant) == pytest.approx(true_cost(variant) + more)
     assert not costs.measured
+
+
+def measured_all(probe):
+    while not probe.is_done:
+        probe.measure_next(lambda: False)
+
+
+def test_a_first_call_that_was_slow_does_not_keep_a_prompt_from_being_measured():
+    """The first call at a size prepares the program. Nobody would ever choose it, so nothing else would correct its cost."""
+    slow = Variant(32, 0)
+    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
+    costs.update(slow, 2 * MAX_SECONDS)
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    measured_all(probe)
+    assert costs(slow) == pytest.approx(true_cost(slow))
+
+
+def test_all_costs_are_measured_again_when_calls_take_another_time_than_measured():
+    used, unused = Variant(16, 0), Variant(32, 0)
+    programs, costs = {variant: TimedProgram(2 * true_cost(variant)) for variant in VARIANTS}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    measured_all(probe)  # beside other work
+    assert costs(unused) == pytest.approx(2 * true_cost(unused))
+    for variant, program in programs.items():
+        program.seconds = true_cost(variant)
+    num_calls = 0
+    while probe.is_done:
+        num_calls += 1
+        assert num_calls < 4 * FIRST_CALLS
+        costs.update(used, true_cost(used))
+        probe.note_call(used)
+    measured_all(probe)
+    for variant in (used, unused):
+        assert costs(variant) == pytest.approx(true_cost(variant))
+    for _ in range(10 * FIRST_CALLS):
+        costs.update(used, true_cost(used))
+        probe.note_call(used)
+    assert probe.is_done, "calls that take what was measured change nothing"
 
 
 def test_what_the_warm_up_measured_is_measured_again():
@@ -168,7 +208,7 @@ def test_a_run_that_is_needed_elsewhere_is_repeated_later():
     assert not costs.measured
     probe.measure_next(lambda: False)
     assert costs.measured == {VARIANTS[0]: 0.5}
-    assert programs[VARIANTS[0]].num_runs == 3
+    assert programs[VARIANTS[0]].num_runs == 5, "three of the variant, each after another call"
 
 
 def test_a_prompt_is_timed_after_a_call_of_another_size_and_a_decode_step_after_its_like():
