@@ -94,7 +94,8 @@ class CostProbe:
         }
         self._quick = [by_rows[rows] for rows in sorted(by_rows)[:2]]
         checked = self._unchecked or ()
-        self._todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
+        todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
+        self._todo = sorted(todo, key=lambda each: self._costs(each) <= MAX_SECONDS)  # the last one is the next
 
     def note_call(self, variant: Variant) -> None:
         """Compare the cost of a variant after a request's call with its measurement; measure all again if it has changed."""
