@@ -7,7 +7,6 @@ this process, has few dependencies, shows readers whole files while others are w
 import argparse
 import hashlib
 import os
-import stat
 import sys
 import threading
 from pathlib import Path
@@ -24,7 +23,7 @@ PIECES, RERANKED, SOURCES, CONTEXT = 200, 30, 5, 2000  # pieces, pieces, files, 
 KINDS = ("chat", "embedding", "rerank")
 RULES = "Answer briefly from these passages alone, and name their numbers, like [1]. If they do not say it, say so."
 BY_HEADINGS = MarkdownHeaderTextSplitter([("#" * level, str(level)) for level in range(1, 7)])
-BY_LENGTH = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)  # about the 256 tokens of small encoders
+BY_LENGTH = RecursiveCharacterTextSplitter(chunk_size=600, chunk_overlap=200)  # characters
 
 
 def say(*parts: object) -> None:
@@ -65,9 +64,9 @@ class FolderIndex:
         present: dict[str, str] = {}
         for path in sorted(self.folder.rglob("[!.]*")):
             name, status = path.relative_to(self.folder).as_posix(), path.lstat()
-            if "/." in f"/{name}" or (stat.S_ISDIR(status.st_mode) and os.access(path, os.R_OK)):
+            if "/." in f"/{name}" or (path.is_dir() and not path.is_symlink() and os.access(path, os.R_OK)):
                 continue
-            if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES and name.isprintable():
+            if path.is_file() and not path.is_symlink() and status.st_size <= MAX_BYTES and name.isprintable():
                 present[name] = f"{status.st_mtime_ns} {status.st_size}"
             else:
                 say("left out:", ascii(name), f"is no plain file with a printable name and at most {MAX_BYTES} bytes")
@@ -81,7 +80,7 @@ class FolderIndex:
             merge = self.table.merge_insert(["file", "number"]).when_matched_update_all().when_not_matched_insert_all()
             of_file = "file = '" + name.replace("'", "''") + "'"  # all its old pieces go as the new ones come
             merge.when_not_matched_by_source_delete(of_file).execute(pa.table(columns, schema=self.schema))
-        return f"{len(present)} files, {len(changed)} of them new, changed, or gone"
+        return f"{len(present)} files, {len(changed)} new, changed, gone or left out"
 
     def search(self, question: str, reranker: str | None) -> list[dict[str, Any]]:
         """Return the best piece of each of the best files, the best first."""
