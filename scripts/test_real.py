@@ -14,7 +14,12 @@ from pathlib import Path
 from _setup import ROOT, ensure_environment, run
 
 MODELS = ("smollm2", "gemma3", "minilm", "news")
-TESTS = ("tests/peer/test_real_models.py", "tests/peer/test_real_encoders.py", "tests/peer/test_export.py", "tests/peer/test_real_folder.py")
+TESTS = (
+    "tests/peer/test_real_models.py",
+    "tests/peer/test_real_encoders.py",
+    "tests/peer/test_real_folder.py",
+    "tests/peer/test_export.py",
+)
 
 
 def main() -> None:

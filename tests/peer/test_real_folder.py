@@ -1,7 +1,7 @@
 """Tests the chat with a folder with real weights: over the project's own docs it finds the file that answers a question.
 
-It needs the files of an encoder (`python scripts/real_models.py minilm`), the environment that STATICLLM_EXPORT_PYTHON names, and the
-extra ``examples``. The questions were written before anything was measured; they stay as they are.
+It needs the files of an encoder (`python scripts/real_models.py minilm`), the environment that STATICLLM_EXPORT_PYTHON names, and
+the extra ``examples``. The questions were written before anything was measured; they stay as they are.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from real_models import MODELS, folder
 PYTHON = os.environ.get("STATICLLM_EXPORT_PYTHON")
 QUESTIONS = json.loads((Path(__file__).parent / "docs_questions.json").read_text(encoding="utf-8"))
 MIN_FOUND = 28
-for package in ("lancedb", "pypdf", "langchain_text_splitters", "openai", "fastapi"):
-    pytest.importorskip(package)
+PACKAGES = ("lancedb", "pypdf", "langchain_text_splitters", "openai", "fastapi")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(None in map(importlib.util.find_spec, PACKAGES), reason="pip install '.[server,examples]'"),
     pytest.mark.skipif(
         PYTHON is None, reason="STATICLLM_EXPORT_PYTHON names no environment: `staticllm export --setup` makes one"
     ),

@@ -8,11 +8,8 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from support.encoders.encoder_models import encoder_directory, unpack
-
-from staticllm import StaticEmbeddingPipeline
 
 SNIPPETS = [
     ("numpy", r"An NPU is a neural processing unit\.\n"),

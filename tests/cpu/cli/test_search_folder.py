@@ -10,7 +10,6 @@ import zipfile
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.encoders.encoder_directories import a_directory, scores_directory
 from support.encoders.encoder_models import ARCHIVES
@@ -250,7 +249,7 @@ def test_an_empty_folder_is_said(run, tmp_path):
 def test_a_mistake_gets_one_line(run, tmp_path):
     from support.server.served import serving
 
-    code, _, said = run("Why?", place=tmp_path / "none")
+    code, _, _ = run("Why?", place=tmp_path / "none")
     assert code == f"{tmp_path / 'none'} is no folder"
     code, _, _ = run("Why?", url="http://127.0.0.1:9/v1")
     assert code == "no server answers at http://127.0.0.1:9/v1: staticllm serve CHAT_MODEL ENCODER"
