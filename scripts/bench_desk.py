@@ -5,8 +5,8 @@
     python scripts/bench_desk.py --peers shared=http://127.0.0.1:8000,http://127.0.0.1:8000 other=CHAT_URL,DOCUMENTS_URL
 
 ``shared`` is one ``staticllm serve`` with both models, ``separate`` two of them, one for each model: pipelines that do not know
-each other. All run during the whole measurement, and rest while others have their turn. In each round every setup takes a turn, and
-each round begins with another one. A turn is each kind of work alone, then all together: a chat every 20 s, a completion every
+each other. All run during the whole measurement, and rest while others have their turn. In each round every setup takes a turn,
+and each round begins with another one. A turn is each kind of work alone, then all together: a chat every 20 s, a completion every
 5 s (both divided by ``--scale``), an index of 2,000 paragraphs, and an agent with 3 conversations. Documents and agents ask for
 ``service_tier`` "flex". ``--peers`` measures servers that run already, by the names of their models.
 

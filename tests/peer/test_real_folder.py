@@ -16,10 +16,10 @@ import pytest
 
 from staticllm.export.exporter import ExportRequest, export
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from real_models import MODELS, folder
 
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("STATICLLM_EXPORT_PYTHON")
 QUESTIONS = json.loads((Path(__file__).parent / "docs_questions.json").read_text(encoding="utf-8"))
 MIN_FOUND = 28
