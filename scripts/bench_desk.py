@@ -8,9 +8,9 @@
 each other. All run during the whole measurement, and rest while others have their turn. In each round every setup takes a turn,
 and each round begins with another one. A turn is each kind of work alone, then all together: a chat every 20 s, a completion
 every 5 s (both divided by ``--scale``), an index of 2,000 paragraphs, and an agent with 3 conversations. Documents and agents
-ask for ``service_tier`` "flex". ``--peers`` measures servers that run already, by the names of their models. The package index has
-none of ollama's or llama.cpp's that would do: llama-cpp-cffi answers one request at a time and does not embed, gpt4all has no
-server, llama-cpp-py-sync needs glibc 2.38.
+ask for ``service_tier`` "flex". ``--peers`` measures servers that run already, by the names of their models. The package index
+has none of ollama's or llama.cpp's that would do: llama-cpp-cffi answers one request at a time and does not embed, gpt4all has
+no server, llama-cpp-py-sync needs glibc 2.38.
 
 Figures are over all rounds. A gap is the time between two pieces of a streamed answer; its bound is 4 steps alone or 100 ms,
 whichever is longer (docs/scheduling.md), doubled while two prompts wait. Documents and agents are rates until the day's end, or
