@@ -182,6 +182,39 @@ def test_a_question_is_answered_with_its_sources(run):
     assert len(printed.splitlines()) > len(sources), "there is an answer above the sources"
 
 
+def test_questions_are_asked_until_the_input_ends(run, example, monkeypatch):
+    asked = ["Is the moon hot?", "What is an animal?"]
+    ended = threading.Event()
+    update = example.FolderIndex.update
+
+    def updated(index):
+        try:
+            return update(index)
+        finally:
+            ended.set()
+
+    def typed(prompt):
+        assert ended.wait(SECONDS)
+        if asked:
+            return asked.pop(0)
+        raise EOFError
+
+    monkeypatch.setattr(example.FolderIndex, "update", updated)
+    monkeypatch.setattr("builtins.input", typed)
+    code, printed, _ = run()
+    assert code is None
+    assert not asked
+    assert sum(line.startswith("[3] ") for line in printed.splitlines()) == 2
+
+
+def test_an_index_that_fails_is_said_and_the_chat_goes_on(run, example, monkeypatch):
+    monkeypatch.setattr(example.FolderIndex, "update", lambda index: 1 / 0)
+    code, printed, said = run("Is the moon hot?")
+    assert code is None
+    assert said == "the index ends here: division by zero\n"
+    assert printed.strip() == "Nothing is indexed: the folder has no text, or not yet."
+
+
 def test_a_pdf_is_read_page_by_page(index, folder):
     content = b"BT /F1 12 Tf 72 700 Td (Owls wake at night.) Tj ET"
     objects = [
