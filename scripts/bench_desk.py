@@ -29,9 +29,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -178,24 +178,10 @@ def turn(setup: Setup, options: argparse.Namespace, seed: int) -> dict[str, Note
 
 
 def together(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> dict[str, Notes]:
-    """Run all kinds of work in threads. Raises what one of them raised."""
-    found: dict[str, Notes] = {}
-    errors: list[BaseException] = []
-
-    def run(kind: str, work: Work) -> None:
-        try:
-            found[kind] = work(setup, until, options, seed)
-        except BaseException as error:  # raised by the caller, after the threads have ended
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=item) for item in WORKS.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    """Run all kinds of work in threads. Raises what one of them raised, after all have ended."""
+    with ThreadPoolExecutor(len(WORKS)) as pool:
+        futures = {kind: pool.submit(work, setup, until, options, seed) for kind, work in WORKS.items()}
+    return {kind: future.result() for kind, future in futures.items()}
 
 
 def chats(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
@@ -264,11 +250,8 @@ def agents(setup: Setup, until: float, options: argparse.Namespace, seed: int) -
                 found[place].add(stream(setup, "/v1/chat/completions", body, text))
                 messages.append({"role": "assistant", "content": "".join(text)})
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(CONVERSATIONS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(CONVERSATIONS) as pool:
+        list(pool.map(work, range(CONVERSATIONS)))
     return Notes(amount=sum(each.amount for each in found), seconds=time.perf_counter() - begin)
 
 
