@@ -14,11 +14,16 @@ from pathlib import Path
 from _setup import ROOT, ensure_environment, run
 
 MODELS = ("smollm2", "gemma3", "minilm", "news")
-TESTS = ("tests/peer/test_real_models.py", "tests/peer/test_real_encoders.py", "tests/peer/test_export.py")
+TESTS = (
+    "tests/peer/test_real_models.py",
+    "tests/peer/test_real_encoders.py",
+    "tests/peer/test_real_folder.py",
+    "tests/peer/test_export.py",
+)
 
 
 def main() -> None:
-    python = ensure_environment("test")
+    python = ensure_environment("test", "examples")
     for name in MODELS:
         command = [str(python), str(ROOT / "scripts" / "real_models.py"), name]
         if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:

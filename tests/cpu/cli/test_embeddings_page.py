@@ -8,11 +8,8 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from support.encoders.encoder_models import encoder_directory, unpack
-
-from staticllm import StaticEmbeddingPipeline
 
 SNIPPETS = [
     ("numpy", r"An NPU is a neural processing unit\.\n"),
@@ -144,55 +141,3 @@ def test_each_adapter_gives_the_values_of_the_pipeline(root, folder, number):
 
 def test_every_snippet_is_tested(root):
     assert len(snippets(root)) == len(SNIPPETS)
-
-
-@pytest.fixture
-def search(root, folder):
-    needs("faiss", "examples")
-    return lambda *arguments: run(root / "examples" / "search_folder.py", *arguments, folder=folder)
-
-
-def test_a_folder_is_searched(search, folder, tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "one.md").write_text(
-        "# Rain\n\nRain is water that falls\nfrom clouds.\n\n\n", encoding="utf-8"
-    )
-    (tmp_path / "two.txt").write_text(
-        "query: Rain is water that falls\nfrom clouds.\n\nNothing else.", encoding="utf-8"
-    )
-    (tmp_path / "three.bin").write_text("Rain is water that falls\nfrom clouds.")
-    done = search("my_encoder", tmp_path, "Rain is water that falls\nfrom clouds.")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 6
-    assert lines[0] == "1.000  two.txt, paragraph 1", "the query has its prompt before it, and this text as well"
-    assert lines[1].strip() == "query: Rain is water that falls from clouds."
-    assert "deep/one.md, paragraph " in done.stdout
-    assert "three.bin" not in done.stdout
-    scores = [float(line.split()[0]) for line in lines[::2]]
-    known = [
-        "# Rain",
-        "Rain is water that falls\nfrom clouds.",
-        "query: Rain is water that falls\nfrom clouds.",
-        "Nothing else.",
-    ]
-    texts = [next(text for text in known if text.split() == line.split()) for line in lines[1::2]]
-    with StaticEmbeddingPipeline(folder / "my_encoder", "CPU") as pipe:
-        query = np.array(pipe.embed_query("Rain is water that falls\nfrom clouds."))
-        assert scores == pytest.approx(pipe.embed_documents(texts, as_array=True) @ query, abs=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["none", ".", "q"], "no model directory"),
-        (["my_encoder", "nothing", "q"], "has no paragraph in a .txt or .md file"),
-        (["my_encoder"], "python search_folder.py MODEL_DIR FOLDER QUERY"),
-    ],
-)
-def test_a_mistake_of_the_example_has_no_traceback(search, folder, arguments, said):
-    (folder / "a.txt").write_text("text", encoding="utf-8")
-    done = search(*arguments)
-    assert done.returncode == 1
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import textwrap
 from datetime import datetime
 
 import httpx
+import numpy as np
 import pytest
 from support.encoders.encoder_directories import a_directory
 from support.models.echo_model import CALL, asking, load_demo_with_tools, load_echo
@@ -202,6 +205,26 @@ class TestLlamaIndex:
         (call,) = model.get_tool_calls_from_response(found)
         assert call.tool_name == "weather"
         assert call.tool_kwargs == {"city": "Rome", "days": 2}
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [("LangChain", "langchain_openai"), ("LlamaIndex", "llama_index.embeddings.openai_like")],
+)
+def test_documents_are_searched_as_the_docs_say(program, module, served, root):
+    pytest.importorskip(module)
+    page = (root / "docs" / "server.md").read_text(encoding="utf-8")
+    snippet = re.search(rf"- \*\*{program}\*\*.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    for old, new in {'"chat"': '"demo"', '"encoder"': '"tiny"', "http://127.0.0.1:8000": served.url}.items():
+        snippet = snippet.replace(old, new)
+    texts = re.findall(r'"((?:The office|The canteen)[^"]*)"', snippet)
+    values = {}
+    exec(textwrap.dedent(snippet), values)
+    vectors = served.pipeline("tiny").encode([*texts, "When can I eat soup?"], prompt="")
+    nearest = texts[int(np.argmax(vectors[:-1] @ vectors[-1]))]
+    found = values["found"].page_content if program == "LangChain" else values["answer"].source_nodes[0].get_content()
+    assert len(texts) == 2
+    assert found == nearest
 
 
 class TestLiteLLM:

@@ -1,0 +1,345 @@
+"""Measures a day on one device: somebody chats, an index grows, an agent works and an editor asks, in one server or in two.
+
+    python scripts/bench_desk.py                              # two rounds, about 7 minutes
+    python scripts/bench_desk.py --rounds 1 --day 15 --alone 6 --paragraphs 100   # a minute, to see that it runs
+    python scripts/bench_desk.py --peers shared=http://127.0.0.1:8000,http://127.0.0.1:8000 other=CHAT_URL,DOCUMENTS_URL
+
+``shared`` is one ``staticllm serve`` with both models, ``separate`` two of them, one for each model: pipelines that do not know
+each other. All run during the whole measurement, and rest while others have their turn. In each round every setup takes a turn,
+and each round begins with another one. A turn is each kind of work alone, then all together: a chat every 20 s, a completion
+every 5 s (both divided by ``--scale``), an index of 2,000 paragraphs, and an agent with 3 conversations. Documents and agents
+ask for ``service_tier`` "flex". ``--peers`` measures servers that run already, by the names of their models. The package index
+has none of ollama's or llama.cpp's that would do: llama-cpp-cffi answers one request at a time and does not embed, gpt4all has
+no server, llama-cpp-py-sync needs glibc 2.38.
+
+Figures are over all rounds. A gap is the time between two pieces of a streamed answer; its bound is 4 steps alone or 100 ms,
+whichever is longer (docs/scheduling.md), doubled while two prompts wait. Documents and agents are rates until the day's end, or
+until the index is complete. What the device has left for agents is what the documents do not take: 1 - documents / documents
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from bench_embedding_texts import texts
+from bench_machine import this_machine
+from make_bench_model import cache_dir
+from real_models import fetch
+
+CHAT_SECONDS, COMPLETION_SECONDS = 20.0, 5.0
+CHAT_TOKENS, COMPLETION_TOKENS, AGENT_TOKENS = 64, 16, 80
+CONVERSATIONS, TURNS = 3, 3
+BATCH = 64
+SECONDS_TO_START = 120
+FLEX = {"service_tier": "flex"}
+MIN_BOUND = 0.1
+NUM_BOUND_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server for chats and one for documents, which may be the same, and the names of their models."""
+
+    chat_url: str
+    documents_url: str
+    chat: str = "chat"
+    documents: str = "documents"
+
+
+@dataclass
+class Notes:
+    """What one kind of work found, in seconds: times to the first piece, gaps between pieces; tokens or texts, and their time."""
+
+    ttfts: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    amount: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.amount / self.seconds if self.seconds else 0.0
+
+    def add(self, other: Notes) -> None:
+        self.ttfts += other.ttfts
+        self.gaps += other.gaps
+        self.amount += other.amount
+        self.seconds += other.seconds
+
+
+Work = Callable[[Setup, float, argparse.Namespace, int], Notes]
+"""Works on a setup until a moment (``time.perf_counter``), with texts of a seed."""
+
+
+def main() -> None:
+    options = arguments()
+    with ExitStack() as stack:
+        setups = {name: Setup(*urls.split(",")) for name, urls in (peer.split("=", 1) for peer in options.peers)}
+        if not setups:
+            setups = started(stack, options)
+        time.sleep(options.idle)
+        found: dict[tuple[str, str], Notes] = {}
+        for number in range(options.rounds):
+            names = list(setups)
+            first = number % len(names)
+            for name in [*names[first:], *names[:first]]:
+                for kind, notes in turn(setups[name], options, seed=number).items():
+                    found.setdefault((name, kind), Notes()).add(notes)
+    report(list(setups), found, options)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--day", type=float, default=45.0, help="seconds of all work together  [45]")
+    parser.add_argument("--alone", type=float, default=15.0, help="seconds of each kind of work alone  [15]")
+    parser.add_argument("--scale", type=float, default=5.0, help="how much faster the clock of chats runs  [5]")
+    parser.add_argument("--paragraphs", type=int, default=2000)
+    parser.add_argument("--idle", type=float, default=20.0, help="seconds before timing  [20]")
+    parser.add_argument("--encoder", type=Path, default=cache_dir() / "minilm", help="make_bench_encoder.py makes it")
+    parser.add_argument("--device", default="CPU")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=CHAT_URL,DOCUMENTS_URL[,CHAT,DOCUMENTS]")
+    options = parser.parse_args()
+    if not options.peers and not options.encoder.is_dir():
+        sys.exit(f"no encoder at {options.encoder}: python scripts/make_bench_encoder.py")
+    return options
+
+
+def started(stack: ExitStack, options: argparse.Namespace) -> dict[str, Setup]:
+    """Start the servers of both setups, and wait until their models run."""
+    chat, documents = f"chat={fetch('smollm2')}", f"documents={options.encoder}"
+    shared = stack.enter_context(serving(options.device, chat, documents))
+    one, other = (stack.enter_context(serving(options.device, model)) for model in (chat, documents))
+    setups = {"shared": Setup(shared, shared), "separate": Setup(one, other)}
+    for setup in setups.values():
+        turn_into_use(setup)
+    return setups
+
+
+@contextmanager
+def serving(device: str, *models: str) -> Iterator[str]:
+    """Run a server with models as a process, and yield its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "staticllm", "serve", *models, "--device", device, "--port", str(port)]
+    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            wait_until_healthy(url, process)
+            yield url
+        finally:
+            process.terminate()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=10).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    sys.exit(f"no server at {url} after {SECONDS_TO_START} s, or it ended with {process.poll()}")
+
+
+def turn_into_use(setup: Setup) -> None:
+    """Load both models."""
+    embed(setup, ["a text"])
+    stream(setup, "/v1/completions", {"prompt": "A word", "max_tokens": 2})
+
+
+def turn(setup: Setup, options: argparse.Namespace, seed: int) -> dict[str, Notes]:
+    """Run each kind of work alone, then all together; return what each found, by its name."""
+    found = {}
+    for kind, work in WORKS.items():
+        found[f"{kind} alone"] = work(setup, time.perf_counter() + options.alone, options, 10 * seed)
+    for kind, notes in together(setup, time.perf_counter() + options.day, options, 10 * seed + 5).items():
+        found[f"{kind} together"] = notes
+    return found
+
+
+def together(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> dict[str, Notes]:
+    """Run all kinds of work in threads. Raises what one of them raised, after all have ended."""
+    with ThreadPoolExecutor(len(WORKS)) as pool:
+        futures = {kind: pool.submit(work, setup, until, options, seed) for kind, work in WORKS.items()}
+    return {kind: future.result() for kind, future in futures.items()}
+
+
+def chats(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
+    """Ask a question about a few paragraphs every 20 s."""
+
+    def ask(number: int) -> Notes:
+        prompt = "What do these paragraphs say?\n\n" + "\n".join(texts(3, 100 * seed + number))
+        return stream(setup, "/v1/chat/completions", {"messages": user(prompt), "max_tokens": CHAT_TOKENS})
+
+    return every(CHAT_SECONDS / options.scale, until, ask)
+
+
+def completions(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
+    """Continue a text every 5 s, as an editor does."""
+
+    def ask(number: int) -> Notes:
+        prompt = " ".join(texts(2, 100 * seed + 50 + number))
+        return stream(setup, "/v1/completions", {"prompt": prompt, "max_tokens": COMPLETION_TOKENS})
+
+    return every(COMPLETION_SECONDS / options.scale, until, ask)
+
+
+def every(seconds: float, until: float, ask: Callable[[int], Notes]) -> Notes:
+    """Ask at the beginning of each interval, or at once if the answer before took longer."""
+    found = Notes()
+    begin = time.perf_counter()
+    for number in itertools.count():
+        moment = begin + number * seconds
+        if max(moment, time.perf_counter()) >= until:
+            return found
+        time.sleep(max(0.0, moment - time.perf_counter()))
+        found.add(ask(number))
+    raise AssertionError("unreachable")
+
+
+def index(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
+    """Embed paragraphs, one request after another, until all are done."""
+    paragraphs = texts(options.paragraphs, seed)
+    found = Notes()
+    begin = time.perf_counter()
+    for start in range(0, len(paragraphs), BATCH):
+        if time.perf_counter() >= until:
+            break
+        part = paragraphs[start : start + BATCH]
+        embed(setup, part)
+        found.amount += len(part)
+    found.seconds = time.perf_counter() - begin
+    return found
+
+
+def agents(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
+    """Hold conversations side by side, each of a few turns, then another."""
+    found = [Notes() for _ in range(CONVERSATIONS)]
+    begin = time.perf_counter()
+
+    def work(place: int) -> None:
+        for number in itertools.count():
+            messages: list[dict[str, str]] = []
+            for turn in range(TURNS):
+                if time.perf_counter() >= until:
+                    return
+                (paragraph,) = texts(1, 1000 * seed + 100 * place + 10 * number + turn)
+                messages += user(f"Explain this: {paragraph}")
+                body = {"messages": messages, "max_tokens": AGENT_TOKENS, **FLEX}
+                text: list[str] = []
+                found[place].add(stream(setup, "/v1/chat/completions", body, text))
+                messages.append({"role": "assistant", "content": "".join(text)})
+
+    with ThreadPoolExecutor(CONVERSATIONS) as pool:
+        list(pool.map(work, range(CONVERSATIONS)))
+    return Notes(amount=sum(each.amount for each in found), seconds=time.perf_counter() - begin)
+
+
+WORKS: dict[str, Work] = {"chats": chats, "completions": completions, "documents": index, "agents": agents}
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def embed(setup: Setup, part: list[str]) -> None:
+    body = {"model": setup.documents, "input": part, "encoding_format": "base64", **FLEX}
+    answer = httpx.post(f"{setup.documents_url}/v1/embeddings", json=body, timeout=300)
+    if answer.status_code != 200:
+        sys.exit(f"{setup.documents_url} refuses: {answer.text[:200]}")
+
+
+def stream(setup: Setup, path: str, body: dict[str, Any], text: list[str] | None = None) -> Notes:
+    """Return the times of a greedy answer, and the number of its tokens; append its pieces to ``text``."""
+    more = {"model": setup.chat, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+    times: list[float] = []
+    found = Notes()
+    begin = time.perf_counter()
+    with httpx.stream("POST", setup.chat_url + path, json={**more, **body}, timeout=300) as answer:
+        if answer.status_code != 200:
+            sys.exit(f"{setup.chat_url} refuses: {answer.read()[:200]!r}")
+        for line in answer.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            found.amount = (chunk.get("usage") or {}).get("completion_tokens", found.amount)
+            if chunk["choices"] and (piece := piece_of(chunk["choices"][0])):
+                times.append(time.perf_counter())
+                if text is not None:
+                    text.append(piece)
+    found.seconds = time.perf_counter() - begin
+    found.ttfts = [times[0] - begin] if times else []
+    found.gaps = [after - before for before, after in pairwise(times)]
+    return found
+
+
+def piece_of(choice: dict[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+
+
+def report(setups: list[str], found: dict[tuple[str, str], Notes], options: argparse.Namespace) -> None:
+    print(
+        f"{options.rounds} rounds of {options.day:.0f} s, chats {options.scale:g} times as often; {this_machine().line}"
+    )
+    print(f"load of the machine after the run: {os.getloadavg()[0]:.1f}\n")
+    print("| | " + " | ".join(setups) + " |\n|---" * 1 + "|---" * len(setups) + "|")
+    rows = {name: figures({kind: notes for (of, kind), notes in found.items() if of == name}) for name in setups}
+    for label in rows[setups[0]]:
+        print(f"| {label} | " + " | ".join(rows[name][label] for name in setups) + " |")
+
+
+def figures(notes: dict[str, Notes]) -> dict[str, str]:
+    """Return the figures of a setup, by their names."""
+    shown = {}
+    for kind in ("chats", "completions"):
+        alone, day = notes[f"{kind} alone"].ttfts, notes[f"{kind} together"].ttfts
+        for share in (50, 95):
+            before, after = quantile(alone, share), quantile(day, share)
+            label = f"TTFT of {kind}, p{share}, ms: alone, together, ratio"
+            shown[label] = f"{1e3 * before:.0f}, {1e3 * after:.0f}, {after / before:.2f}"
+        shown[f"number of {kind}: alone, together"] = f"{len(alone)}, {len(day)}"
+    step = quantile(notes["chats alone"].gaps, 50)
+    bound = max(MIN_BOUND, NUM_BOUND_STEPS * step)
+    gaps = notes["chats together"].gaps + notes["completions together"].gaps
+    shown["longest gap, ms: alone, together, bound"] = (
+        f"{1e3 * max(notes['chats alone'].gaps):.0f}, {1e3 * max(gaps):.0f}, {1e3 * bound:.0f}"
+    )
+    shown["gaps above the bound"] = f"{sum(gap > bound for gap in gaps)} of {len(gaps)}"
+    for kind, unit in (("documents", "documents"), ("agents", "tokens of agents")):
+        before, after = notes[f"{kind} alone"].rate, notes[f"{kind} together"].rate
+        shown[f"{unit} per second: alone, together, ratio"] = f"{before:.1f}, {after:.1f}, {after / before:.2f}"
+    share = {kind: notes[f"{kind} together"].rate / notes[f"{kind} alone"].rate for kind in ("documents", "agents")}
+    left = 1 - min(share["documents"], 1.0)
+    shown["agents of what documents leave"] = f"{share['agents'] / left:.2f}" if left > 0.05 else "-"
+    return shown
+
+
+def quantile(values: list[float], percent: int) -> float:
+    """Return a quantile of values; NaN of none."""
+    if len(values) < 2:
+        return values[0] if values else float("nan")
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+if __name__ == "__main__":
+    main()
