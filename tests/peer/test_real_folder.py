@@ -22,7 +22,8 @@ from real_models import MODELS, folder
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("STATICLLM_EXPORT_PYTHON")
 QUESTIONS = json.loads((Path(__file__).parent / "docs_questions.json").read_text(encoding="utf-8"))
-MIN_FOUND = 28
+MIN_FOUND = 26
+"""28 were found when this was written. The documents are these docs, and change."""
 PACKAGES = ("lancedb", "pypdf", "langchain_text_splitters", "openai", "fastapi")
 
 pytestmark = [
