@@ -33,7 +33,7 @@ FOLDER, MARKER = "export_env", "complete.json"
 TOOL = Path(__file__).with_name("tool.py")
 NEEDED_BYTES = 3_000_000_000
 """Free space that set-up needs at least: with a torch for CPUs the environment has 1.6 GB, and pip unpacks wheels meanwhile."""
-SETUP_SECONDS, CHECK_SECONDS, END_SECONDS = 7200.0, 60.0, 5.0
+SETUP_SECONDS, CHECK_SECONDS = 7200.0, 60.0
 _MAX_MARKER = 1 << 16
 _DIGEST_CHARS = 16
 _CONNECTION = (
@@ -143,21 +143,18 @@ def _run(command: Sequence[str], what: str, on_step: OnStep) -> None:
     """Run a program to its end, and show the wheels that pip loads. Raises ``ConfigError`` (it failed) and ``OSError``."""
     with tempfile.TemporaryDirectory(prefix="staticllm-export-") as place:
         errors = Path(place) / "stderr.txt"
-        child = LineChild(command, errors=errors)
+        moment = time.monotonic() + SETUP_SECONDS
         try:
-            moment = time.monotonic() + SETUP_SECONDS
-            while True:
-                line = child.next_line(moment).strip()
-                if line.startswith(("Downloading ", "Installing collected")):
-                    on_step(what, line[:100])
+            with LineChild(command, errors=errors) as child:
+                while True:
+                    line = child.next_line(moment).strip()
+                    if line.startswith(("Downloading ", "Installing collected")):
+                        on_step(what, line[:100])
         except ChildLostError as error:
             if error.code:
                 raise ConfigError(f"{what} failed: {_reason(errors)}") from None
         except TimeoutError:
             raise ConfigError(f"{what} did not end in {SETUP_SECONDS:g} s: check the network, and try again") from None
-        finally:
-            child.kill()
-            child.end(END_SECONDS)
 
 
 def _reason(errors: Path) -> str:
@@ -211,17 +208,15 @@ def ask(
         except OSError as error:
             raise ConfigError(f"it cannot be started: {error.strerror or error}") from None
         try:
-            child.tell(json.dumps(request))
-            return _answer(child, time.monotonic() + seconds, on_step)
+            with child:
+                child.tell(json.dumps(request))
+                return _answer(child, time.monotonic() + seconds, on_step)
         except TimeoutError:
             raise ModelError(f"it did not end in {seconds:g} s") from None
         except ChildLostError as error:
             said = last_words(errors)
             killed = "; it may have been killed because memory was short" if error.code == -9 else ""
             raise ModelError(f"its process ended {error}{killed}{f': {said}' if said else ''}") from None
-        finally:
-            child.kill()
-            child.end(END_SECONDS)
 
 
 def _answer(child: LineChild, moment: float, on_step: OnStep) -> dict[str, Any]:

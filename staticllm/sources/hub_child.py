@@ -18,14 +18,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from staticllm.children.answers import failed
-from staticllm.children.child import take_pipes
+from staticllm.children.answers import answer_all
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.sources.hub_errors import NoHubError, is_answer, what_failed
 from staticllm.sources.hub_files import HubFile, check_file_name
 from staticllm.system.file_lock import acquire
-from staticllm.wire.messages import Kind, Message, read_message, write_message
 
 CONFIG, MAX_CONFIG = "config.json", 1 << 20
 MAX_FILES, MAX_SIZE, MAX_HTTP = 20_000, 1 << 50, 50 * 10**9
@@ -234,15 +232,11 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:
+    if isinstance(error, MemoryError):
+        return ModelError("the hub's answer does not fit into memory: check HF_ENDPOINT")
+    return ModelError(what_failed(error, body["repo"], body["revision"]))
+
+
 def main() -> None:
-    questions, answers = take_pipes()
-    while (message := read_message(questions)) is not None:
-        try:
-            answer = Message(Kind.OK, body=_answer(message.body))
-        except StaticLLMError as error:
-            answer = failed(error)
-        except MemoryError:
-            answer = failed(ModelError("the hub's answer does not fit into memory: check HF_ENDPOINT"))
-        except Exception as error:
-            answer = failed(ModelError(what_failed(error, message.body["repo"], message.body["revision"])))
-        write_message(answers, answer)
+    answer_all(_answer, _failure)
