@@ -87,19 +87,29 @@ def _small(repo: str, commit: str, file: HubFile) -> str:
 
 
 def fetch(repo: str, revision: str, commit: str, files: list[HubFile]) -> None:
-    """Put files of a commit into the cache, the last one last, and note that the revision is this commit."""
+    """Put files of a commit into the cache, the last one last, and note that the revision is this commit.
+
+    Raises ``ModelError`` (another process has removed some of them meanwhile).
+    """
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
     locks = Path(constants.HF_HUB_CACHE) / ".locks" / folder.name
-    for place in (folder / "blobs", folder / "refs", folder / "snapshots" / commit, locks):
+    snapshot = folder / "snapshots" / commit
+    for place in (folder / "blobs", folder / "refs", snapshot, locks):
         place.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        with acquire(locks / f"{file.digest}.lock"):
-            if not (folder / "blobs" / file.digest).is_file():
-                _download(repo, commit, file, folder / "blobs")
-    for file in files:
-        _link(folder / "blobs" / file.digest, folder / "snapshots" / commit, file.name)
+    try:
+        for file in files:
+            with acquire(locks / f"{file.digest}.lock"):
+                if not (folder / "blobs" / file.digest).is_file():
+                    _download(repo, commit, file, folder / "blobs")
+        for file in files:
+            _link(folder / "blobs" / file.digest, snapshot, file.name)
+        is_whole = all((snapshot / file.name).is_file() for file in files)
+    except FileNotFoundError:
+        is_whole = False
+    if not is_whole:
+        raise ModelError(f"files of {repo} were removed while it was downloaded: pull it again")
     if revision != commit:
         reference = folder / "refs" / revision
         reference.parent.mkdir(parents=True, exist_ok=True)

@@ -82,6 +82,8 @@ def _without_answer(errors: list[BaseException], names: set[str], hub: str) -> s
     if of_files is not None:
         reason = of_files.strerror
         return f"the cache of Hugging Face cannot be written ({reason}): free space there, or set HF_HOME to another folder"
+    if any(isinstance(each, RecursionError) and "JSON" in str(each) for each in errors):
+        names = {NoHubError.__name__}  # nested too deeply; other recursions follow redirects
     for known, line in _LINES:
         if names & known:
             return f"{line[0].format(hub=hub)}: {line[1]}"
