@@ -146,6 +146,12 @@ def converted_models() -> list[ConvertedModel]:
     return models
 
 
+def given_as(directory: Path) -> str:
+    """Return what a user calls a model directory: the GGUF file that it was made of, if it is in the user's cache."""
+    made = (each for each in converted_models() if each.folder == directory and each.sources)
+    return str(next((each.sources[0] for each in made), directory))
+
+
 def remove_converted(model: ConvertedModel) -> None:
     """Remove a model directory and its notes. Raises ``ModelError`` (it cannot be removed)."""
     folder = model.folder.parent
