@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -139,13 +139,25 @@ def _made(folder: Path, on_step: OnStep) -> ExportEnvironment:
     return ExportEnvironment(folder, num_bytes)
 
 
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """Make a temporary folder for a process and what it leaves, and remove it."""
+    with tempfile.TemporaryDirectory(prefix="staticllm-export-", ignore_cleanup_errors=True) as place:
+        yield Path(place)
+
+
+def _temporary(place: Path) -> dict[str, str]:
+    """Return the variables with which a process makes its temporary files in a folder; one that is killed leaves them."""
+    return dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(place))
+
+
 def _run(command: Sequence[str], what: str, on_step: OnStep) -> None:
     """Run a program to its end, and show the wheels that pip loads. Raises ``ConfigError`` (it failed) and ``OSError``."""
-    with tempfile.TemporaryDirectory(prefix="staticllm-export-") as place:
-        errors = Path(place) / "stderr.txt"
+    with _scratch() as place:
+        errors = place / "stderr.txt"
         moment = time.monotonic() + SETUP_SECONDS
         try:
-            with LineChild(command, errors=errors) as child:
+            with LineChild(command, environment=_temporary(place), errors=errors) as child:
                 while True:
                     line = child.next_line(moment).strip()
                     if line.startswith(("Downloading ", "Installing collected")):
@@ -201,10 +213,11 @@ def ask(
     reason) and ``ConfigError`` (the interpreter cannot be started).
     """
     _check_frozen()
-    with tempfile.TemporaryDirectory(prefix="staticllm-export-") as place:
-        errors = Path(place) / "stderr.txt"
+    with _scratch() as place:
+        errors = place / "stderr.txt"
+        variables = {**_temporary(place), **(environment or {})}
         try:
-            child = LineChild((str(python), "-I", "-X", "utf8", str(TOOL)), environment=environment, errors=errors)
+            child = LineChild((str(python), "-I", "-X", "utf8", str(TOOL)), environment=variables, errors=errors)
         except OSError as error:
             raise ConfigError(f"it cannot be started: {error.strerror or error}") from None
         try:
