@@ -272,7 +272,8 @@ def without(text: str) -> str:
     If the first character of ``text`` is none of its others, the terminal needs no complement: beside a limit of the length,
     llguidance explores a complement place by place, and gives up (``</parameter>`` after up to 600 characters).
     """
-    first, rest = text[0], text[1:]
+    first = text[0]
+    rest = text[1:]
     if first in rest:
         return f"~/(?s:.*){escaped(text)}(?s:.*)/"
     other = f"[^{escaped(first)}]"
