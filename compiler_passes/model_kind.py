@@ -14,6 +14,7 @@ from staticllm.devices import get_core
 from staticllm.errors import ModelError
 from staticllm.model_dir import read_model
 from staticllm.ports import INPUT_IDS, LOGITS
+from staticllm.sources.converted import given_as
 
 KindName = Literal["decoder", "encoder", "decoder embedder"]
 
@@ -104,11 +105,11 @@ def check_kind(model: ov.Model, directory: Path, wanted: KindName, can_embed: bo
     if kind is not None and is_lowered_as(kind, wanted, can_embed):
         return kind
     if kind is not None:
-        raise ModelError(f"{str(directory)!r} is not {_WANTED[wanted]} but {kind.what}: {kind.remedy}")
+        raise ModelError(f"{given_as(directory)!r} is not {_WANTED[wanted]} but {kind.what}: {kind.remedy}")
     names = sorted(name for port in model.inputs for name in port.get_names())
     outputs = sorted(name for port in model.outputs for name in port.get_names())
     needed = "'logits'" if wanted == "decoder" else "of hidden states or scores"
     raise ModelError(
-        f"{str(directory)!r} is not {_WANTED[wanted]}: it needs an input 'input_ids' and an output {needed}, "
+        f"{given_as(directory)!r} is not {_WANTED[wanted]}: it needs an input 'input_ids' and an output {needed}, "
         f"it has {names} and {outputs}"
     )

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from staticllm.children.answers import failed
-from staticllm.children.child import take_pipes
-from staticllm.errors import ModelError, StaticLLMError, last_line
+from staticllm.children.answers import answer_all
+from staticllm.errors import ModelError, last_line
 from staticllm.pipelines.conversion.gguf_model import convert
-from staticllm.wire.messages import Kind, Message, read_message, write_message
+
+
+def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
+    convert(Path(body["path"]), Path(body["target"]))
+    return {}
+
+
+def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:
+    if isinstance(error, MemoryError):
+        return ModelError(f"{body['path']!r} does not fit into memory: close other programs")
+    return ModelError(f"{body['path']!r} cannot be converted: {last_line(error)}")
 
 
 def main() -> None:
-    questions, answers = take_pipes()
-    message = read_message(questions)
-    if message is None:
-        return
-    path = Path(message.body["path"])
-    try:
-        convert(path, Path(message.body["target"]))
-    except StaticLLMError as error:
-        write_message(answers, failed(error))
-    except MemoryError:
-        write_message(answers, failed(ModelError(f"{str(path)!r} does not fit into memory: close other programs")))
-    except Exception as error:
-        write_message(answers, failed(ModelError(f"{str(path)!r} cannot be converted: {last_line(error)}")))
-    else:
-        write_message(answers, Message(Kind.OK))
+    answer_all(_answer, _failure)

@@ -17,6 +17,7 @@ from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.beam_search import BeamLimits, BeamSearch, Ending, Hypothesis, Successor
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.mask import GrammarMask
+from staticllm.pipelines.grammars.matcher import GrammarLimitError
 from staticllm.pipelines.scheduling.interface import RequestStatus
 
 if TYPE_CHECKING:
@@ -118,8 +119,11 @@ class BeamRequest(RequestState):
             lead.kv.num_cached = self._beams[index].kv.num_cached
         try:
             self._choose(self._core.feeds, index, result.logits[-1])
-        except Exception as error:  # a bug in the search of this request; the others continue
-            self.end(FinishReason.ERROR, as_ours(error))
+        except Exception as error:  # of this request alone; the others continue
+            if isinstance(error, GrammarLimitError) and self._steps:
+                self.end(FinishReason.LENGTH)
+            else:
+                self.end(FinishReason.ERROR, as_ours(error))
 
     def _choose(self, feeds: Feeds, index: int, logits: Logits) -> None:
         """Let the search know the logits ``[vocab]`` after a beam, and go on if they were the last ones of the step."""

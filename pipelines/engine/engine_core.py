@@ -23,6 +23,7 @@ from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, Sequence
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.state import AnswerState, RequestState
 from staticllm.pipelines.generation.sampler import Choice
+from staticllm.pipelines.grammars.matcher import GrammarLimitError
 from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.pipelines.programs.model_runner import Logits, ModelRunner, SegmentResult, StepResult, not_finite
@@ -374,7 +375,7 @@ class EngineCore:
             state.info.add_computed(1)
             self._add_token(state, choice)
         if check.error is not None:
-            self._end(state, FinishReason.ERROR, check.error)
+            self._fail(state, check.error)
 
     def _choose_first_or_next(self, state: AnswerState, logits: Logits, argmax: int | None) -> None:
         """Choose the next token; after a prompt, choose one for each of its answers."""
@@ -395,9 +396,16 @@ class EngineCore:
         try:
             choice = state.sample(logits, argmax)
         except Exception as error:  # the sampling of this request failed; the others continue
-            self._end(state, FinishReason.ERROR, error)
+            self._fail(state, error)
             return
         self._add_token(state, choice)
+
+    def _fail(self, state: AnswerState, error: Exception) -> None:
+        """End an answer for which no token could be chosen. It is cut off where its grammar became too complex."""
+        if isinstance(error, GrammarLimitError) and state.num_generated:
+            self._end(state, FinishReason.LENGTH)
+        else:
+            self._end(state, FinishReason.ERROR, error)
 
     def _add_token(self, state: AnswerState, choice: Choice) -> None:
         if (reason := state.add(choice)) is not None:

@@ -89,7 +89,7 @@ class GrammarMask:
         """Set the logits ``[vocab]`` of forbidden tokens to -inf.
 
         Raises:
-            GenerationConfigError: the grammar became too complex.
+            GrammarLimitError: the grammar became too complex.
         """
         if not self._forced and self._mask is None and self._error is None:
             begin = time.perf_counter()

@@ -21,14 +21,21 @@ TRIED_TOKENS = 3
 """The tokens of an answer that a grammar is tried with, so that one that is too complex is refused at once."""
 ENDLESS = "ff_tokens"
 """What llguidance says of tokens that must follow each other forever; ``TokenBounds`` finds that too, and has better words."""
+MISMATCH = "doesn't satisfy the grammar"
+"""What llguidance says of a token that does not match."""
 _IN_REGEX = "regex parse error:"
+
+
+class GrammarLimitError(GenerationConfigError):
+    """llguidance has reached one of its limits within an answer, which cannot go on."""
 
 
 class AnswerMatcher(Protocol):
     """The place of one answer in what it must look like. One thread at a time.
 
     Raises:
-        GenerationConfigError: by ``allowed`` and ``accept``, if the grammar became too complex or the token does not match.
+        GrammarLimitError: by ``allowed`` and ``accept``, if the grammar became too complex.
+        GenerationConfigError: by ``accept``, if a token does not match.
     """
 
     def clone(self) -> AnswerMatcher:
@@ -136,7 +143,9 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            raise GenerationConfigError(f"the grammar cannot go on: {first_line(self._inner.get_error())}")
+            reason = first_line(self._inner.get_error())
+            kind = GenerationConfigError if MISMATCH in reason else GrammarLimitError
+            raise kind(f"the grammar cannot go on: {reason}")
 
 
 class LeadMatcher:

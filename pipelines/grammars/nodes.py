@@ -111,8 +111,7 @@ class AllOf(Node):
     excluded: str
 
     def terminal(self, writer: LarkWriter) -> str:
-        without = f"~/(?s:.*){escaped(self.excluded)}(?s:.*)/"
-        return f"({' & '.join([*(f'/{regex}/' for regex in self.regexes), without])})"
+        return f"({' & '.join([*(f'/{regex}/' for regex in self.regexes), without(self.excluded)])})"
 
 
 @dataclass(frozen=True)
@@ -265,6 +264,24 @@ def split_at(text: str, special: Mapping[str, int]) -> list[str | int]:
 def escaped(text: str) -> str:
     """Return a regular expression that matches exactly this text."""
     return "".join(char if char.isalnum() or char == "_" else f"\\u{{{ord(char):x}}}" for char in text)
+
+
+def without(text: str) -> str:
+    """Return a terminal that matches all texts that do not contain ``text``, and perhaps bytes that are no text.
+
+    If the first character of ``text`` is none of its others, the terminal needs no complement: beside a limit of the length,
+    llguidance explores a complement place by place, and gives up (``</parameter>`` after up to 600 characters).
+    """
+    first = text[0]
+    rest = text[1:]
+    if first in rest:
+        return f"~/(?s:.*){escaped(text)}(?s:.*)/"
+    other = f"[^{escaped(first)}]"
+    after = ""  # what may be between the first character and the next of its kind
+    for index, char in enumerate(reversed(rest)):
+        differs = f"[^{escaped(first)}{escaped(char)}]{other}*"
+        after = f"({differs}|{escaped(char)}{after})?" if index else f"({differs})?"
+    return f"/{other}*({escaped(first)}{after})*/" if rest else f"/{other}*/"
 
 
 def regular_rules(rules: Rules) -> frozenset[str]:

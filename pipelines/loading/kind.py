@@ -37,6 +37,7 @@ from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOption
 from staticllm.pipelines.programs.device_memory import device_allocator
 from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
 from staticllm.pipelines.programs.layout import fixed_layout, phase_properties
+from staticllm.sources.converted import given_as
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.mapped_weights import MappedWeights
 
@@ -136,7 +137,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def check_graph(self, model: ov.Model, directory: Path) -> None:
         """Check that a model is of this kind. Raises ``ModelError``."""
         if not self.fits(model, directory):
-            raise ModelError(f"{str(directory)!r} is not {with_article(self.name)}")
+            raise ModelError(f"{given_as(directory)!r} is not {with_article(self.name)}")
 
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from staticllm.children.child import take_pipes
 from staticllm.errors import MAX_SENT, DeviceError, StaticLLMError, from_wire, last_line, to_wire
-from staticllm.wire.messages import Kind, Message
+from staticllm.wire.messages import Kind, Message, read_message, write_message
 
 
 def failed(error: BaseException) -> Message:
@@ -34,3 +38,22 @@ def error_of(answer: Message, origin: str = "") -> StaticLLMError | None:
     if answer.kind is Kind.REFUSED and "type" not in answer.body:  # a daemon of another protocol says only the reason
         return StaticLLMError(str(answer.body.get("reason", "the daemon refused"))[:MAX_SENT])
     return from_wire(answer.body, origin) if answer.kind in (Kind.REFUSED, Kind.FAILED) else None
+
+
+def answer_all(
+    answer: Callable[[Mapping[str, Any]], dict[str, Any]],
+    failure: Callable[[Exception, Mapping[str, Any]], StaticLLMError],
+) -> None:
+    """Answer the parent's questions until it closes the pipe: what a child process does.
+
+    Errors of ours are answers as they are; of others, ``failure`` makes one of ours, which says what helps.
+    """
+    questions, answers = take_pipes()
+    while (message := read_message(questions)) is not None:
+        try:
+            found = Message(Kind.OK, body=answer(message.body))
+        except StaticLLMError as error:
+            found = failed(error)
+        except Exception as error:
+            found = failed(failure(error, message.body))
+        write_message(answers, found)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Message, ProtocolError, read_message, write_message
@@ -25,10 +25,13 @@ OTHER_SECONDS = 15.0
 """Seconds in which a daemon must listen that another program has started meanwhile."""
 LOST_SECONDS = 5.0
 """Grace period for a process that answered something else than a message, in seconds."""
+END_SECONDS = 5.0
+"""Seconds in which a process must end whose pipes are closed."""
 LAST_BYTES = 500
 """The most bytes of stderr that an error quotes."""
 
 
+Own = TypeVar("Own", bound="Child")
 _detached: list[subprocess.Popen[bytes]] = []  # kept, because a collected Popen warns about its living process
 
 
@@ -42,6 +45,8 @@ class ChildLostError(RuntimeError):
 
 class Child:
     """A child process, in a group of its own: Ctrl-C reaches this process only. Any thread may call ``kill``.
+
+    A ``with`` block ends it: at once with its descendants if an exception leaves the block, Ctrl-C too.
 
     Args:
         command: The program and its arguments.
@@ -80,6 +85,14 @@ class Child:
         if is_detached:
             _detached[:] = [each for each in _detached if each.poll() is None]  # or they stay as zombies
             _detached.append(self._process)
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        if kind is not None:  # it may not read its pipe, and would be waited for
+            self.kill_all()
+        self.end(END_SECONDS)
 
     @property
     def pid(self) -> int:

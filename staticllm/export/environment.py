@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +33,7 @@ FOLDER, MARKER = "export_env", "complete.json"
 TOOL = Path(__file__).with_name("tool.py")
 NEEDED_BYTES = 3_000_000_000
 """Free space that set-up needs at least: with a torch for CPUs the environment has 1.6 GB, and pip unpacks wheels meanwhile."""
-SETUP_SECONDS, CHECK_SECONDS, END_SECONDS = 7200.0, 60.0, 5.0
+SETUP_SECONDS, CHECK_SECONDS = 7200.0, 60.0
 _MAX_MARKER = 1 << 16
 _DIGEST_CHARS = 16
 _CONNECTION = (
@@ -139,25 +139,34 @@ def _made(folder: Path, on_step: OnStep) -> ExportEnvironment:
     return ExportEnvironment(folder, num_bytes)
 
 
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """Make a temporary folder for a process and what it leaves, and remove it."""
+    with tempfile.TemporaryDirectory(prefix="staticllm-export-", ignore_cleanup_errors=True) as place:
+        yield Path(place)
+
+
+def _temporary(place: Path) -> dict[str, str]:
+    """Return the variables with which a process makes its temporary files in a folder; one that is killed leaves them."""
+    return dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(place))
+
+
 def _run(command: Sequence[str], what: str, on_step: OnStep) -> None:
     """Run a program to its end, and show the wheels that pip loads. Raises ``ConfigError`` (it failed) and ``OSError``."""
-    with tempfile.TemporaryDirectory(prefix="staticllm-export-") as place:
-        errors = Path(place) / "stderr.txt"
-        child = LineChild(command, errors=errors)
+    with _scratch() as place:
+        errors = place / "stderr.txt"
+        moment = time.monotonic() + SETUP_SECONDS
         try:
-            moment = time.monotonic() + SETUP_SECONDS
-            while True:
-                line = child.next_line(moment).strip()
-                if line.startswith(("Downloading ", "Installing collected")):
-                    on_step(what, line[:100])
+            with LineChild(command, environment=_temporary(place), errors=errors) as child:
+                while True:
+                    line = child.next_line(moment).strip()
+                    if line.startswith(("Downloading ", "Installing collected")):
+                        on_step(what, line[:100])
         except ChildLostError as error:
             if error.code:
                 raise ConfigError(f"{what} failed: {_reason(errors)}") from None
         except TimeoutError:
             raise ConfigError(f"{what} did not end in {SETUP_SECONDS:g} s: check the network, and try again") from None
-        finally:
-            child.kill()
-            child.end(END_SECONDS)
 
 
 def _reason(errors: Path) -> str:
@@ -204,24 +213,23 @@ def ask(
     reason) and ``ConfigError`` (the interpreter cannot be started).
     """
     _check_frozen()
-    with tempfile.TemporaryDirectory(prefix="staticllm-export-") as place:
-        errors = Path(place) / "stderr.txt"
+    with _scratch() as place:
+        errors = place / "stderr.txt"
+        variables = {**_temporary(place), **(environment or {})}
         try:
-            child = LineChild((str(python), "-I", "-X", "utf8", str(TOOL)), environment=environment, errors=errors)
+            child = LineChild((str(python), "-I", "-X", "utf8", str(TOOL)), environment=variables, errors=errors)
         except OSError as error:
             raise ConfigError(f"it cannot be started: {error.strerror or error}") from None
         try:
-            child.tell(json.dumps(request))
-            return _answer(child, time.monotonic() + seconds, on_step)
+            with child:
+                child.tell(json.dumps(request))
+                return _answer(child, time.monotonic() + seconds, on_step)
         except TimeoutError:
             raise ModelError(f"it did not end in {seconds:g} s") from None
         except ChildLostError as error:
             said = last_words(errors)
             killed = "; it may have been killed because memory was short" if error.code == -9 else ""
             raise ModelError(f"its process ended {error}{killed}{f': {said}' if said else ''}") from None
-        finally:
-            child.kill()
-            child.end(END_SECONDS)
 
 
 def _answer(child: LineChild, moment: float, on_step: OnStep) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staticllm.errors import ConfigError, ModelError
+from staticllm.export.config_size import check_config_size
 from staticllm.export.environment import OnStep, ask, ignore_step
 from staticllm.export.weights import Weights, WeightType, weights_for
 from staticllm.model_paths import path_kinds as kinds
@@ -27,7 +28,9 @@ TASKS = {
     "text-classification": "text-classification",
 }
 """What ``--task`` takes → optimum's name."""
-MAX_SECONDS = 24 * 3600.0
+LEAST_SECONDS, MOST_SECONDS = 3600.0, 24 * 3600.0
+BYTES_PER_SECOND = 200_000
+"""An export reads, traces, compresses and writes at least so fast, on the slowest machine that it is meant for."""
 _SHARE = {"int4": 1.5, "int8": 1.7, "f16": 1.1, "f32": 2.2}
 """Bytes on the disk during an export, per byte of the original in 16 bits: compressed weights are written beside others."""
 _UNFINISHED = ".unfinished-"
@@ -90,7 +93,10 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
     task = _task(request, found)
     is_decoder = task == DECODER
     weights = weights_for(request.device, is_decoder, request.weights, request.group_size, request.is_symmetric)
-    with _scratch(request.target, found.directory, weights) as scratch:
+    num_bytes = sum(path.stat().st_size for path in found.directory.iterdir() if path.suffix in WEIGHTS)
+    check_config_size(found.directory, num_bytes)
+    seconds = min(LEAST_SECONDS + num_bytes / BYTES_PER_SECOND, MOST_SECONDS)
+    with _scratch(request.target, num_bytes, weights) as scratch:
         values = {
             "do": "export", "folder": str(found.directory.absolute()), "target": str(scratch / "model"),
             "scratch": str(scratch / "plain"), "task": task, "trust_remote_code": request.trusts_remote_code,
@@ -100,7 +106,7 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
         if not request.trusts_remote_code:
             environment["HF_HUB_OFFLINE"] = "1"
         try:
-            ask(python, values, MAX_SECONDS, on_step, environment)
+            ask(python, values, seconds, on_step, environment)
         except ModelError as error:
             raise ModelError(f"{request.source!r} cannot be exported: {_with_remedy(str(error))}") from None
         written = path_kind(scratch / "model", needs_tokenizer=is_decoder)
@@ -109,9 +115,9 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
             raise ModelError(
                 f"{request.source!r} cannot be exported: optimum has not written {missing}; check that its tokenizer is complete"
             )
-        num_bytes = sum(path.stat().st_size for path in (scratch / "model").rglob("*"))
+        num_written = sum(path.stat().st_size for path in (scratch / "model").rglob("*"))
         _move(scratch / "model", request.target)
-    return Exported(request.target, weights, is_decoder, num_bytes)
+    return Exported(request.target, weights, is_decoder, num_written)
 
 
 def _with_remedy(reason: str) -> str:
@@ -124,17 +130,25 @@ def _with_remedy(reason: str) -> str:
         return "its weights are a pickle with more than tensors, which could run code: give a folder with safetensors"
     if "SafetensorError" in reason:
         return f"its weights are damaged, {reason}: download them again"
+    if "LocalEntryNotFoundError" in reason or any(words in reason for words in _OFFLINE):
+        return "a file is missing that would be looked up on the hub (tokenizer or configuration): download the whole folder"
     return reason
+
+
+_OFFLINE = ("couldn't connect to", "outgoing traffic has been disabled", "offline mode")
+"""Parts of the sentences about files that are missing where the network must not be used, or cannot be."""
 
 
 def _resolved(name: str, python: Path, on_step: OnStep) -> str:
     """Return the folder of a name on the hub."""
     try:
-        return str(ask(python, {"do": "resolve", "name": name}, MAX_SECONDS, on_step)["folder"])
+        return str(ask(python, {"do": "resolve", "name": name}, MOST_SECONDS, on_step)["folder"])
     except (ModelError, KeyError) as error:
+        is_missing = "LocalEntryNotFoundError" in str(error) or any(words in str(error) for words in _OFFLINE)
+        reason = "it is not in its cache, and the hub cannot be asked" if is_missing else str(error)
         raise ModelError(
-            f"{name!r} is no folder, and cannot be had from Hugging Face ({error}): check the name, the network and HF_TOKEN, or "
-            "give a folder"
+            f"{name!r} is no folder, and cannot be had from Hugging Face ({reason}): check the name, the network, HF_HUB_OFFLINE "
+            "and HF_TOKEN, or give a folder"
         ) from None
 
 
@@ -180,11 +194,11 @@ def _check_target(target: Path) -> None:
 
 
 @contextmanager
-def _scratch(target: Path, source: Path, weights: Weights) -> Iterator[Path]:
+def _scratch(target: Path, num_bytes: int, weights: Weights) -> Iterator[Path]:
     """Make the folder beside the target in which the model is written, and remove it with what is left in it."""
     parent = target.absolute().parent
     _remove_unfinished(parent, target.name)
-    needed = int(_SHARE[weights.kind] * sum(path.stat().st_size for path in source.iterdir() if path.suffix in WEIGHTS))
+    needed = int(_SHARE[weights.kind] * num_bytes)
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise ConfigError(

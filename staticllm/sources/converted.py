@@ -22,7 +22,7 @@ from pathlib import Path
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
-from staticllm.errors import ModelError, StaticLLMError
+from staticllm.errors import ModelError
 from staticllm.sources.gguf_architectures import check_architecture
 from staticllm.sources.gguf_header import read_gguf_header
 from staticllm.system.cache_folder import user_cache
@@ -35,7 +35,6 @@ CHILD = "staticllm.pipelines.conversion.child"
 FORMAT = "3"
 """Changes when the same file is converted differently."""
 MAX_SECONDS = 3600.0
-END_SECONDS = 10.0
 STAGE: Stage = "convert"
 _SIZES = "sizes.json"
 """The sizes of the files of a converted model, by which one is noticed that others have damaged."""
@@ -147,6 +146,12 @@ def converted_models() -> list[ConvertedModel]:
     return models
 
 
+def given_as(directory: Path) -> str:
+    """Return what a user calls a model directory: the GGUF file that it was made of, if it is in the user's cache."""
+    made = (each for each in converted_models() if each.folder == directory and each.sources)
+    return str(next((each.sources[0] for each in made), directory))
+
+
 def remove_converted(model: ConvertedModel) -> None:
     """Remove a model directory and its notes. Raises ``ModelError`` (it cannot be removed)."""
     folder = model.folder.parent
@@ -225,10 +230,10 @@ def _run_child(path: Path, scratch: Path) -> None:
             f"{str(path)!r} cannot be converted by a frozen application: give it a converted model directory"
         )
     errors = scratch / "errors.txt"
-    child = Child(python_command(CHILD), has_pipes=True, errors=errors)
+    body = {"path": str(path.absolute()), "target": str(scratch.absolute())}
     try:
-        body = {"path": str(path.absolute()), "target": str(scratch.absolute())}
-        check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
+        with Child(python_command(CHILD), has_pipes=True, errors=errors) as child:
+            check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
     except TimeoutError:
         raise ModelError(
             f"{str(path)!r} was not converted in {MAX_SECONDS:g} s: convert it on a faster machine"
@@ -239,8 +244,4 @@ def _run_child(path: Path, scratch: Path) -> None:
             f"the reader crashed on {str(path)!r} (exit code {error.code}): the file is damaged, or does not fit into memory"
             + (f"; {said}" if said else "")
         ) from None
-    except StaticLLMError as error:
-        raise ModelError(str(error)) from None
-    finally:
-        child.end(END_SECONDS)
     errors.unlink(missing_ok=True)

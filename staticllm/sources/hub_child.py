@@ -18,14 +18,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from staticllm.children.answers import failed
-from staticllm.children.child import take_pipes
+from staticllm.children.answers import answer_all
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.sources.hub_errors import NoHubError, is_answer, what_failed
 from staticllm.sources.hub_files import HubFile, check_file_name
 from staticllm.system.file_lock import acquire
-from staticllm.wire.messages import Kind, Message, read_message, write_message
 
 CONFIG, MAX_CONFIG = "config.json", 1 << 20
 MAX_FILES, MAX_SIZE, MAX_HTTP = 20_000, 1 << 50, 50 * 10**9
@@ -89,19 +87,29 @@ def _small(repo: str, commit: str, file: HubFile) -> str:
 
 
 def fetch(repo: str, revision: str, commit: str, files: list[HubFile]) -> None:
-    """Put files of a commit into the cache, the last one last, and note that the revision is this commit."""
+    """Put files of a commit into the cache, the last one last, and note that the revision is this commit.
+
+    Raises ``ModelError`` (another process has removed some of them meanwhile).
+    """
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
     locks = Path(constants.HF_HUB_CACHE) / ".locks" / folder.name
-    for place in (folder / "blobs", folder / "refs", folder / "snapshots" / commit, locks):
+    snapshot = folder / "snapshots" / commit
+    for place in (folder / "blobs", folder / "refs", snapshot, locks):
         place.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        with acquire(locks / f"{file.digest}.lock"):
-            if not (folder / "blobs" / file.digest).is_file():
-                _download(repo, commit, file, folder / "blobs")
-    for file in files:
-        _link(folder / "blobs" / file.digest, folder / "snapshots" / commit, file.name)
+    try:
+        for file in files:
+            with acquire(locks / f"{file.digest}.lock"):
+                if not (folder / "blobs" / file.digest).is_file():
+                    _download(repo, commit, file, folder / "blobs")
+        for file in files:
+            _link(folder / "blobs" / file.digest, snapshot, file.name)
+        is_whole = all((snapshot / file.name).is_file() for file in files)
+    except FileNotFoundError:
+        is_whole = False
+    if not is_whole:
+        raise ModelError(f"files of {repo} were removed while it was downloaded: pull it again")
     if revision != commit:
         reference = folder / "refs" / revision
         reference.parent.mkdir(parents=True, exist_ok=True)
@@ -234,15 +242,11 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:
+    if isinstance(error, MemoryError):
+        return ModelError("the hub's answer does not fit into memory: check HF_ENDPOINT")
+    return ModelError(what_failed(error, body["repo"], body["revision"]))
+
+
 def main() -> None:
-    questions, answers = take_pipes()
-    while (message := read_message(questions)) is not None:
-        try:
-            answer = Message(Kind.OK, body=_answer(message.body))
-        except StaticLLMError as error:
-            answer = failed(error)
-        except MemoryError:
-            answer = failed(ModelError("the hub's answer does not fit into memory: check HF_ENDPOINT"))
-        except Exception as error:
-            answer = failed(ModelError(what_failed(error, message.body["repo"], message.body["revision"])))
-        write_message(answers, answer)
+    answer_all(_answer, _failure)

@@ -21,7 +21,7 @@ import psutil
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
-from staticllm.errors import ConfigError, ModelError, StaticLLMError
+from staticllm.errors import ConfigError, ModelError
 from staticllm.model_paths.hub_names import HubName
 from staticllm.sources.hub import cache_folder, repository_folder
 from staticllm.sources.hub_errors import endpoint, offline
@@ -35,7 +35,7 @@ QUIET = {
     "HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_HUB_VERBOSITY": "critical", "HF_DEBUG": "0",
 }  # fmt: skip
 """Variables of the process that downloads: it writes nothing itself."""
-LOOK_SECONDS, MAX_SECONDS, END_SECONDS = 180.0, 7 * 86400.0, 5.0
+LOOK_SECONDS, MAX_SECONDS = 180.0, 7 * 86400.0
 STALL_SECONDS = 120.0
 """Seconds without a new byte after which a download is given up."""
 MAX_MEMORY = 4 << 30
@@ -134,26 +134,18 @@ def _hub_child() -> Iterator[Child]:
     """Start the process, and end it; what it has written is kept."""
     with tempfile.TemporaryDirectory(prefix="staticllm-hub-") as scratch:
         errors = Path(scratch) / "errors.txt"  # not quoted: it may hold what a hub sends
-        child = Child(python_command(CHILD), environment=QUIET, has_pipes=True, errors=errors)
-        try:
+        with Child(python_command(CHILD), environment=QUIET, has_pipes=True, errors=errors) as child:
             yield child
-        except BaseException:  # also Ctrl-C: it does not read its pipe while it downloads
-            child.kill()
-            raise
-        finally:
-            child.end(END_SECONDS)
 
 
 def _ask(child: Child, body: dict[str, Any], seconds: float, watch: _Watch) -> Any:
     try:
         answer = child.ask(Message(Kind.MODEL, body=body), seconds)
-        check(answer)
     except TimeoutError:
         raise ModelError(_silent()) from None
     except ChildLostError as error:
         raise ModelError(watch.problem or f"the download ended (exit code {error.code}): pull it again") from None
-    except StaticLLMError as error:
-        raise ModelError(str(error)) from None
+    check(answer)
     return answer.body
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from errno import ENOSPC
+from errno import EDQUOT, EFBIG, EIO, ENOSPC, EROFS
 from urllib.parse import urlsplit
 
 from staticllm.errors import last_line
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 _MOST_CAUSES = 8
+_OF_DISKS = (ENOSPC, EDQUOT, EFBIG, EROFS, EIO)
+"""Numbers of errors that come from a disk, also where no file is named."""
 
 
 class NoHubError(Exception):
@@ -77,11 +79,13 @@ def _not_found(repo: str, hub: str) -> str:
 def _without_answer(errors: list[BaseException], names: set[str], hub: str) -> str:
     """Return the line about a hub that gave no answer, or none that can be read."""
     of_files = next(
-        (each for each in errors if isinstance(each, OSError) and (each.filename or each.errno == ENOSPC)), None
+        (each for each in errors if isinstance(each, OSError) and (each.filename or each.errno in _OF_DISKS)), None
     )
     if of_files is not None:
         reason = of_files.strerror
         return f"the cache of Hugging Face cannot be written ({reason}): free space there, or set HF_HOME to another folder"
+    if any(isinstance(each, RecursionError) and "JSON" in str(each) for each in errors):
+        names = {NoHubError.__name__}  # nested too deeply; other recursions follow redirects
     for known, line in _LINES:
         if names & known:
             return f"{line[0].format(hub=hub)}: {line[1]}"

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import openvino as ov
 
-from staticllm.children.answers import check, failed
-from staticllm.children.child import Child, ChildLostError, last_words, take_pipes
+from staticllm.children.answers import answer_all, check
+from staticllm.children.child import Child, ChildLostError, last_words
 from staticllm.daemon.models.sources import ModelSource
 from staticllm.daemon.sharing.devices import is_virtual
 from staticllm.devices import get_core, kind
-from staticllm.errors import DeviceError, StaticLLMError, last_line
-from staticllm.wire.messages import Kind, Message, read_message, write_message
+from staticllm.errors import DeviceError, last_line
+from staticllm.wire.messages import Kind, Message
 
 IN_PROCESS = ("CPU",)
 """Kinds of devices whose blobs are compiled again when they are imported, and whose compilers run in this process."""
 MAX_SECONDS = 1800.0
-END_SECONDS = 5.0
 
 
 def compile_model(source: ModelSource, in_child: bool | None = None) -> ov.CompiledModel:
@@ -54,9 +55,10 @@ def _run_child(source: ModelSource, blob: Path) -> None:
         "blob": str(blob),
     }  # fmt: skip
     errors = blob.with_suffix(".err")
-    child = Child([sys.executable, "-m", "staticllm.daemon.models.compiling"], has_pipes=True, errors=errors)
+    command = [sys.executable, "-m", "staticllm.daemon.models.compiling"]
     try:
-        check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
+        with Child(command, has_pipes=True, errors=errors) as child:
+            check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
     except TimeoutError:
         raise DeviceError(f"{source.xml.name} was not compiled for {source.device} in {MAX_SECONDS:g} s") from None
     except ChildLostError as error:
@@ -65,27 +67,18 @@ def _run_child(source: ModelSource, blob: Path) -> None:
             f"the compiler of {source.device} crashed on {source.xml.name} (exit code {error.code})"
             + (f": {said}" if said else "")
         ) from None
-    except StaticLLMError as error:
-        raise DeviceError(f"{source.device} refused {source.xml.name}: {error}") from None
-    finally:
-        child.end(END_SECONDS)
 
 
-def _child() -> None:
-    questions, answers = take_pipes()
-    message = read_message(questions)
-    if message is None:
-        return
-    told = message.body
-    try:
-        model = read(Path(told["xml"]), Path(told["weights"]))
-        compiled = get_core().compile_model(model, told["device"], told["config"])
-        Path(told["blob"]).write_bytes(compiled.export_model().getvalue())
-    except Exception as error:
-        write_message(answers, failed(DeviceError(last_line(error))))
-    else:
-        write_message(answers, Message(Kind.OK))
+def _answer(told: Mapping[str, Any]) -> dict[str, Any]:
+    model = read(Path(told["xml"]), Path(told["weights"]))
+    compiled = get_core().compile_model(model, told["device"], told["config"])
+    Path(told["blob"]).write_bytes(compiled.export_model().getvalue())
+    return {}
+
+
+def _failure(error: Exception, told: Mapping[str, Any]) -> DeviceError:
+    return DeviceError(f"{told['device']} refused {Path(told['xml']).name}: {last_line(error)}")
 
 
 if __name__ == "__main__":
-    _child()
+    answer_all(_answer, _failure)

@@ -16,7 +16,7 @@ from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
 from support.models import gguf_files
 
-from staticllm import StaticLLMPipeline
+from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
 from staticllm.compiler_passes.gguf import make_stateful
 from staticllm.compiler_passes.graph.step_graph import redirect, upstream
 from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
@@ -79,6 +79,14 @@ def test_a_pipeline_takes_a_file(model_path, tmp_path):
         best = logits_of(written.reference, tokens, ())[0, -1]
         assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
         tokens.append(token)
+
+
+def test_a_file_that_is_no_embedder_is_named(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
+    with pytest.raises(
+        ModelError, match=f"^'{re.escape(str(written.path))}' is not an encoder but a causal language model"
+    ):
+        StaticEmbeddingPipeline(written.path, "CPU")
 
 
 def test_damaged_contents_get_one_line_or_a_model(model_path, tmp_path, in_full):

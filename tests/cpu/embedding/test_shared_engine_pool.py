@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from support.encoders.encoder_models import encoder_directory
+from support.engine.held_engine import hold
 from support.helpers import one_line
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
@@ -48,20 +49,6 @@ def llm():
 
 def embedded(pipe):
     return [device.num_embedded for device in pipe.devices()]
-
-
-def hold(llm):
-    """Hold the device of the engine; return the event that frees it, and the thread."""
-    is_free, is_held = threading.Event(), threading.Event()
-
-    def wait():
-        is_held.set()
-        is_free.wait(SECONDS)
-
-    thread = threading.Thread(target=llm.engine.run_between_steps, args=(wait,))
-    thread.start()
-    assert is_held.wait(SECONDS)
-    return is_free, thread
 
 
 def test_texts_run_beside_a_chat_and_on_the_other_device(directory, llm, expected):

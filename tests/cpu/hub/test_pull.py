@@ -162,6 +162,40 @@ def test_ctrl_c_leaves_what_has_arrived(hub, demo, cache, environment):
     assert (snapshot_of(cache) / "openvino_model.bin").read_bytes() == demo.files["openvino_model.bin"]
 
 
+def test_two_pulls_at_once_download_each_file_once(hub, demo, cache, environment):
+    hub.speed = 0.02
+    pulls = [
+        subprocess.Popen([*STATICLLM, "pull", NAME], stderr=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ})
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in pulls]
+    assert [process.returncode for process in pulls] == [0, 0], said
+    assert all((snapshot_of(cache) / name).read_bytes() == demo.files[name] for name in NEEDED)
+    bodies = [each.path for each in hub.of_kind("GET", "/cdn/")]
+    assert len(bodies) == len(set(bodies)) == sum(name.endswith(".bin") for name in NEEDED)
+    assert not list((cache / "models--small--demo-ov" / "blobs").glob("*.incomplete"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_files_that_are_removed_during_a_download_are_missed(hub, demo, cache, bring, is_there):
+    """Weights that arrive, whose file is gone at the end; and a file that has arrived before them."""
+    first = next(name for name in demo.files if name in NEEDED)
+    assert first != "openvino_model.bin"
+    blobs = cache / "models--small--demo-ov" / "blobs"
+    arriving = blobs / f"{demo.digest('openvino_model.bin')}.incomplete"
+    hub.speed = 0.02
+
+    def remove(event):
+        if arriving.exists() and arriving.stat().st_size:
+            (blobs / demo.digest(first) if is_there else arriving).unlink(missing_ok=True)
+
+    with pytest.raises(ModelError, match=f"^files of {NAME} were removed while it was downloaded: pull it again$"):
+        bring(NAME, remove)
+    hub.speed = 0.0
+    place, _ = bring(NAME)
+    assert all((place / name).read_bytes() == demo.files[name] for name in NEEDED)
+
+
 def test_progress_is_reported_in_megabytes(hub, demo, bring):
     hub.speed = 0.02
     events = []
@@ -238,7 +272,8 @@ def failure_of(bring, words, name=NAME):
 
 
 @pytest.mark.parametrize(
-    "page", ["<html>Sign in to this network</html>", "[]", '{"siblings": 3}', '{"id": "a", "sha": "x"}', "{"]
+    "page",
+    ["<html>Sign in to this network</html>", "[]", '{"siblings": 3}', '{"id": "a", "sha": "x"}', "{", "[" * 100_000],
 )
 def test_an_answer_that_is_none_of_a_hub(hub, demo, bring, page):
     hub.page = page

@@ -352,14 +352,14 @@ def tools_with_a_note(least, most):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("max_new_tokens", [64, 160])
-def test_a_required_call_is_whole_within_its_tokens(pipes, name, max_new_tokens):
+@pytest.mark.parametrize("most, max_new_tokens", [(100, 64), (100, 160), (1200, 160), (20_000, 160)])
+def test_a_required_call_is_whole_within_its_tokens(pipes, name, most, max_new_tokens):
     """The model would write the note to its longest length."""
     for seed in range(1, 5):
         if max_new_tokens < 160 and name.startswith("deepseek"):  # the tags of a call have more tokens
             continue
         result = pipes[name].generate(
-            "Call.", tools=tools_with_a_note(1, 100), tool_choice="required", max_new_tokens=max_new_tokens,
+            "Call.", tools=tools_with_a_note(1, most), tool_choice="required", max_new_tokens=max_new_tokens,
             do_sample=True, rng_seed=seed, temperature=1.0,
         )  # fmt: skip
         assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]

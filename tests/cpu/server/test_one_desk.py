@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.encoders.encoder_directories import a_directory, scores_directory
 from support.encoders.encoder_models import ARCHIVES
+from support.engine.held_engine import hold
 from support.server.served import serving
 
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
@@ -77,20 +78,6 @@ def encoders(served):
     return {
         each["model"]: each for each in httpx.get(served.url + "/api/scheduler", timeout=SECONDS).json()["encoders"]
     }
-
-
-def hold(llm):
-    """Hold the engine of a chat; return the event that frees it, and the thread."""
-    is_free, is_held = threading.Event(), threading.Event()
-
-    def wait():
-        is_held.set()
-        is_free.wait(SECONDS)
-
-    thread = threading.Thread(target=llm.engine.run_between_steps, args=(wait,))
-    thread.start()
-    assert is_held.wait(SECONDS)
-    return is_free, thread
 
 
 def test_chat_embeddings_and_rerank_share_one_engine(folder, expected):

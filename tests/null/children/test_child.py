@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -78,6 +79,18 @@ def test_a_child_that_does_not_end_is_killed():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
+@pytest.mark.parametrize("is_left_early", [False, True])
+def test_a_block_ends_a_child_at_once_if_it_is_left_early(tmp_path, is_left_early):
+    """The child would note that its pipe has ended, and does so unless it was killed."""
+    noted = tmp_path / "noted"
+    code = f"sys.stdin.read(); open({str(noted)!r}, 'w').close()"
+    with contextlib.suppress(KeyboardInterrupt), child_of(code) as child:
+        if is_left_early:
+            raise KeyboardInterrupt
+    assert child.exit_code is not None
+    assert noted.exists() != is_left_early
+
+
 def test_ctrl_c_does_not_end_a_child_that_has_taken_its_pipes():
     child = child_of(ECHO)
     child.ask(Message(Kind.PING), 60)

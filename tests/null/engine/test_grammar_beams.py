@@ -21,6 +21,7 @@ from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.generation.beam_search import BeamLimits, BeamParams, BeamSearch
 from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.matcher import GrammarLimitError, Matcher
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
@@ -155,3 +156,26 @@ def test_a_beam_that_fills_its_tokens_and_is_whole_has_stopped():
     run_to_end(engine, [beam])
     ends = [output for output in outputs_of(beam) if not isinstance(output, TokenOutput)]
     assert [end.reason for end in ends] == [FinishReason.STOP] * 2
+
+
+def test_beams_whose_grammar_becomes_too_complex_are_cut_off(monkeypatch):
+    """The beams of the step before are the answers: a step that one beam cannot take is none."""
+    calls = itertools.count()
+    own = Matcher.allowed
+
+    def allowed(matcher):
+        if next(calls) >= 12:
+            raise GrammarLimitError("the grammar cannot go on: too many expressions")
+        return own(matcher)
+
+    monkeypatch.setattr(Matcher, "allowed", allowed)
+    asked = beam_of(request_of("[a-c]{16,40}", max_new_tokens=40))
+    engine = fake_engine(make_policy("fcfs"), max_seq_len=100)
+    run_to_end(engine, [asked])
+    outputs = outputs_of(asked)
+    ends = [output for output in outputs if not isinstance(output, TokenOutput)]
+    assert [(end.reason, end.error) for end in ends] == [(FinishReason.LENGTH, None)] * 2
+    for index in range(2):
+        tokens = [output.id for output in outputs if isinstance(output, TokenOutput) and output.index == index]
+        assert re.fullmatch("[a-c]{1,15}", text_of(COMPILER, tokens))
+    assert_empty(engine)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from staticllm.pipelines.engine.request import EngineRequest, EngineText, TokenO
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.matcher import GrammarLimitError, Matcher
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, FakeRequest, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
@@ -257,6 +260,42 @@ def test_an_answer_that_fills_its_tokens_and_is_whole_has_stopped():
         (text,), (end,) = answers_of(request)
         assert text in ("yes", "no")
         assert end.reason == reason
+
+
+@pytest.mark.parametrize("drafts", [None, DraftParams(max_ngram_size=3)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_answer_whose_grammar_becomes_too_complex_is_cut_off(drafts, count, monkeypatch):
+    calls = itertools.count()
+    own = Matcher.allowed
+
+    def allowed(matcher):
+        if next(calls) >= 12:
+            raise GrammarLimitError("the grammar cannot go on: too many expressions")
+        return own(matcher)
+
+    monkeypatch.setattr(Matcher, "allowed", allowed)
+    request = EngineRequest(
+        tuple(range(9)), SAMPLING, seed=1, num_sequences=count, max_new_tokens=80, drafts=drafts,
+        stop_token_ids=frozenset([END]), grammar=Grammar("regex", "[a-c]{60,600}"),
+    )  # fmt: skip
+    asked = FakeRequest(request, VOCAB_SIZE, grammar_mask=mask_for(request, VOCAB_SIZE, COMPILER))
+    engine = new_engine()
+    run_to_end(engine, [asked])
+    texts, ends = answers_of(asked)
+    for text, end in zip(texts, ends, strict=True):
+        assert (end.reason, end.error) == (FinishReason.LENGTH, None)
+        assert re.fullmatch("[a-c]+", text), text
+    assert next(calls) < 30, "each answer ended where it could not go on"
+    assert_empty(engine)
+
+
+def test_a_grammar_that_is_too_complex_for_its_first_token_is_an_error(monkeypatch):
+    request = request_of("[a-c]{2,6}")
+    monkeypatch.setattr(Matcher, "allowed", mock.Mock(side_effect=GrammarLimitError("too many expressions")))
+    run_to_end(new_engine(), [request])
+    (end,) = answers_of(request)[1]
+    assert end.reason is FinishReason.ERROR
+    assert "too many expressions" in str(end.error)
 
 
 def test_the_option_survives_json():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,25 @@ def test_an_interruption_leaves_nothing(place):
     with pytest.raises(KeyboardInterrupt):
         set_up(interrupt)
     assert left() == []
+
+
+def test_what_a_killed_pip_leaves_in_temporary_folders_is_removed(place, tmp_path, monkeypatch):
+    stub = place / "python"
+    stub.write_text(stub.read_text().replace("time.sleep(0)", "time.sleep(600)"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    def interrupt(text, detail=""):
+        if detail:
+            assert list(temporary.glob("*/*")), "pip has made a folder"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        set_up(interrupt)
+    assert left() == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_no_room_is_said_before_anything_is_made(place, monkeypatch):

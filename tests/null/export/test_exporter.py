@@ -11,6 +11,7 @@ from support.export.stub_python import MODEL, stub_python, writes
 
 from staticllm.errors import ConfigError, ModelError
 from staticllm.export import exporter
+from staticllm.export.config_size import check_config_size
 from staticllm.export.exporter import ExportRequest, check_request, export
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the interpreters of these tests are scripts")
@@ -96,6 +97,10 @@ def test_a_name_is_resolved_by_the_tool(tmp_path, source, monkeypatch):
     ("work", "words"),
     [
         ("answer({'error': 'no such layer\\x1b[1m'})", "cannot be exported: no such layer?[1m"),
+        (
+            "answer({'error': \"We couldn't connect to 'https://hub' to load the files (OSError)\"})",
+            "cannot be exported: a file is missing that would be looked up on the hub",
+        ),
         ("answer({'error': 'pass trust_remote_code=True'})", "add --trust-remote-code if it may run"),
         ("sys.exit(7)", "its process ended with code 7"),
         ("os.kill(os.getpid(), 9)", "by signal 9; it may have been killed because memory was short"),
@@ -110,6 +115,52 @@ def test_a_failure_is_one_line_and_leaves_nothing(work, words, tmp_path, source)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
     assert left(tmp_path) == set()
+
+
+def test_a_name_that_is_not_here_gets_a_line_of_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = "Cannot find a snapshot folder, outgoing traffic has been disabled: pass 'local_files_only=False'"
+    with pytest.raises(ModelError) as error:
+        export(ExportRequest("owner/name", tmp_path / "out"), stub_python(tmp_path, f"answer({{'error': {said!r}}})"))
+    assert str(error.value) == (
+        "'owner/name' is no folder, and cannot be had from Hugging Face (it is not in its cache, and the hub cannot be asked): "
+        "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN, or give a folder"
+    )
+
+
+REAL = {"hidden_size": 4096, "num_hidden_layers": 80, "vocab_size": 128256, "max_position_embeddings": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (REAL | {"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, at most 1024 are exported"),
+        ({"n_embd": 64, "n_layer": 2000}, "has n_layer=2000, at most 1024"),
+        (REAL | {"max_position_embeddings": 10**12}, "has max_position_embeddings=1000000000000, at most"),
+        (
+            REAL | {"hidden_size": 10**7},
+            "has hidden_size=10000000, num_hidden_layers=80 and vocab_size=128256, a model of more than 8e+06",
+        ),
+        ({"hidden_size": 4096, "vocab_size": 10**9}, "vocab_size=1000000000, a model of more than 4.1e+03 billion"),
+        ({"text_config": {"hidden_size": 10**7, "num_layers": 2}}, "has hidden_size=10000000"),
+        ({"hidden_size": 64, "num_layers": 2, "intermediate_size": 10**10}, "its weights have 0.0 MB"),
+    ],
+)
+def test_a_config_that_no_weights_can_hold_is_refused_before_the_work(config, words, tmp_path):
+    source = folder_of(tmp_path / "source", config__json=CHAT | config, model__safetensors="x" * 100)
+    with pytest.raises(ModelError) as error:
+        export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, writes()))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert left(tmp_path) == set()
+    assert not (tmp_path / "request").exists()
+
+
+def test_a_config_of_the_size_of_its_weights_is_exported(tmp_path):
+    check_config_size(folder_of(tmp_path / "real", config__json=CHAT | REAL), 35 << 30)
+    check_config_size(folder_of(tmp_path / "other", config__json="["), 0)
+    odd = {"hidden_size": "many", "num_layers": True, "vocab_size": -5, "intermediate_size": 1e300}
+    check_config_size(folder_of(tmp_path / "odd", config__json=odd), 0)
 
 
 def test_an_interruption_ends_the_process_and_leaves_nothing(tmp_path, source):

@@ -17,6 +17,7 @@ from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.endings import GrammarEndings
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.mask import GrammarMask
+from staticllm.pipelines.grammars.matcher import GrammarLimitError
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -467,22 +468,26 @@ def test_no_token_takes_long_however_far_the_end_is(name, monkeypatch):
     assert max(counts[1:]) < 150_000
 
 
-def parameters_in_xml(schema):
-    content = {"type": "qwen_xml_parameter", "json_schema": schema}
-    return grammar_of("structural_tag", {"type": "structural_tag", "format": tag(content)})
+EXPLODING = Grammar("lark", 'start: T0\nT0: "ab" (/(?s:.){1,1200}/ & ~/(?s:.*)<\\/f>(?s:.*)/) "</f>"')
+"""After ``</f``, llguidance would explore more expressions than its limit: a complement beside a limit of the length."""
 
 
 def test_an_answer_that_fails_spoils_no_later_one_of_its_grammar():
     """Copies of llguidance's matchers share its limits."""
-    grammar = parameters_in_xml(object_of({"t": {"type": "string", "maxLength": 1200, "format": "x"}}, "t"))
     compiler = compiler_of()
-    begin = compiler.vocabulary.encode("<f><parameter=t>")
-    failing = compiler.matcher(grammar, VOCAB)
-    with pytest.raises(GenerationConfigError, match="too many expressions"):
-        for token in [*begin, *b"</parameter>"]:
+    failing = compiler.matcher(EXPLODING, VOCAB)
+    with pytest.raises(GrammarLimitError, match="too many expressions"):
+        for token in b"ab</f>":
             failing.accept([token])
             failing.allowed()
-    later = compiler.matcher(grammar, VOCAB)
-    for token in [*begin, *b"abc"]:
+    later = compiler.matcher(EXPLODING, VOCAB)
+    for token in b"abccc":
         later.accept([token])
         assert later.allowed().any()
+
+
+def test_a_token_that_does_not_match_is_no_limit():
+    matcher = compiler_of().matcher(Grammar("regex", "ab"), VOCAB)
+    with pytest.raises(GenerationConfigError, match="cannot go on") as caught:
+        matcher.accept([ord("x")])
+    assert not isinstance(caught.value, GrammarLimitError)

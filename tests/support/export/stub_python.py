@@ -9,7 +9,7 @@ from importlib.metadata import version
 from staticllm.export.packages import OPENVINO, PACKAGES
 
 TEMPLATE = """#!{python}
-import json, os, pathlib, shutil, sys, time
+import json, os, pathlib, shutil, sys, tempfile, time
 place = pathlib.Path({place!r})
 arguments = sys.argv[1:]
 with (place / "calls").open("a") as file:
@@ -19,7 +19,9 @@ if arguments[:2] == ["-m", "venv"]:
     target.mkdir(parents=True)
     shutil.copy(__file__, target / "python")
 elif arguments[:3] == ["-m", "pip", "install"]:
-    print("Downloading something.whl (1.0 MB)")
+    tempfile.mkdtemp()  # pip unpacks there, and removes it at its end if it is not killed
+    print("Downloading something.whl (1.0 MB)", flush=True)
+    time.sleep(0)
     reason = place / "pip_fails"
     if reason.exists() and {fails_at!r} in arguments:
         sys.stderr.write(reason.read_text())
