@@ -86,10 +86,7 @@ class ProactiveRequests:
         found = self._with_rows(made, rest, max(limit, _seconds(view, plan)))
         if limit and made == plan and (alone := self._between(found, plan, view)) is not None:
             return self._begin(alone)
-        try:
-            check(found, view)
-        except IllegalPlanError:
-            found = check(made, view)
+        found = found if _is_legal(found, view) else check(made, view)
         num_proactive = sum(request.is_proactive for request in view.requests)
         num_taken = found.num_sequences - plan.num_sequences
         self._credit.lead(_seconds(view, plan), is_followed=num_taken < num_proactive)
@@ -161,15 +158,16 @@ class ProactiveRequests:
             max_num_seqs=max(0, view.max_num_seqs - num_running),
             free_slots=max(0, view.free_slots - num_running),
         )
-        decode = _shortest(rest, decode_plan(rest), limit)
+        decode = decode_plan(rest) if rest.running or rest.free_seqs else _borrowed(rest, reactive)
+        decode = _shortest(rest, decode, limit)
         prompts = _largest(rest, admissible_prompts(rest), Plan(), limit)
         plan = decode if prompts is None or (decode is not None and self._had_prompts) else prompts
-        if plan is None:
+        if plan is None or not _is_legal(plan, view):
             return None
         seconds = _seconds(view, plan)
         num_blocks = 1 if plan.decode else view.device.num_blocks
         delay = seconds if num_blocks == 1 else seconds / num_blocks + step_of(view)
-        return _Alone(plan, seconds, delay)
+        return _Alone(plan, seconds, delay + _swap_seconds(view, plan))
 
     def _begin(self, call: _Alone) -> Plan:
         self._had_prompts = bool(call.plan.prefill)
@@ -282,6 +280,34 @@ class _Room:
         else:
             self._preempt.append(request)
         self._free += request.own_slots
+
+
+def _borrowed(rest: View, reactive: View) -> Plan | None:
+    """Return a decode step of the proactive request that has waited longest, in the place of a reactive one.
+
+    That one is swapped out, and has its place back in the next plan. None if no request waits, or the host pool has no room.
+    """
+    waiting = sorted(rest.swapped, key=lambda request: request.last_token_time or 0.0)
+    running = sorted(reactive.running, key=lambda request: (request.priority, -(request.last_token_time or 0.0)))
+    if not waiting or not running or running[0].num_computed > reactive.free_host_slots:
+        return None
+    return Plan(decode=(waiting[0].id,), swap_in=(waiting[0].id,), swap_out=(running[0].id,))
+
+
+def _swap_seconds(view: View, plan: Plan) -> float:
+    """Return the seconds that it takes to give a borrowed place, and to give it back."""
+    if not plan.swap_out:
+        return 0.0
+    moved = {*plan.swap_out, *plan.swap_in}
+    return 2 * view.device.swap_seconds * sum(each.num_computed for each in view.requests if each.id in moved)
+
+
+def _is_legal(plan: Plan, view: View) -> bool:
+    try:
+        check(plan, view)
+    except IllegalPlanError:
+        return False
+    return True
 
 
 def _without(requests: Iterable[RequestView], ids: set[int]) -> tuple[RequestView, ...]:
