@@ -65,7 +65,7 @@ class Answers:
         self._model = model
         self._client = client
         self._asks = asks
-        self._admission = model.admission
+        self._admission = model.admission_of(asks[0].is_proactive)
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[_Answer] = set()
@@ -98,8 +98,7 @@ class Answers:
         return answer
 
     def _submit(self, ask: Ask) -> GenerationHandle:
-        """Submit an ask. In the engine, where all clients are, a request may only go behind others."""
-        return self._model.chat.submit(ask.prompt, **{**ask.options, "priority": min(0, ask.priority)})
+        return self._model.chat.submit(ask.prompt, **{**ask.options, "priority": ask.engine_priority})
 
     def _leave(self, answer: _Answer) -> None:
         if answer not in self._running:

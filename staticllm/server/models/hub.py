@@ -245,7 +245,7 @@ class ModelHub:
         except BaseException:
             await self._release(pipeline, home)
             raise
-        return Loaded(model.kind, pipeline, Admission(limits), num_seqs, home, is_apart)
+        return Loaded(model.kind, pipeline, Admission(limits), num_seqs, home, is_apart, Admission(limits))
 
     async def _make_room(self, model: ServedModel, limit: int) -> None:
         """Unload the models that were not used for the longest time, until this one fits.
