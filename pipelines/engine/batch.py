@@ -352,4 +352,5 @@ def step_record(batch: Batch, times: CallTimes, context: CallContext, host: Host
         paused_seconds=times.paused_seconds,
         num_inserted=times.num_inserted,
         is_inserted=times.is_inserted,
+        proactive_rows=sum(len(each.segment.tokens) for each in batch.entries if each.state.info.is_proactive),
     )

@@ -144,7 +144,8 @@ class TokenOutput:
     ``sampling_seconds`` the duration of the choice. ``device_seconds`` is the time of the device calls since the previous token
     (for the first one, those of the prompt); ``num_cached`` is the number of prompt tokens that the prefix cache had.
     ``num_drafted`` tokens of drafts were checked since the previous token, and ``num_accepted`` of them accepted. The draft model
-    took ``draft_seconds`` for them.
+    took ``draft_seconds`` for them. ``own_seconds`` is the part of ``device_seconds`` by the answer's rows in each call; None for
+    the answers of a beam search.
     """
 
     id: int
@@ -157,6 +158,7 @@ class TokenOutput:
     num_drafted: int = 0
     num_accepted: int = 0
     draft_seconds: float = 0.0
+    own_seconds: float | None = None
 
 
 @dataclass(frozen=True)

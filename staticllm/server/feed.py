@@ -125,7 +125,8 @@ class SchedulerFeed:
         if loaded is None:
             return lambda: self._document(mirror, after)
         pause = 0.0 if loaded.home is None else PULL_SECONDS
-        waiting = [round((now - since) * 1e3, 3) for since in loaded.admission.waiting_since]
+        queues = [loaded.admission, *([] if loaded.proactive is None else [loaded.proactive])]
+        waiting = [round((now - since) * 1e3, 3) for queue in queues for since in queue.waiting_since]
         limits = loaded.admission.limits
         bounds = {
             "num_seqs": loaded.num_seqs,
@@ -178,6 +179,7 @@ class SchedulerFeed:
             "output_tokens": progress.num_generated,
             "max_output_tokens": progress.max_new_tokens,
             "priority": progress.priority,
+            "class": "proactive" if progress.priority < 0 else "reactive",
             "ttft_ms": None if first is None else round((first - progress.arrival) * 1e3, 3),
         }
 
@@ -194,6 +196,7 @@ def totals_of(stats: Stats) -> dict[str, Any]:
         "output_tokens": stats.num_tokens,
         "prefill_seconds": round(stats.device_seconds * stats.prefill_share, 6),
         "decode_seconds": round(stats.device_seconds * stats.decode_share, 6),
+        "proactive_seconds": round(stats.proactive_seconds, 6),
         "padding": round(stats.padding, 4),
         "slots_in_use": stats.slots_in_use,
         "peak_slots_in_use": stats.peak_slots_in_use,

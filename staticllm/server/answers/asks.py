@@ -59,9 +59,9 @@ class AnswerFields:
 class Ask:
     """One handle that a request asks for: a prompt with its options.
 
-    ``priority`` orders the requests of its client. ``is_proactive``: its class of work. ``num_beams``: the sequences of the answer,
-    for which it needs places; more than one is a beam search, whose tokens come at its end. ``is_by_token``: each token is an
-    increment of its own, also if several are ready, because their texts have places in the answer.
+    ``priority`` orders the requests of its client. ``is_proactive``: its class of work. ``num_beams``: the sequences of the
+    answer, for which it needs places; more than one is a beam search, whose tokens come at its end. ``is_by_token``: each token
+    is an increment of its own, also if several are ready, because their texts have places in the answer.
     """
 
     prompt: Any

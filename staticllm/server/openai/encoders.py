@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, TypeVar
@@ -138,10 +139,13 @@ async def on_model(
         async with call.state.hub.using(model):
             admission = model.admission_of(priority <= DOCUMENT_PRIORITY)
             await admission.enter(call.client)
+            begin = time.perf_counter()
             try:
                 with call.state.metrics.running.labels(model.spec.name).track_inprogress():
                     return await run()
-            finally:
+            finally:  # the device time of texts is not told: as if all requests that ran had had the same
+                seconds = time.perf_counter() - begin
+                admission.shares.charge(call.client, seconds / max(1, admission.num_running))
                 admission.leave(call.client)
 
     return await call.connected(admitted())
