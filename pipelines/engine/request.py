@@ -47,7 +47,7 @@ class EngineRequest:
         late_token_ids: Other tokens that the first ``min_new_tokens`` tokens cannot be: those that end no answer because of
             ``ignore_eos``.
         min_new_tokens: The fewest tokens per answer.
-        priority: Requests with a higher priority are served first.
+        priority: Requests with a higher priority are served first; those below 0 are proactive.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
         beams: The parameters of a beam search; None for one token at a time. Its answers are the ``num_sequences`` best.

@@ -175,7 +175,7 @@ class AnswerState(SequenceState):
         num_prompt = 0 if self.index else len(self.request.prompt)
         return RequestRecord(
             self.id, self.request.arrival, self.started, tuple(self.token_times), num_prompt, self.kv.num_cached, reason,
-            self.clock(),
+            self.clock(), self.info.is_proactive,
         )  # fmt: skip
 
     def progress(self) -> RequestProgress:

@@ -93,7 +93,8 @@ class RequestRecord:
 
     Moments are those of ``time.perf_counter``, or of the virtual clock in simulations. ``started`` is the start of the request's
     first device call, or None if it never ran. ``token_times`` has the moment of each generated token. ``num_prompt`` counts
-    prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots.
+    prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots. ``is_proactive``: its
+    class of work.
     """
 
     id: int
@@ -104,6 +105,7 @@ class RequestRecord:
     num_cached: int
     reason: FinishReason
     ended: float | None = None
+    is_proactive: bool = False
 
     @property
     def queueing(self) -> float | None:

@@ -125,8 +125,8 @@ class SchedulerFeed:
         if loaded is None:
             return lambda: self._document(mirror, after)
         pause = 0.0 if loaded.home is None else PULL_SECONDS
-        queues = [loaded.admission, *([] if loaded.proactive is None else [loaded.proactive])]
-        waiting = [round((now - since) * 1e3, 3) for queue in queues for since in queue.waiting_since]
+        waiting = [round((now - since) * 1e3, 3) for each in model.admissions for since in each.waiting_since]
+        clients = loaded.admission.shares.numbers
         limits = loaded.admission.limits
         bounds = {
             "num_seqs": loaded.num_seqs,
@@ -140,7 +140,7 @@ class SchedulerFeed:
             state = None
             with contextlib.suppress(ClosedError):  # it has ended just now
                 state = mirror.read(source, pause)
-            told = {**self._document(mirror, after), "waiting_ms": waiting, "limits": bounds}
+            told = {**self._document(mirror, after), "waiting_ms": waiting, "clients": clients, "limits": bounds}
             if state is None:
                 return told
             return {
@@ -160,6 +160,7 @@ class SchedulerFeed:
             "cursor": known.cursor,
             "dropped": known.num_dropped,
             "waiting_ms": [],
+            "clients": [],
             "requests": [],
             "calls": [entry for entry in known.entries if "rows" in entry],
             "ended": [entry for entry in known.entries if "rows" not in entry],

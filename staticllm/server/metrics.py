@@ -118,9 +118,9 @@ class _Engines(Collector):
         for model in models:
             name = model.spec.name
             pipeline = model.pipeline
-            admission = model.admission
-            if admission is not None:
-                waiting.add_metric([name], admission.num_waiting + model.admission_of(True).num_waiting)
+            admissions = model.admissions
+            if admissions:
+                waiting.add_metric([name], sum(each.num_waiting for each in admissions))
             if not isinstance(pipeline, StaticLLMPipeline):
                 continue
             try:

@@ -207,6 +207,14 @@ class ServedModel:
         loaded = self.loaded
         return None if loaded is None else loaded.admission
 
+    @property
+    def admissions(self) -> tuple[Admission, ...]:
+        """Which requests of each class enter a model that is loaded; empty while it is not."""
+        loaded = self.loaded
+        if loaded is None:
+            return ()
+        return (loaded.admission,) if loaded.proactive is None else (loaded.admission, loaded.proactive)
+
     def admission_of(self, is_proactive: bool) -> Admission:
         """Return which requests of a class enter a model that is loaded."""
         loaded = self.loaded

@@ -26,6 +26,14 @@ class TenantShares:
         self._mean: float | None = None  # seconds of an answer
         self.seconds: dict[str, float] = {**dict.fromkeys(self._shares, 0.0), OTHERS: 0.0}
 
+    @property
+    def numbers(self) -> list[dict[str, object]]:
+        """What clients with an entry, and all others together, have had, as JSON types. Any thread may call."""
+        return [
+            {"name": name, "share": self.share(name), "seconds": round(spent, 6)}
+            for name, spent in self.seconds.items()
+        ]
+
     def share(self, client: str) -> float:
         """Return the share of a client."""
         return self._shares.get(client, 1.0)
