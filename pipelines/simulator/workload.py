@@ -100,8 +100,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
     """Return the requests in a file of JSON lines, or of CSV with a header.
 
     Each has an ``arrival`` (seconds), the lengths ``prompt`` and ``output`` (tokens) and optionally a ``priority``, a number of
-    ``answers``, or one of ``beams``. A ``class``, ``reactive`` or ``proactive``, stands for the priority 0 or -1. Times are shifted
-    so that the earliest is 0.
+    ``answers``, or one of ``beams``. A ``class``, ``reactive`` or ``proactive``, stands for the priority 0 or -1. Times are
+    shifted so that the earliest is 0.
 
     Raises:
         ConfigError: a line is not such a request; the error names file and line.
