@@ -28,6 +28,11 @@ from staticllm.pipelines.scheduling.plans import (
     to_swap_in,
 )
 
+LEAST_RATE = 0.5
+"""The least rate of prompt tokens of a call of proactive requests alone, as a share of the best one."""
+MIN_SECONDS = 1e-9
+"""Lower bound of divisors."""
+
 
 class ProactiveRequests:
     """Decides what proactive requests do beside reactive ones, for every policy that does not plan both classes itself.
@@ -40,7 +45,7 @@ class ProactiveRequests:
     - If no row is left, proactive requests have ``BEHIND_SHARE`` of the device time, in calls of their own.
 
     A call that holds a proactive row and no reactive prompt takes at most ``longest_call``, so that a new prompt finds the
-    device free soon; or it is the smallest one that there is.
+    device free soon; or it is the smallest one that has half of the best rate of tokens.
     """
 
     def __init__(self, activity: ChatActivity) -> None:
@@ -66,10 +71,8 @@ class ProactiveRequests:
         if not plan.prefill or _seconds(view, plan) <= limit:
             return plan
         sizes = [rows for rows in view.device.index.chunk_rows if len(plan.decode) < rows < plan.num_rows]
-        cuts = [_cut(plan, rows) for rows in reversed(sizes)]
-        runnable = [cut for cut in cuts if _variant(view, cut) is not None]
-        short = [cut for cut in runnable if _seconds(view, cut) <= limit]
-        return short[0] if short else runnable[-1] if runnable else plan
+        cuts = [plan, *(_cut(plan, rows) for rows in reversed(sizes))]
+        return _short([(cut, _seconds(view, cut)) for cut in cuts], limit) or plan
 
     def filled(self, plan: Plan, view: View) -> Plan:
         """Return a plan of reactive requests with proactive rows in it, and without those whose slots and places it needs.
@@ -143,8 +146,8 @@ class ProactiveRequests:
     def _with_prompts(self, plan: Plan, rest: View, limit: float) -> Plan:
         """Return the plan with the most rows of proactive prompts that one call of ``limit`` seconds holds."""
         backlog = admissible_prompts(rest)
-        trial = _largest(rest, backlog, plan, limit)
-        return trial if trial is not None and _seconds(rest, trial) <= limit else plan
+        calls = _calls(rest, backlog, plan)
+        return next((call for call, seconds in calls if seconds <= limit), plan)
 
     def _alone(self, view: View, limit: float) -> _Alone | None:
         """Return a call of proactive requests alone: prompts and decode steps by turns, in ``limit`` seconds if any can be.
@@ -160,7 +163,7 @@ class ProactiveRequests:
         )
         decode = decode_plan(rest) if rest.running or rest.free_seqs else _borrowed(rest, reactive)
         decode = _shortest(rest, decode, limit)
-        prompts = _largest(rest, admissible_prompts(rest), Plan(), limit)
+        prompts = _short(_calls(rest, admissible_prompts(rest), Plan()), limit)
         plan = decode if prompts is None or (decode is not None and self._had_prompts) else prompts
         if plan is None or not _is_legal(plan, view):
             return None
@@ -341,29 +344,33 @@ def _cut(plan: Plan, num_rows: int) -> Plan:
     return replace(plan, prefill=tuple(prefill))
 
 
-def _largest(view: View, backlog: list[RequestView], beside: Plan, limit: float) -> Plan | None:
-    """Return the call with the most rows of prompts beside those of a plan that takes ``limit`` seconds, else the smallest.
-
-    None if no call holds a prompt, or the slots do not suffice for one.
-    """
-    smallest: Plan | None = None
-    if not backlog:
-        return None
+def _calls(view: View, backlog: list[RequestView], beside: Plan) -> list[tuple[Plan, float]]:
+    """Return the calls of all sizes that hold prompts beside the rows of a plan, and their seconds, the largest first."""
+    found = list[tuple[Plan, float]]()
     device = view.device
-    is_fresh = not beside.num_rows and not backlog[0].num_computed
-    for rows in reversed(device.index.widest):
+    is_fresh = not beside.num_rows and bool(backlog) and not backlog[0].num_computed
+    for rows in reversed(device.index.widest if backlog else ()):
         widest = device.index.at(rows, device.index.widest[rows], device.high_slot, is_fresh)
         if widest is None or rows <= beside.num_rows or widest.sequences <= beside.num_sequences:
             continue
         prompts = pack(view, backlog, beside, widest)
-        if not prompts:
-            continue
-        trial = replace(beside, prefill=(*beside.prefill, *prompts))
-        seconds = _seconds(view, trial)
-        if seconds <= limit:
-            return trial
-        smallest = trial if seconds < float("inf") else smallest
-    return smallest
+        if prompts:
+            call = replace(beside, prefill=(*beside.prefill, *prompts))
+            found.append((call, _seconds(view, call)))
+    return found
+
+
+def _short(calls: list[tuple[Plan, float]], limit: float) -> Plan | None:
+    """Return the first of these calls, the largest first, that takes ``limit`` seconds, or the smallest; None without a call.
+
+    Calls with less than ``LEAST_RATE`` of the best rate of prompt tokens do not count: a token at a time would waste the device.
+    """
+    rates = [
+        (sum(count for _, count in call.prefill) / max(seconds, MIN_SECONDS), call, seconds) for call, seconds in calls
+    ]
+    best = max((rate for rate, *_ in rates), default=0.0)
+    efficient = [(call, seconds) for rate, call, seconds in rates if rate and rate >= LEAST_RATE * best]
+    return next((call for call, seconds in efficient if seconds <= limit), efficient[-1][0] if efficient else None)
 
 
 def _shortest(view: View, plan: Plan | None, limit: float) -> Plan | None:

@@ -166,7 +166,7 @@ def _priority(row: Any) -> int:
         raise ValueError(f"class {str(name)[:50]!r} is neither reactive nor proactive")
     given = row.get("priority")
     if given in (None, ""):
-        return CLASSES.get(name, 0)
+        return 0 if name is None else CLASSES[name]
     if name is not None and (int(given) < 0) != (CLASSES[name] < 0):
         raise ValueError(f"priority {int(given)} is not that of class {name}, below 0 is proactive")
     return int(given)

@@ -99,7 +99,7 @@ def _from_folder(entry: ModelEntry, folder: Path) -> ModelEntry:
 
 
 def _check_keys(table: object, kind: type[Any], place: str) -> None:
-    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    known = [item.name for item in fields(kind)]
     for name in table if isinstance(table, Mapping) else ():
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -99,9 +99,9 @@ def by_model(
 def _work_class(properties: dict[str, Any], default: str | None) -> str | None:
     """Take the class of work out of options, and return it. Raises ``ConfigError`` (it is none)."""
     found = properties.pop("WORK_CLASS", default)
-    if found not in (None, *WORK_CLASSES):
-        raise ConfigError(f"WORK_CLASS={shown(found)}: must be reactive or proactive")
-    return found
+    if found is None or found in WORK_CLASSES:
+        return None if found is None else str(found)
+    raise ConfigError(f"WORK_CLASS={shown(found)}: must be reactive or proactive")
 
 
 def _not_served(model: str, key: str, names: Iterable[str]) -> str:

@@ -99,6 +99,36 @@ def test_openais_client_sends_and_reads_the_tier(desk):
             client.chat.completions.create(model="demo", messages=messages, service_tier="urgent")
 
 
+def numbers_of(served):
+    """Return the device seconds by class and by client, from the metrics and from the feed."""
+    headers = {"Authorization": "Bearer desk-key"}
+    lines = httpx.get(f"{served.url}/metrics", headers=headers).text.splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    found = {name: float(number) for name, _, number in pairs}
+    feed = httpx.get(f"{served.url}/api/scheduler", headers=headers).json()
+    return found, feed
+
+
+def test_both_classes_and_the_clients_are_in_the_numbers(desk):
+    before, _ = numbers_of(desk)
+    headers = {"Authorization": "Bearer agent-key"}
+    httpx.post(f"{desk.url}/v1/chat/completions", json={**CHAT, "max_tokens": 20}, headers=headers, timeout=60)
+    after, feed = numbers_of(desk)
+    proactive = 'staticllm_class_seconds_total{class="proactive",model="demo"}'
+    reactive = 'staticllm_class_seconds_total{class="reactive",model="demo"}'
+    client = 'staticllm_client_seconds_total{client="client agent"}'
+    spent = after[proactive] - before[proactive]
+    assert spent > 0
+    assert after[reactive] == before[reactive]
+    assert after[client] - before[client] == pytest.approx(spent, rel=0.01), "the client pays for its calls"
+    assert feed["totals"]["proactive_seconds"] == pytest.approx(after[proactive], abs=1e-5)
+    assert {each["name"]: each["share"] for each in feed["clients"]} == {
+        "client desk": 1.0,
+        "client agent": 0.5,
+        "others": 1.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "expected"),
     [

@@ -94,14 +94,17 @@ def ids_of(step):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_agents", [1, 8, 60])
 def test_no_number_of_proactive_requests_moves_a_first_token_beyond_its_bound(policy, mode, num_agents):
-    """A prompt that arrives waits for the call that runs: at most the smallest program, or a quarter of recent first tokens.
+    """A prompt waits for the call that runs: a quarter of recent first tokens, or the smallest call with half of the best rate.
 
     The chats do not overlap, also beside proactive work: they would delay each other.
     """
     alone, _ = run(device(mode=mode), policy, *chats(6, every=4.0))
     model = device(mode=mode)
     records, _ = run(model, policy, *chats(6, every=4.0), *agents(num_agents, output=64, at=0.3))
-    smallest = max(COSTS(variant) for variant in model.index.decoding)
+    rates = {variant: variant.rows / COSTS(variant) for variant in model.index.variants if variant.sequences == 1}
+    efficient = [variant for variant, rate in rates.items() if rate >= 0.5 * max(rates.values())]
+    smallest = min(map(COSTS, efficient))
+    assert smallest < 0.02 or mode == "separate", "which has one program for prompts"
     for id, record in records.items():
         if 0 < id < 1000:
             assert record.ttft <= alone[id].ttft * 1.3 + smallest + TINY
