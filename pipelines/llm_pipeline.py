@@ -180,7 +180,7 @@ class StaticLLMPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens; only for
                 one prompt. It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             overflow: If a conversation fills its slots: ``stop``, ``truncate_middle``, ``shift``, ``context_shift``.
-            priority: Requests with a higher priority are served first.
+            priority: Requests with a higher priority are served first; those below 0 are proactive: nobody waits for them.
             kwargs: Fields of ``GenerationConfig``, which override both configs, and our own options (docs/generation.md).
 
         Returns:
@@ -231,7 +231,7 @@ class StaticLLMPipeline:
         Args:
             inputs: One prompt, in any form that ``generate`` takes.
             generation_config: As for ``generate``.
-            priority: Requests with a higher priority are served first.
+            priority: Requests with a higher priority are served first; those below 0 are proactive: nobody waits for them.
             deadline_ms: The answer ends this many ms from now, finished or not (finish reason ``deadline``).
             overflow: As for ``generate``.
             callback: Called with text as it is generated, in a thread of its own; an exception in it cancels the request.

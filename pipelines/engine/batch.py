@@ -258,8 +258,11 @@ class BatchBuilder:
 
     def _to_host(self, entries: list[BatchEntry]) -> list[BatchEntry]:
         """Mark whole prompts that cannot decode yet: their keys and values bypass the arena and go to the host pool."""
-        if not any(entry.is_prefill for entry in entries) or self._table.has_free_seq:
+        prompts = [entry for entry in entries if entry.is_prefill]
+        if not prompts or self._table.has_free_seq:
             return entries
+        if self._table.has_reactive_seq and not all(entry.state.info.is_proactive for entry in prompts):
+            return entries  # a proactive request gives its place up for them
         marked = list[BatchEntry]()
         room = self._kv_manager.host_pool.free_slots
         for entry in entries:
@@ -349,4 +352,5 @@ def step_record(batch: Batch, times: CallTimes, context: CallContext, host: Host
         paused_seconds=times.paused_seconds,
         num_inserted=times.num_inserted,
         is_inserted=times.is_inserted,
+        proactive_rows=sum(len(each.segment.tokens) for each in batch.entries if each.state.info.is_proactive),
     )

@@ -439,8 +439,9 @@ class EngineCore:
 
     def _count_call(self, batch: Batch, seconds: float, is_inserted: bool = False) -> CallContext:
         """Add a call to the times of its requests, and return what else was in the engine."""
+        seconds_per_row = seconds / sum(len(entry.segment.tokens) for entry in batch.entries)
         for entry in batch.entries:
-            entry.state.add_call(seconds)
+            entry.state.add_call(seconds, seconds_per_row * len(entry.segment.tokens))
         self._last_batches.append(batch)
         if self.device.runner.num_blocks > 1:
             self._inserted.count(batch, seconds)

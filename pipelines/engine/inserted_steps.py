@@ -68,14 +68,18 @@ class InsertedSteps:
         now = self._core.clock()
         runner = self._core.device.runner
         steps = runner.insertable()
-        if not steps or self._core.device.quarantine.has_suspects or not (running := self._running(batch, now)):
+        if not steps or self._core.device.quarantine.has_suspects:
+            return None
+        is_proactive = all(entry.state.info.is_proactive for entry in batch.entries if entry.is_prefill)
+        running = self._first_class(self._running(batch, now), is_proactive)
+        if not running:
             return None
         prompt = min(
             (entry.state for entry in batch.entries if entry.is_prefill), key=lambda state: state.started or now
         )
         call = CallView(
             flight.variant, runner.costs(flight.variant), flight.num_blocks, flight.num_done, flight.num_inserted, steps,
-            prompt.started or now, self._seconds.get(prompt.id, 0.0) + flight.seconds,
+            prompt.started or now, self._seconds.get(prompt.id, 0.0) + flight.seconds, is_proactive,
         )  # fmt: skip
         plan = self._core.planner.between_blocks(self._view(batch, running), call)
         return None if plan is None else self._core.device.batches.inserted(plan)
@@ -93,6 +97,12 @@ class InsertedSteps:
             and len(states[id].tokens) < limit
             and states[id].finish_reason_at(now) is None
         }
+
+    def _first_class(self, running: set[int], is_proactive: bool) -> set[int]:
+        """Return those of the running requests that may decode: no proactive one before reactive prompts or requests."""
+        states = self._core.device.kv_manager.states
+        reactive = {id for id in running if not states[id].info.is_proactive}
+        return reactive if reactive or not is_proactive else running
 
     def _view(self, batch: Batch, running: set[int]) -> View:
         """Return the view without the requests of the batch, in which only the requests in ``running`` run."""

@@ -47,7 +47,7 @@ class EngineRequest:
         late_token_ids: Other tokens that the first ``min_new_tokens`` tokens cannot be: those that end no answer because of
             ``ignore_eos``.
         min_new_tokens: The fewest tokens per answer.
-        priority: Requests with a higher priority are served first.
+        priority: Requests with a higher priority are served first; those below 0 are proactive.
         deadline: The ``time.perf_counter`` moment at which the request ends, finished or not; None without one.
         overflow: The rule for a conversation that fills its slots.
         beams: The parameters of a beam search; None for one token at a time. Its answers are the ``num_sequences`` best.
@@ -144,7 +144,8 @@ class TokenOutput:
     ``sampling_seconds`` the duration of the choice. ``device_seconds`` is the time of the device calls since the previous token
     (for the first one, those of the prompt); ``num_cached`` is the number of prompt tokens that the prefix cache had.
     ``num_drafted`` tokens of drafts were checked since the previous token, and ``num_accepted`` of them accepted. The draft model
-    took ``draft_seconds`` for them.
+    took ``draft_seconds`` for them. ``own_seconds`` is the part of ``device_seconds`` by the answer's rows in each call; None for
+    the answers of a beam search.
     """
 
     id: int
@@ -157,6 +158,7 @@ class TokenOutput:
     num_drafted: int = 0
     num_accepted: int = 0
     draft_seconds: float = 0.0
+    own_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ class SequenceState(ABC):
         return FinishReason.DEADLINE if deadline is not None and now >= deadline else None
 
     @abstractmethod
-    def add_call(self, seconds: float) -> None:
-        """Add the ``seconds`` of a device call that ran some of its tokens."""
+    def add_call(self, seconds: float, own_seconds: float) -> None:
+        """Add the ``seconds`` of a device call that ran some of its tokens, and the part of them by its rows."""
 
     @abstractmethod
     def post(self) -> None:

@@ -38,6 +38,7 @@ class Tally:
     """
 
     device_seconds: float = 0.0
+    own_seconds: float = 0.0
     sampling_seconds: float = 0.0
     draft_seconds: float = 0.0
     num_drafted: int = 0
@@ -121,7 +122,7 @@ class AnswerState(SequenceState):
         tally = self._tally
         output = TokenOutput(
             choice.token, choice.logprob, now, tally.sampling_seconds, self.index, tally.device_seconds, self.kv.num_cached,
-            tally.num_drafted, tally.num_accepted, tally.draft_seconds,
+            tally.num_drafted, tally.num_accepted, tally.draft_seconds, tally.own_seconds,
         )  # fmt: skip
         self._new_tokens.append(output)
         self._tally = Tally()
@@ -153,9 +154,10 @@ class AnswerState(SequenceState):
         if self.drafts is not None:
             self.drafts.forget()
 
-    def add_call(self, seconds: float) -> None:
-        """Add the ``seconds`` of a device call that this answer was part of."""
+    def add_call(self, seconds: float, own_seconds: float) -> None:
+        """Add the ``seconds`` of a device call that this answer was part of, and the part of them by its rows."""
         self._tally.device_seconds += seconds
+        self._tally.own_seconds += own_seconds
 
     def post(self) -> None:
         """Hand the tokens chosen since the last time to the reader."""
@@ -173,7 +175,7 @@ class AnswerState(SequenceState):
         num_prompt = 0 if self.index else len(self.request.prompt)
         return RequestRecord(
             self.id, self.request.arrival, self.started, tuple(self.token_times), num_prompt, self.kv.num_cached, reason,
-            self.clock(),
+            self.clock(), self.info.is_proactive,
         )  # fmt: skip
 
     def progress(self) -> RequestProgress:

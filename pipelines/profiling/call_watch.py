@@ -132,6 +132,7 @@ class CallWatch:
             "kv_len": step.variant.kv_len,
             "prefill": [list(pair) for pair in step.prefill],
             "decode": list(step.decode),
+            "proactive": step.proactive_rows,
             "drafted": sum(count for _, count, _ in step.drafts),
             "accepted": sum(count for _, _, count in step.drafts),
             "waiting": step.num_waiting,

@@ -43,7 +43,7 @@ class StepRecord:
     decoding request's id, the number of drafted tokens that the call checked for it, and how many of them were accepted; a
     draft model took ``draft_seconds`` for them before the call. If ``has_failed``, no keys and values of the call were kept.
     ``num_inserted`` other calls, whose records have ``is_inserted``, ran between the blocks of the call, for ``paused_seconds``,
-    which are not in ``seconds``.
+    which are not in ``seconds``. ``proactive_rows`` are those of requests for which nobody waits.
     """
 
     start: float
@@ -64,6 +64,7 @@ class StepRecord:
     paused_seconds: float = 0.0
     num_inserted: int = 0
     is_inserted: bool = False
+    proactive_rows: int = 0
 
     @property
     def end(self) -> float:
@@ -92,7 +93,8 @@ class RequestRecord:
 
     Moments are those of ``time.perf_counter``, or of the virtual clock in simulations. ``started`` is the start of the request's
     first device call, or None if it never ran. ``token_times`` has the moment of each generated token. ``num_prompt`` counts
-    prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots.
+    prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots. ``is_proactive``: its
+    class of work.
     """
 
     id: int
@@ -103,6 +105,7 @@ class RequestRecord:
     num_cached: int
     reason: FinishReason
     ended: float | None = None
+    is_proactive: bool = False
 
     @property
     def queueing(self) -> float | None:

@@ -36,7 +36,8 @@ class Stats:
     ``finish_reasons`` counts requests by reason. ``num_jobs`` calls of other models, such as embeddings, took ``job_seconds`` of
     device time, which is not in ``device_seconds``. Of ``drafted_tokens`` drafted tokens, which were checked beside tokens that
     decoded, ``accepted_tokens`` were accepted; a draft model took ``draft_seconds`` for them. ``num_inserted`` of the
-    ``num_steps`` calls ran between the blocks of another one.
+    ``num_steps`` calls ran between the blocks of another one. ``proactive_seconds`` of ``device_seconds`` are those of proactive
+    requests; a call with both classes is divided by its rows.
     """
 
     num_requests: int
@@ -66,6 +67,7 @@ class Stats:
     accepted_tokens: int = 0
     draft_seconds: float = 0.0
     num_inserted: int = 0
+    proactive_seconds: float = 0.0
 
 
 @dataclass
@@ -76,6 +78,7 @@ class _Totals:
     preemptions: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    proactive_seconds: float = 0.0
     prefill_rows: int = 0
     decode_rows: int = 0
     drafted: int = 0
@@ -153,6 +156,7 @@ def _add_step(totals: _Totals, step: StepRecord) -> None:
         return
     totals.seconds += step.seconds
     totals.prefill_seconds += step.seconds * prefill / (prefill + decode)
+    totals.proactive_seconds += step.seconds * step.proactive_rows / (prefill + decode)
     totals.prefill_rows += prefill
     totals.decode_rows += decode
     totals.drafted += sum(count for _, count, _ in step.drafts)
@@ -209,6 +213,7 @@ def _stats_of(totals: _Totals) -> Stats:
         accepted_tokens=totals.accepted,
         draft_seconds=totals.draft_seconds,
         num_inserted=totals.inserted,
+        proactive_seconds=totals.proactive_seconds,
     )
 
 

@@ -22,7 +22,8 @@ def due_step(view: View, call: CallView) -> Plan | None:
     As many steps are due before the end of the call as keep each time between two tokens within ``view.token_bound``, evenly
     spaced. Each step delays the prompts of the call by its own time. All that has run since the first call of the oldest of these
     prompts, between blocks and between calls, may delay it by ``MAX_DELAY_SHARE`` of the device time of its calls up to the end
-    of this one. So its first token comes after at most 1 + ``MAX_DELAY_SHARE`` of the time that its calls take alone.
+    of this one. So its first token comes after at most 1 + ``MAX_DELAY_SHARE`` of the time that its calls take alone. Proactive
+    prompts are delayed by as much as reactive requests need.
     """
     running = sorted(view.running, key=lambda request: request.last_token_time or 0.0)
     running = running[: max(0, min(call.max_decoding, view.free_slots))]
@@ -34,8 +35,10 @@ def due_step(view: View, call: CallView) -> Plan | None:
     rest = call.block_seconds * (call.num_blocks - call.num_done)
     delay = view.now - call.prompt_start - call.prompt_seconds
     allowed = _delay_share(view) * (call.prompt_seconds + rest) - delay
+    if call.is_proactive and not running[0].is_proactive:
+        allowed = math.inf
     needed = _num_needed(view, waited + rest, step_seconds, call.block_seconds)
-    count = min(needed, math.floor(allowed / step_seconds / NEARLY_WHOLE))
+    count = needed if allowed == math.inf else min(needed, math.floor(allowed / step_seconds / NEARLY_WHOLE))
     if count < 1 or waited < (waited + rest) / (count + 1) - call.block_seconds / 2:
         return None
     return Plan(decode=tuple(request.id for request in running))

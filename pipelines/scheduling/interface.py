@@ -18,6 +18,11 @@ its client sent have to run: as running if it is one token and a place is free. 
 idle sequence keeps its KV slots, which count as free: they are taken from the one that has been idle longest. Idle sequences do
 not count as running, so that their places go round; ``View.free_places`` says how many are left for requests that keep theirs.
 
+Work has one of two classes. Somebody waits for *reactive* work; *proactive* work (an agent, an index) takes what is left.
+A request whose priority is below 0 is proactive, and so is a job whose priority is 0 or below, as that of documents. While both
+classes have requests, a policy is asked for the reactive ones alone, as if the others were not there, and the planner adds the
+proactive ones where they keep the bounds. A policy whose attribute ``plans_classes`` is True gets all requests, and decides.
+
 When its last prompt token has run, a prefilling request gets its first token. From then on it is running if fewer than
 ``max_num_seqs`` requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
 """
@@ -25,12 +30,15 @@ When its last prompt token has run, a prefilling request gets its first token. F
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex
+
+PROACTIVE_PRIORITY = -1
+"""The priority of proactive requests that ask for no other one; all below 0 are proactive."""
 
 
 class RequestStatus(str, Enum):
@@ -86,6 +94,11 @@ class RequestView:
     def num_left(self) -> int:
         """The number of tokens to run before the next one can be chosen; 1 while decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_proactive(self) -> bool:
+        """Whether nobody waits for it: its class of work, which follows from its priority."""
+        return self.priority < 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,11 @@ class JobView:
     arrival: float
     priority: int = 0
     deadline: float | None = None
+
+    @property
+    def is_proactive(self) -> bool:
+        """Whether nobody waits for it: its class of work. Documents have priority 0, queries 1."""
+        return self.priority <= 0
 
 
 @dataclass(frozen=True)
@@ -226,6 +244,25 @@ class View:
         return (*self.waiting, *self.prefilling, *self.running, *self.swapped)
 
     @property
+    def has_both_classes(self) -> bool:
+        """Whether there are reactive and proactive requests."""
+        return len({request.is_proactive for request in self.requests}) > 1
+
+    def of_class(self, is_proactive: bool) -> View:
+        """Return the view with the requests of one class only."""
+
+        def kept(requests: tuple[RequestView, ...]) -> tuple[RequestView, ...]:
+            return tuple(request for request in requests if request.is_proactive is is_proactive)
+
+        return replace(
+            self,
+            waiting=kept(self.waiting),
+            prefilling=kept(self.prefilling),
+            running=kept(self.running),
+            swapped=kept(self.swapped),
+        )
+
+    @property
     def free_seqs(self) -> int:
         """The number of further requests that may be running."""
         return max(0, self.max_num_seqs - len(self.running))
@@ -287,6 +324,7 @@ class CallView:
         steps: The variants that can decode now, ascending by rows. They see all slots of the arena, and leave each where it is.
         prompt_start: The moment at which the first call of its oldest prompt began.
         prompt_seconds: The device time that the calls of this prompt have taken, those of the blocks that have run included.
+        is_proactive: Whether nobody waits for any of its prompts.
     """
 
     variant: Variant
@@ -297,6 +335,7 @@ class CallView:
     steps: tuple[Variant, ...]
     prompt_start: float
     prompt_seconds: float
+    is_proactive: bool = False
 
     @property
     def block_seconds(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 from statistics import median
@@ -58,7 +58,7 @@ class UrgentFirst:
 
 
 class ChatActivity:
-    """How conversations use a device, learnt from its views. Moments are seconds on the clock of the views.
+    """How conversations use a device, learnt from the reactive requests in its views. Moments are seconds on their clock.
 
     ``observe`` measures the time from the first view in which a prompt waits to its first token: the time to first token without
     the job that ran when the prompt arrived, and without the cached part of the prompt. ``delay`` subtracts later jobs.
@@ -73,7 +73,7 @@ class ChatActivity:
 
     def observe(self, view: View) -> None:
         """Take note of the requests of a view; a second call with the same view changes nothing."""
-        requests = view.requests
+        requests = [request for request in view.requests if not request.is_proactive]
         if not requests:
             self._since.clear()
             if self._end is None and self._last_busy > float("-inf") and not view.idle:
@@ -119,13 +119,13 @@ class JobScheduler:
     the device time, whatever the policy plans.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, activity: ChatActivity | None = None) -> None:
         self._start = float("-inf")  # of the last job, on the clock of the view
         self._seconds = 0.0
         self._ahead = 0.0  # seconds that jobs took before requests that wait, less those since
         self._num_hidden = 0  # calls for which prompts are hidden
         self._urgent = UrgentFirst()
-        self._activity = ChatActivity()
+        self._activity = ChatActivity() if activity is None else activity
 
     def longest_job(self, view: View) -> float:
         """Return the longest time that a job should take now, s: ``longest_job``, and less for prompts that may come."""
@@ -155,7 +155,7 @@ class JobScheduler:
         self._ahead = self._ahead_at(view) + job.seconds
         self._start = view.now
         self._seconds = job.seconds
-        self._num_hidden = ceil(len(view.running) / max(1, view.device.max_decoding))
+        self._num_hidden = ceil(len(bounded(view)) / max(1, view.device.max_decoding))
         self._urgent.begin(job, view.jobs)
         self._activity.delay(job.seconds)
         return job
@@ -174,7 +174,7 @@ class JobScheduler:
 
     def _goes_first(self, view: View, job: JobView) -> bool:
         """Return whether no request that does not decode goes before the job."""
-        others = (*view.waiting, *view.prefilling, *view.swapped)
+        others = [each for each in (*view.waiting, *view.prefilling, *view.swapped) if not _is_behind(each, job)]
         if not others:
             return True
         return all(job.priority > request.priority for request in others) and self._ahead_at(view) <= AHEAD_SECONDS
@@ -185,7 +185,8 @@ class JobScheduler:
         return max(0.0, self._ahead - max(0.0, view.now - self._start - self._seconds))
 
     def _keeps_bound(self, view: View, job: JobView) -> bool:
-        return not view.running or job.seconds <= slack_of(view) - waited(view)
+        running = [request for request in view.running if not _is_behind(request, job)]
+        return not running or job.seconds <= slack_of(view) - waited(view)
 
     def _has_waited_its_share(self, view: View, job: JobView) -> bool:
         """Return whether the job has waited long enough for ``MIN_SHARE``, and this is a good moment.
@@ -220,29 +221,39 @@ def longest_job(view: View, most: float = float("inf")) -> float:
     return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
 
 
+def bounded(view: View) -> Sequence[RequestView]:
+    """Return the running requests that have a bound on the time between tokens: the reactive ones, without any of them all."""
+    return [request for request in view.running if not request.is_proactive] or view.running
+
+
+def _is_behind(request: RequestView, job: JobView) -> bool:
+    """Return whether the request is proactive and the job is not."""
+    return request.is_proactive and not job.is_proactive
+
+
 def step_of(view: View) -> float:
-    """Return the seconds of a decode step of the running requests; 0 without any."""
-    num = min(len(view.running), view.device.max_decoding)
+    """Return the seconds of a decode step of the requests that have a bound; 0 without any."""
+    num = min(len(bounded(view)), view.device.max_decoding)
     variant = view.device.call(num, num) if num else None
     return view.device.seconds(variant) if variant is not None else 0.0
 
 
 def slack_of(view: View) -> float:
-    """Return the seconds that jobs may take between two tokens of the running requests."""
+    """Return the seconds that jobs may take between two tokens of the requests that have a bound."""
     step = step_of(view)
     return view.token_bound.of(step, view.tpot_ms) * BOUND_USED - step
 
 
 def waited(view: View) -> float:
-    """Return the seconds since the oldest of the running requests' last tokens."""
-    times = _token_times(view.running)
+    """Return the seconds since the oldest last token of the requests that have a bound."""
+    times = _token_times(bounded(view))
     return view.now - min(times) if times else 0.0
 
 
 def has_just_decoded(view: View, since: float) -> bool:
-    """Return whether every running request got a token after the moment ``since``."""
-    return all(time >= since for time in _token_times(view.running))
+    """Return whether every request that has a bound got a token after the moment ``since``."""
+    return all(time >= since for time in _token_times(bounded(view)))
 
 
-def _token_times(requests: tuple[RequestView, ...]) -> list[float]:
+def _token_times(requests: Iterable[RequestView]) -> list[float]:
     return [request.last_token_time for request in requests if request.last_token_time is not None]

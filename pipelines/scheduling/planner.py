@@ -16,10 +16,11 @@ from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling import policies
 from staticllm.pipelines.scheduling.between_blocks import due_step
 from staticllm.pipelines.scheduling.interface import CallView, Plan, Policy, RequestStatus, View
-from staticllm.pipelines.scheduling.job_scheduler import JobScheduler, urgency
+from staticllm.pipelines.scheduling.job_scheduler import ChatActivity, JobScheduler, urgency
 from staticllm.pipelines.scheduling.plans import IllegalPlanError, alone, check, check_between_blocks, check_wait_so_far
 from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
 from staticllm.pipelines.scheduling.request_table import RequestTable
+from staticllm.pipelines.scheduling.work_classes import ProactiveRequests, reactive_view
 from staticllm.system.threads import start_thread
 
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -56,18 +57,23 @@ class Planner:
         self._batch_wait = BatchWait() if waits_for_idle else None
         self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
-        self._plans_jobs = _plans_jobs(policy)
+        self._plans_jobs = _declared(policy, "plans_jobs")
         self._decides_between = _decides_between_blocks(policy)
         self._thread = None if self._is_shipped else _PolicyThread(policy)
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
-        self._jobs = JobScheduler()
+        self._plans_classes = _declared(policy, "plans_classes")
+        activity = ChatActivity()
+        self._jobs = JobScheduler(activity)
+        self._proactive = ProactiveRequests(activity)
         self._last = Plan()  # of a shipped policy
 
     def plan(self, view: View) -> Plan:
         """Return a plan that breaks no rule.
 
         Unless the policy plans jobs itself, ``JobScheduler`` decides whether one runs, and the policy gets a view without them.
+        Unless it plans both classes itself, it gets the reactive requests alone while there are any, and ``ProactiveRequests``
+        adds the others.
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
         compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one is
@@ -75,22 +81,43 @@ class Planner:
         has the id of the first one).
         """
         self._restore_policy(view)
-        if not (self._plans_jobs and self.policy is self._own):
+        plans_jobs = self._plans_jobs and self.policy is self._own
+        if not plans_jobs:
             if (moment := self._jobs.hold_until(view)) is not None:
                 return Plan(wait_until=moment)
             if (job := self._jobs.choose(view)) is not None:
                 return Plan(job=job.id)
-            view = self._jobs.view_for_policy(view)
         self._last = Plan()
         if self._is_shipped and self._batch_wait is not None and (moment := self._batch_wait.until(view)) is not None:
             return Plan(wait_until=moment)
         try:
-            plan = self._checked(self._asked(view), view)
-            self._last = plan if self._is_shipped else Plan()
-            return plan
+            return self._planned(view, plans_jobs)
         except Exception as error:
             self._fail(view, _reason(error), isinstance(error, _StallError))
-        return _fallback(view)
+        return _fallback(view if plans_jobs else replace(view, jobs=()))
+
+    def _planned(self, view: View, plans_jobs: bool) -> Plan:
+        """Return the plan of the policy, with proactive requests beside the reactive ones.
+
+        Raises:
+            IllegalPlanError: the policy's plan breaks a rule.
+            Exception: the policy raised it.
+        """
+        plans_classes = self._plans_classes and self.policy is self._own
+        has_both = not plans_classes and view.has_both_classes
+        if has_both and (due := self._proactive.due(view)) is not None:
+            return check(due, view)
+        seen = reactive_view(view) if has_both else view
+        seen = seen if plans_jobs else self._jobs.view_for_policy(seen)
+        plan = self._checked(self._asked(seen), seen)
+        if plan.job is not None or plan.wait_until is not None or plans_classes:
+            return plan
+        if has_both:
+            return self._proactive.filled(plan, view)
+        if view.requests and view.requests[0].is_proactive:
+            plan = check(self._proactive.shortened(plan, view), view)
+        self._last = plan if self._is_shipped else Plan()
+        return plan
 
     def between_blocks(self, view: View, call: CallView) -> Plan | None:
         """Return a legal decode step that runs between two blocks of ``call``, or None.
@@ -219,17 +246,17 @@ def _seconds(view: View, num_requests: int) -> float:
     return float("inf") if variant is None else view.device.seconds(variant)
 
 
-def _plans_jobs(policy: Policy) -> bool:
-    """Return the policy's ``plans_jobs``, read once so that a user's property cannot fail later. Raises ``ConfigError``."""
+def _declared(policy: Policy, name: str) -> bool:
+    """Return what the policy says it plans, read once so that a user's property cannot fail later. Raises ``ConfigError``."""
     try:
-        found = getattr(policy, "plans_jobs", False)
+        found = getattr(policy, name, False)
     except Exception as error:
         raise ConfigError(
-            f"plans_jobs of the scheduler {type(policy).__name__} raised {error!r}: must be a bool"
+            f"{name} of the scheduler {type(policy).__name__} raised {error!r}: must be a bool"
         ) from error
     if not isinstance(found, bool):
-        name = type(policy).__name__
-        raise ConfigError(f"plans_jobs of the scheduler {name} is a {type(found).__name__}: must be a bool")
+        kind = type(policy).__name__
+        raise ConfigError(f"{name} of the scheduler {kind} is a {type(found).__name__}: must be a bool")
     return found
 
 

@@ -368,10 +368,12 @@ def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> N
             f"{plan.num_rows + brought} KV slots are needed, {view.free_slots + freed} are free: swap out or preempt a request",
         )
     swapped_slots = sum(known[request].num_computed for request in plan.swap_out)
-    if swapped_slots > view.free_host_slots:
+    left = [known[request] for request in plan.preempt if not known[request].in_arena]
+    host_room = view.free_host_slots + sum(request.num_computed for request in left)
+    if swapped_slots > host_room:
         raise IllegalPlanError(
             "host-slots",
-            f"{swapped_slots} KV slots would be swapped out, the host pool has room for {view.free_host_slots}",
+            f"{swapped_slots} KV slots would be swapped out, the host pool has room for {host_room}",
         )
     fresh = not plan.decode and all(not known[request].num_computed for request, _ in plan.prefill)
     if view.device.call(plan.num_rows, plan.num_sequences, fresh) is None:

@@ -11,8 +11,8 @@ from staticllm.pipelines.scheduling.interface import OWN_BOUND, Device, RequestS
 WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED
 
-_Counts = Counter[tuple[RequestStatus, bool]]
-"""Requests by status and ``is_client_driven``."""
+_Counts = Counter[tuple[RequestStatus, bool, bool]]
+"""Requests by status, ``is_client_driven`` and ``is_proactive``."""
 
 TRANSITIONS: dict[RequestStatus, tuple[RequestStatus, ...]] = {
     WAITING: (WAITING, PREFILLING),
@@ -73,25 +73,35 @@ class RequestInfo:
     @status.setter
     def status(self, status: RequestStatus) -> None:
         if self._counts is not None:
-            self._counts[self._status, self.is_client_driven] -= 1
-            self._counts[status, self.is_client_driven] += 1
+            is_proactive = self.priority < 0
+            self._counts[self._status, self.is_client_driven, is_proactive] -= 1
+            self._counts[status, self.is_client_driven, is_proactive] += 1
         self._status = status
+
+    @property
+    def is_proactive(self) -> bool:
+        """Whether nobody waits for it, as in ``RequestView``."""
+        return self.priority < 0
 
     def enter(self, counts: _Counts) -> None:
         """Record that the request is in a table, whose ``counts`` it keeps."""
         self._counts = counts
-        counts[self._status, self.is_client_driven] += 1
+        counts[self._status, self.is_client_driven, self.is_proactive] += 1
 
     def leave(self) -> None:
         """Record that the request is in no table."""
         if self._counts is not None:
-            self._counts[self._status, self.is_client_driven] -= 1
+            self._counts[self._status, self.is_client_driven, self.is_proactive] -= 1
         self._counts = None
 
     def set_priority(self, priority: int) -> None:
-        """Change the priority."""
+        """Change the priority, and with it perhaps the class."""
+        counts = self._counts
+        self.leave()
         self.priority = priority
         self._view = None
+        if counts is not None:
+            self.enter(counts)
 
     def come_back(self, num_computed: int, now: float, can_run: bool) -> None:
         """Record that a client request came back with new tokens; ``num_computed`` tokens have slots of the arena.
@@ -231,7 +241,10 @@ class RequestTable:
 
     def count(self, status: RequestStatus) -> int:
         """Return the number of requests with this status."""
-        return self._counts[status, False] + self._counts[status, True]
+        return self._num(status, False) + self._num(status, True)
+
+    def _num(self, status: RequestStatus, is_client_driven: bool) -> int:
+        return self._counts[status, is_client_driven, False] + self._counts[status, is_client_driven, True]
 
     def are_running(self, requests: tuple[int, ...]) -> bool:
         """Return whether all of these requests are in the table and running."""
@@ -269,10 +282,19 @@ class RequestTable:
 
         The last place is left to client requests, if there are any.
         """
-        own = self._counts[RUNNING, False]
+        own = self._num(RUNNING, False)
+        num_driven = self._num(RUNNING, True) + self._num(SWAPPED, True)
+        is_last_shared = own + 1 >= self.limits.max_num_seqs and num_driven > 0
+        return not is_last_shared and self.count(RUNNING) < self.limits.max_num_seqs and not self._num(SWAPPED, False)
+
+    @property
+    def has_reactive_seq(self) -> bool:
+        """The same for a reactive request if no proactive ones were there: these give their places up in the next plan."""
         counts = self._counts
-        is_last_shared = own + 1 >= self.limits.max_num_seqs and (counts[RUNNING, True] or counts[SWAPPED, True])
-        return not is_last_shared and self.count(RUNNING) < self.limits.max_num_seqs and not counts[SWAPPED, False]
+        own = counts[RUNNING, False, False]
+        num_driven = counts[RUNNING, True, False]
+        is_last_shared = own + 1 >= self.limits.max_num_seqs and num_driven + counts[SWAPPED, True, False] > 0
+        return not is_last_shared and own + num_driven < self.limits.max_num_seqs and not counts[SWAPPED, False, False]
 
     @property
     def num_free_for_clients(self) -> int:
@@ -283,10 +305,18 @@ class RequestTable:
         """
         if self.count(SWAPPED):
             return 0
-        prompts = self._counts[WAITING, False] + self._counts[PREFILLING, False]
+        prompts = self._num(WAITING, False) + self._num(PREFILLING, False)
         return max(0, self.limits.max_num_seqs - self.count(RUNNING) - prompts)
 
     def add_token(self, request: int, now: float) -> None:
-        """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped."""
+        """Record a chosen token. A request whose prompt has just ended is running if there is a free place, else swapped.
+
+        A reactive request does not wait behind proactive ones that are swapped.
+        """
         info = self._infos[request]
-        info.add_token(now, info.status is PREFILLING and self.has_free_seq)
+        info.add_token(now, info.status is PREFILLING and self._has_place(info))
+
+    def _has_place(self, info: RequestInfo) -> bool:
+        if info.is_proactive:
+            return self.has_free_seq
+        return self.has_reactive_seq and self.count(RUNNING) < self.limits.max_num_seqs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -110,6 +110,17 @@ def summarize_run(run: Run) -> RunSummary:
         **asdict(summary), busy=_mean(shares) + _mean(jobs), job_share=_mean(jobs),
         num_drafted=sum(drafted for _, drafted, _ in drafts), num_accepted=sum(accepted for *_, accepted in drafts),
     )  # fmt: skip
+
+
+def summarize_classes(run: Run) -> dict[str, RunSummary]:
+    """Return the figures of reactive and of proactive requests; empty unless there are both."""
+    classes = {
+        name: tuple(request for request in run.requests if request.is_proactive is is_proactive)
+        for name, is_proactive in (("reactive", False), ("proactive", True))
+    }
+    if not all(classes.values()):
+        return {}
+    return {name: summarize_run(replace(run, requests=requests)) for name, requests in classes.items()}
 
 
 def jain(values: Sequence[float]) -> float:

@@ -14,6 +14,10 @@ import numpy as np
 
 from staticllm.core import MAX_ANSWERS
 from staticllm.errors import ConfigError
+from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
+
+CLASSES = {"reactive": 0, "proactive": PROACTIVE_PRIORITY}
+"""The priority of each class of work in a trace."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
     """Return the requests in a file of JSON lines, or of CSV with a header.
 
     Each has an ``arrival`` (seconds), the lengths ``prompt`` and ``output`` (tokens) and optionally a ``priority``, a number of
-    ``answers``, or one of ``beams``. Times are shifted so that the earliest is 0.
+    ``answers``, or one of ``beams``. A ``class``, ``reactive`` or ``proactive``, stands for the priority 0 or -1. Times are
+    shifted so that the earliest is 0.
 
     Raises:
         ConfigError: a line is not such a request; the error names file and line.
@@ -141,7 +146,7 @@ def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
         beams = int(row.get("beams") or 1)
         answers = int(row.get("answers") or 1)
         arrival = Arrival(
-            number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), int(row.get("priority") or 0),
+            number, float(row["arrival"]), int(row["prompt"]), int(row["output"]), _priority(row),
             num_answers=max(beams, answers), are_beams=beams > 1,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -152,6 +157,19 @@ def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
     if arrival.num_answers > MAX_ANSWERS or (beams > 1 and answers > beams):
         raise ConfigError(f"{place}:{line}: at most {MAX_ANSWERS} answers or beams, and no more answers than beams")
     return arrival
+
+
+def _priority(row: Any) -> int:
+    """Return the priority of a request in a trace, by its number or by its class. Raises ``ValueError`` (the class is none)."""
+    name = row.get("class") or None
+    if name not in (None, *CLASSES):
+        raise ValueError(f"class {str(name)[:50]!r} is neither reactive nor proactive")
+    given = row.get("priority")
+    if given in (None, ""):
+        return 0 if name is None else CLASSES[name]
+    if name is not None and (int(given) < 0) != (CLASSES[name] < 0):
+        raise ValueError(f"priority {int(given)} is not that of class {name}, below 0 is proactive")
+    return int(given)
 
 
 def _between(limits: tuple[int, int], rng: np.random.Generator) -> int:

@@ -58,8 +58,9 @@ class RequestOutput:
     ``is_dropped``: whether the streamer returned
     ``StreamingStatus.CANCEL``, so that a chat does not keep this turn. ``echo`` holds the prompt's tokens if they are part of
     the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
-    a stop string cut off; ``device_seconds`` is the time of the device calls since the token before. ``num_cached`` is the
-    number of prompt tokens that the prefix cache had. ``detokenization_seconds`` is None if nothing was decoded.
+    a stop string cut off; ``device_seconds`` is the time of the device calls since the token before, and ``own_seconds`` the part
+    of their sum by the answer's rows in each call. ``num_cached`` is the number of prompt tokens that the prefix cache had.
+    ``detokenization_seconds`` is None if nothing was decoded.
     ``message`` has the parts of the text; None if it was not parsed. ``logprobs`` has the log-probability of each of ``tokens``
     (as in ``Choice``).
     """
@@ -78,6 +79,7 @@ class RequestOutput:
     metrics: PerfMetrics
     message: AssistantMessage | None = None
     logprobs: list[float] = field(default_factory=list)
+    own_seconds: float = 0.0
 
 
 def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
@@ -221,6 +223,7 @@ class OutputProcessor:
             token_times=[token.time for token in received],
             sampling_seconds=[token.sampling_seconds for token in received],
             device_seconds=[token.device_seconds for token in received],
+            own_seconds=sum(_own_seconds(token) for token in received),
             num_cached=received[-1].num_cached if received else 0,
             detokenization_seconds=self._decode.seconds,
             metrics=self._metrics(compile_times),
@@ -283,6 +286,10 @@ class OutputProcessor:
         raw.m_batch_sizes.extend([1] * len(times))
         raw.token_infer_durations.extend(seconds * MICRO for seconds in calls[1:])
         return metrics
+
+
+def _own_seconds(token: TokenOutput) -> float:
+    return token.device_seconds if token.own_seconds is None else token.own_seconds
 
 
 def kept_outputs(outputs: list[RequestOutput], options: GenerationOptions) -> list[RequestOutput]:

@@ -150,7 +150,8 @@ def command(models: tuple[str, ...], **options: Any) -> None:
     if options["supervise"] and options["daemon"]:
         raise click.UsageError("--supervise and --daemon: leave one of them out")
     config = ServerConfig() if options["config"] is None else read_config_file(options["config"])
-    settings = _settings(_with_file(options, config))
+    clients = tuple(entry.client() for entry in config.clients)
+    settings = replace(_settings(_with_file(options, config)), clients=clients)
     settings.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("uvicorn", "sse_starlette"):

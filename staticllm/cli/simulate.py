@@ -77,7 +77,7 @@ COUNT = click.IntRange(1)
 @value("--draft-tokens", click.IntRange(1, 64), "Draft up to N tokens per request and call, where it pays.")
 @value("--accept", Number(0, 1), "Probability that a drafted token is accepted.", 0.7)
 @value("--draft-ms", click.FLOAT, "Draft model's ms per token; 0 for prompt lookup.", 0.0)
-@value("--trace", click.Path(), "Read requests from a file instead, JSON lines or CSV: arrival, prompt, output.")
+@value("--trace", click.Path(), "Read requests from a file instead, JSON lines or CSV: arrival, prompt, output, class.")
 @value("--seed", click.IntRange(0), "Seed of arrivals and lengths.", 0)
 @value("--devices", COUNT, "Devices that prefill and decode.", 1)
 @value("--transfer-ms", click.FLOAT, "Latency from P to D, per request.", 0.0)
@@ -140,7 +140,7 @@ def command(**options: Any) -> None:
 def _simulate(options: dict[str, Any]) -> None:
     from staticllm.pipelines.simulator.cost_model import write_costs
     from staticllm.pipelines.simulator.plot import check_plot, plot_runs
-    from staticllm.pipelines.simulator.summary import summarize_run
+    from staticllm.pipelines.simulator.summary import summarize_classes, summarize_run
 
     if options["plot"]:
         check_plot(options["plot"])
@@ -150,6 +150,7 @@ def _simulate(options: dict[str, Any]) -> None:
             write_costs(options["save_costs"], scenario.model.index.variants, scenario.model.cost)
     runs: dict[str, Run] = {}
     results: dict[str, RunSummary] = {}
+    classes: dict[str, dict[str, RunSummary]] = {}
     if not options["as_json"]:
         click.echo(HEADER)
     with progress("simulating") as shown:
@@ -159,12 +160,20 @@ def _simulate(options: dict[str, Any]) -> None:
             shown.show(f"simulating {policy}", number, len(options["policies"]))
             runs[policy] = scenario.run(policy)
             results[policy] = summarize_run(runs[policy])
+            classes[policy] = summarize_classes(runs[policy])
             if not options["as_json"]:
-                shown.write(_line(policy, results[policy]))
+                lines = {policy: results[policy], **{f"  {name}": each for name, each in classes[policy].items()}}
+                shown.write("\n".join(_line(name, summary) for name, summary in lines.items()))
     if options["as_json"]:
-        click.echo(json.dumps({policy: summary.as_dict() for policy, summary in results.items()}, indent=2))
+        click.echo(json.dumps({policy: _told(found, classes[policy]) for policy, found in results.items()}, indent=2))
     if options["plot"]:
         plot_runs(runs, options["plot"])
+
+
+def _told(summary: RunSummary, classes: dict[str, RunSummary]) -> dict[str, Any]:
+    """Return the figures of a policy as JSON types, with those of both classes of work if there are both."""
+    shown = {name: each.as_dict() for name, each in classes.items()}
+    return {**summary.as_dict(), **({"classes": shown} if shown else {})}
 
 
 def _line(policy: str, summary: RunSummary) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from staticllm.errors import ConfigError, shown
 from staticllm.model_paths.arguments import expanded
 from staticllm.server.models.served import ModelSpec, model_spec
+from staticllm.server.settings import ApiClient
 from staticllm.system.files import read_regular
 from staticllm.system.typed import typed
 
@@ -23,7 +24,6 @@ else:
     import tomli as tomllib
 
 MAX_BYTES = 1 << 20
-_Table = TypeVar("_Table")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,25 @@ class ModelEntry:
 
 
 @dataclass(frozen=True)
+class ClientEntry:
+    """A table ``[[clients]]``: a client with a key of its own, and the fields of ``ApiClient``."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=100)]
+    key: Annotated[str, Meta(min_length=1, max_length=1000)]
+    work_class: Literal["reactive", "proactive"] | None = None
+    share: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+
+    def client(self) -> ApiClient:
+        """Return the entry as a setting."""
+        return ApiClient(self.name, self.key, self.work_class, self.share)
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """What the file says; None for what it leaves to the command line. ``options`` are those of all models that know them."""
 
     models: list[ModelEntry] = field(default_factory=list)
+    clients: Annotated[list[ClientEntry], Meta(max_length=1000)] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
     host: str | None = None
@@ -64,8 +79,9 @@ def read_config_file(path: str) -> ServerConfig:
     try:
         found = tomllib.loads(read_regular(Path(path), MAX_BYTES).decode())
         _check_keys(found, ServerConfig, "")
-        for number, entry in enumerate(found["models"] if isinstance(found.get("models"), list) else ()):
-            _check_keys(entry, ModelEntry, f"models[{number}].")
+        for name, kind in (("models", ModelEntry), ("clients", ClientEntry)):
+            for number, entry in enumerate(found[name] if isinstance(found.get(name), list) else ()):
+                _check_keys(entry, kind, f"{name}[{number}].")
         config = typed(found, ServerConfig)
     except OSError as error:
         raise ConfigError(f"--config {path!r} cannot be read: {error.strerror or error}") from None
@@ -82,8 +98,8 @@ def _from_folder(entry: ModelEntry, folder: Path) -> ModelEntry:
     return replace(entry, path=str(beside)) if beside.exists() else entry
 
 
-def _check_keys(table: object, kind: type[_Table], place: str) -> None:
-    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+def _check_keys(table: object, kind: type[Any], place: str) -> None:
+    known = [item.name for item in fields(kind)]
     for name in table if isinstance(table, Mapping) else ():
         if name not in known:
             near = get_close_matches(name, known, n=1)

@@ -125,7 +125,8 @@ class SchedulerFeed:
         if loaded is None:
             return lambda: self._document(mirror, after)
         pause = 0.0 if loaded.home is None else PULL_SECONDS
-        waiting = [round((now - since) * 1e3, 3) for since in loaded.admission.waiting_since]
+        waiting = [round((now - since) * 1e3, 3) for each in model.admissions for since in each.waiting_since]
+        clients = loaded.admission.shares.numbers
         limits = loaded.admission.limits
         bounds = {
             "num_seqs": loaded.num_seqs,
@@ -139,7 +140,7 @@ class SchedulerFeed:
             state = None
             with contextlib.suppress(ClosedError):  # it has ended just now
                 state = mirror.read(source, pause)
-            told = {**self._document(mirror, after), "waiting_ms": waiting, "limits": bounds}
+            told = {**self._document(mirror, after), "waiting_ms": waiting, "clients": clients, "limits": bounds}
             if state is None:
                 return told
             return {
@@ -159,6 +160,7 @@ class SchedulerFeed:
             "cursor": known.cursor,
             "dropped": known.num_dropped,
             "waiting_ms": [],
+            "clients": [],
             "requests": [],
             "calls": [entry for entry in known.entries if "rows" in entry],
             "ended": [entry for entry in known.entries if "rows" not in entry],
@@ -178,6 +180,7 @@ class SchedulerFeed:
             "output_tokens": progress.num_generated,
             "max_output_tokens": progress.max_new_tokens,
             "priority": progress.priority,
+            "class": "proactive" if progress.priority < 0 else "reactive",
             "ttft_ms": None if first is None else round((first - progress.arrival) * 1e3, 3),
         }
 
@@ -194,6 +197,7 @@ def totals_of(stats: Stats) -> dict[str, Any]:
         "output_tokens": stats.num_tokens,
         "prefill_seconds": round(stats.device_seconds * stats.prefill_share, 6),
         "decode_seconds": round(stats.device_seconds * stats.decode_share, 6),
+        "proactive_seconds": round(stats.proactive_seconds, 6),
         "padding": round(stats.padding, 4),
         "slots_in_use": stats.slots_in_use,
         "peak_slots_in_use": stats.peak_slots_in_use,

@@ -14,15 +14,16 @@ from prometheus_client.registry import Collector
 from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.models.served import ServedModel
+from staticllm.server.models.tenants import TenantShares
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 Models = Callable[[], Iterable[ServedModel]]
 
 
 class ServerMetrics:
-    """The metrics of one server. ``models`` returns the loaded models."""
+    """The metrics of one server. ``models`` returns the loaded models; ``tenants`` has the device time of their clients."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, tenants: TenantShares | None = None) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         seconds = partial(Histogram, labelnames=["model"], buckets=_SECONDS, registry=registry)
@@ -48,7 +49,7 @@ class ServerMetrics:
             ["reason", "knob"],
         )
         self.cancelled = counter("staticllm_cancelled_requests", "Requests whose client closed the connection.")
-        registry.register(_Engines(models))
+        registry.register(_Engines(models, TenantShares() if tenants is None else tenants))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format. Any thread may call."""
@@ -86,14 +87,18 @@ class AnswerTimer:
 class _Engines(Collector):
     """Reads the statistics of each loaded model when metrics are asked for."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, tenants: TenantShares) -> None:
         self._models = models
+        self._tenants = tenants
 
     def collect(self) -> Iterable[Metric]:
         waiting = GaugeMetricFamily(
             "staticllm_waiting_requests", "Requests that wait for their turn.", labels=["model"]
         )
         slots = GaugeMetricFamily("staticllm_kv_slots_in_use", "KV slots in use after the last call.", labels=["model"])
+        proactive = CounterMetricFamily(
+            "staticllm_class_seconds", "Time of device calls by class of work.", labels=["model", "class"]
+        )
         seconds = CounterMetricFamily(
             "staticllm_device_seconds", "Time of device calls by phase.", labels=["model", "phase"]
         )
@@ -102,13 +107,20 @@ class _Engines(Collector):
         jobs = CounterMetricFamily(
             "staticllm_device_jobs", "Calls of encoders in the engine of a chat model.", labels=["model"]
         )
+        clients = CounterMetricFamily(
+            "staticllm_client_seconds",
+            "Device time of the clients in the config file, and of all others.",
+            labels=["client"],
+        )
+        for client, spent in self._tenants.seconds.items():
+            clients.add_metric([client], spent)
         models = list(self._models())
         for model in models:
             name = model.spec.name
             pipeline = model.pipeline
-            admission = model.admission
-            if admission is not None:
-                waiting.add_metric([name], admission.num_waiting)
+            admissions = model.admissions
+            if admissions:
+                waiting.add_metric([name], sum(each.num_waiting for each in admissions))
             if not isinstance(pipeline, StaticLLMPipeline):
                 continue
             try:
@@ -119,11 +131,13 @@ class _Engines(Collector):
             seconds.add_metric([name, "prefill"], stats.device_seconds * stats.prefill_share)
             seconds.add_metric([name, "decode"], stats.device_seconds * stats.decode_share)
             seconds.add_metric([name, "jobs"], stats.job_seconds)
+            proactive.add_metric([name, "reactive"], stats.device_seconds - stats.proactive_seconds)
+            proactive.add_metric([name, "proactive"], stats.proactive_seconds)
             jobs.add_metric([name], stats.num_jobs)
             calls.add_metric([name, "ok"], stats.num_steps - stats.num_failed_steps)
             calls.add_metric([name, "failed"], stats.num_failed_steps)
             preemptions.add_metric([name], stats.num_preemptions)
-        return [waiting, slots, seconds, calls, preemptions, jobs, *_of_encoders(models)]
+        return [waiting, slots, seconds, proactive, clients, calls, preemptions, jobs, *_of_encoders(models)]
 
 
 def _of_encoders(models: Iterable[ServedModel]) -> list[Metric]:

@@ -224,7 +224,7 @@ async def _run(
     url = base_url(listener)
 
     def tell() -> None:
-        key = settings.api_keys[0] if settings.api_keys else None
+        key = settings.keys[0] if settings.keys else None
         names = tuple(spec.name for spec in specs)
         ready.write(Ready(f"{url}/v1", listener.getsockname()[1], key, os.getpid(), names))
 

@@ -9,9 +9,24 @@ from typing import Literal
 
 from staticllm.errors import ConfigError
 
+WORK_CLASSES = ("reactive", "proactive")
 RunsIn = Literal["process", "worker", "daemon"]
 DEFAULT_PORT = 8000
 LOCAL_NAMES = ("localhost", "tauri.localhost")
+
+
+@dataclass(frozen=True)
+class ApiClient:
+    """A client with a key of its own.
+
+    ``work_class``: the class of its requests that do not say it, one of ``WORK_CLASSES``; None for that of the model. ``share``:
+    its part of the device time while others wait, in relation to theirs; 1 is that of clients without an entry.
+    """
+
+    name: str
+    key: str
+    work_class: str | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,7 @@ class ServerSettings:
         host: The address that it listens at.
         port: The port; 0 lets the system choose one.
         api_keys: The keys that clients may use; without any, all clients are served.
+        clients: Clients with keys, classes and shares of their own.
         allowed_origins: Origins of web pages that may send requests, beside local ones and those of desktop apps; ``*``: all.
         is_insecure: Whether other machines may connect without a key.
         device: The OpenVINO device of the models, or several in their order (``NPU,GPU,CPU``).
@@ -47,6 +63,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_keys: tuple[str, ...] = ()
+    clients: tuple[ApiClient, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     is_insecure: bool = False
     device: str = "CPU"
@@ -70,12 +87,24 @@ class ServerSettings:
 
     def check(self) -> None:
         """Check that these settings are safe. Raises ``ConfigError`` (other machines could connect without a key)."""
-        if not (self.is_local or self.api_keys or self.is_insecure):
+        if not (self.is_local or self.keys or self.is_insecure):
             raise ConfigError(
                 f"host {self.host!r} is reachable from other machines and there is no API key: give --api-key, or --insecure"
             )
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise ConfigError("an API key is empty or has spaces or characters outside ASCII: choose another")
+        for name, values in (("name", [each.name for each in self.clients]), ("key", self.keys)):
+            if len(set(values)) < len(values):
+                raise ConfigError(f"two clients have the same {name}: choose another")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that clients may use; those with an entry are the last ones."""
+        return (*self.api_keys, *(client.key for client in self.clients))
+
+    def client_of(self, name: str) -> ApiClient | None:
+        """Return the entry of a client by what requests call it (``client_name``); None without an entry."""
+        return next((each for each in self.clients if client_name(each) == name), None)
 
     @property
     def is_local(self) -> bool:
@@ -92,3 +121,8 @@ def is_local_name(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def client_name(client: ApiClient) -> str:
+    """Return what requests of a client are counted under."""
+    return f"client {client.name}"

@@ -44,7 +44,7 @@ class ServerState:
         """
         settings.check()
         hub = ModelHub(specs, settings, load)
-        metrics = ServerMetrics(lambda: hub.loaded)
+        metrics = ServerMetrics(lambda: hub.loaded, hub.tenants)
         return cls(
             settings, hub, Workers(settings.num_threads), metrics, Lifecycle(), SchedulerFeed(), Workers(NUM_OBSERVERS)
         )

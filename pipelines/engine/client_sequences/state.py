@@ -184,8 +184,9 @@ class ClientState(SequenceState):
         """Whether the profiler records its end: only when it is closed."""
         return self.is_closed
 
-    def add_call(self, seconds: float) -> None:
+    def add_call(self, seconds: float, own_seconds: float) -> None:
         """Add the ``seconds`` of a device call that the feed was part of."""
+        del own_seconds
         self._device_seconds += seconds
 
     def take_result(self, result: SegmentResult, count: int) -> Outcome:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
@@ -65,7 +65,7 @@ class Answers:
         self._model = model
         self._client = client
         self._asks = asks
-        self._admission = model.admission
+        self._admission = model.admission_of(asks[0].is_proactive)
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[_Answer] = set()
@@ -98,14 +98,16 @@ class Answers:
         return answer
 
     def _submit(self, ask: Ask) -> GenerationHandle:
-        """Submit an ask. In the engine, where all clients are, a request may only go behind others."""
-        return self._model.chat.submit(ask.prompt, **{**ask.options, "priority": min(0, ask.priority)})
+        return self._model.chat.submit(ask.prompt, **{**ask.options, "priority": ask.engine_priority})
 
     def _leave(self, answer: _Answer) -> None:
         if answer not in self._running:
             return
         self._running.discard(answer)
         answer.handle.cancel()  # does nothing after the end
+        if not answer.is_charged:  # its time is not told: as if all that ran had had the same
+            seconds = time.perf_counter() - answer.begin
+            self._charge(answer, seconds * answer.num_places / max(1, self._admission.num_running))
         self._state.lifecycle.remove(answer.handle)
         self._state.metrics.running.labels(self._model.spec.name).dec()
         self._admission.leave(self._client, answer.num_places)
@@ -178,10 +180,15 @@ class Answers:
             for output in [] if answer.ask.is_search else outputs:
                 answer.timer.end(output.token_times)
             self._count(outputs)
+            self._charge(answer, sum(output.own_seconds for output in outputs))
             self._keep(handle)
             yield [*last, AnswerEnd(answer.index, outputs)]
         finally:
             self._leave(answer)
+
+    def _charge(self, answer: _Answer, seconds: float) -> None:
+        self._admission.shares.charge(self._client, seconds)
+        answer.is_charged = True
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         name = self._model.spec.name
@@ -209,13 +216,15 @@ class Answers:
             self._leave(answer)
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(eq=False)
 class _Answer:
     index: int
     ask: Ask
     handle: GenerationHandle
     timer: AnswerTimer
     num_places: int
+    begin: float = field(default_factory=time.perf_counter)
+    is_charged: bool = False
 
 
 @dataclass(frozen=True)

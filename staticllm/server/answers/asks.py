@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from staticllm.pipelines.generation.options.table import SAMPLING, UNLIMITED, Api, http_fields
+from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
 from staticllm.server.http.errors import ApiError
 
 MAX_ID_DIGITS = 10
@@ -58,9 +59,9 @@ class AnswerFields:
 class Ask:
     """One handle that a request asks for: a prompt with its options.
 
-    ``priority`` orders the requests of its client. ``num_beams``: the sequences of the answer, for which it needs places; more
-    than one is a beam search, whose tokens come at its end. ``is_by_token``: each token is an increment of its own, also if
-    several are ready, because their texts have places in the answer.
+    ``priority`` orders the requests of its client. ``is_proactive``: its class of work. ``num_beams``: the sequences of the
+    answer, for which it needs places; more than one is a beam search, whose tokens come at its end. ``is_by_token``: each token
+    is an increment of its own, also if several are ready, because their texts have places in the answer.
     """
 
     prompt: Any
@@ -68,11 +69,17 @@ class Ask:
     priority: int = 0
     num_beams: int = 1
     is_by_token: bool = False
+    is_proactive: bool = False
 
     @classmethod
-    def of(cls, prompt: Any, asked: AnswerFields, index: int = 0, priority: int = 0) -> Ask:
+    def of(cls, prompt: Any, asked: AnswerFields, index: int = 0, priority: int = 0, is_proactive: bool = False) -> Ask:
         """Return the ask for answer ``index``. Raises ``ApiError`` (fields contradict each other)."""
-        return cls(prompt, options_of(asked, index), priority, asked.num_beams, asked.wants_logprobs)
+        return cls(prompt, options_of(asked, index), priority, asked.num_beams, asked.wants_logprobs, is_proactive)
+
+    @property
+    def engine_priority(self) -> int:
+        """The priority in the engine, where all clients are: below 0 for proactive requests, else 0."""
+        return min(PROACTIVE_PRIORITY, self.priority) if self.is_proactive else 0
 
     @property
     def is_search(self) -> bool:

@@ -100,7 +100,6 @@ class IgnoredFields(Fields):
     user: Any = None
     metadata: Any = None
     store: Any = None
-    service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from staticllm.server.http.errors import ApiError
-from staticllm.server.settings import ServerSettings, is_local_name
+from staticllm.server.settings import ServerSettings, client_name, is_local_name
 
 LOCAL_ORIGINS = (
     r"null|(app|tauri|file|vscode-webview|vscode-file)://.*"
@@ -88,8 +88,9 @@ class AccessMiddleware:
         self._origins = origins
         self._on_refusal = on_refusal
         self._open_paths = open_paths
-        self._keys = [_digest(key) for key in settings.api_keys]
-        self._checks_host = settings.is_local and not settings.api_keys
+        self._keys = [_digest(key) for key in settings.keys]
+        self._clients = settings.clients
+        self._checks_host = settings.is_local and not settings.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -126,7 +127,9 @@ class AccessMiddleware:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         address = (scope.get("client") or ("",))[0]
-        scope[CLIENT] = f"key {number}" if len(self._keys) > 1 else f"address {address}"
+        scope[CLIENT] = f"address {address}" if number is None or len(self._keys) == 1 else f"key {number}"
+        if number is not None and (place := number - len(self._keys) + len(self._clients)) >= 0:
+            scope[CLIENT] = client_name(self._clients[place])
         return None
 
     def _key_of(self, authorization: str) -> int | None:

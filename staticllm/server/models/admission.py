@@ -9,6 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from staticllm.server.http.errors import ApiError, busy
+from staticllm.server.models.tenants import TenantShares
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,16 @@ class Admission:
     """The requests of one model: those that run, and a queue per client. Belongs to one event loop.
 
     A client is known while it has something here, and for ``KNOWN_SECONDS`` afterwards. Of the clients below their limit, the one
-    with the fewest running answers is next; among equals, the one that waited longest. If it needs more places than are free,
-    they are kept for it.
+    that had least device time for its share is next, what runs included; among equals, the one that waited longest. If it needs
+    more places than are free, they are kept for it.
 
     An answer takes one place, and a beam search as many as it has beams, but no more than its client may have.
     """
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    def __init__(self, limits: AdmissionLimits, shares: TenantShares | None = None) -> None:
+        """``shares``: the clients' shares and times, which several models have in common."""
         self.limits = limits
+        self.shares = TenantShares() if shares is None else shares
         self._running: Counter[str] = Counter()
         self._clients: dict[str, _Client] = {}
         self._turns = itertools.count(1)
@@ -99,6 +102,8 @@ class Admission:
         client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
         one, if this client would have fewer. Raises ``ApiError`` (429: ``max_waiting`` requests wait).
         """
+        if client not in self._clients:
+            self.shares.begin(client)
         entry = self._clients.setdefault(client, _Client())
         self._see(client)
         count = self._num_places(client, weight)
@@ -195,7 +200,10 @@ class Admission:
             for name, entry in self._clients.items()
             if entry.waiting and self._is_below_limit(name, self._num_places(name, entry.waiting[0].weight))
         ]
-        return min(ready, key=lambda client: (self._running[client], self._clients[client].turn), default=None)
+        return min(ready, key=self._rank, default=None)
+
+    def _rank(self, client: str) -> tuple[float, int]:
+        return self.shares.rank(client, self._running[client]), self._clients[client].turn
 
     def _num_places(self, client: str, weight: int) -> int:
         """Return how many places something of this weight takes: no more than the client may have while it has nothing else."""
@@ -204,9 +212,10 @@ class Admission:
     def _limit(self, client: str) -> int:
         """Return how many places a client may have now."""
         limits = self.limits
-        if limits.max_alone is None or limits.max_alone <= limits.max_per_client or not self._is_alone(client):
+        if limits.max_alone is None or limits.max_alone <= limits.max_per_client:
             return limits.max_per_client
-        return limits.max_alone
+        has_more = self.shares.share(client) > 1
+        return limits.max_alone if has_more or self._is_alone(client) else limits.max_per_client
 
     def _is_below_limit(self, client: str, count: int) -> bool:
         return self._running[client] + count <= self._limit(client)
@@ -226,6 +235,7 @@ class Admission:
         self._last_seen[client] = time.monotonic()
 
     def _take(self, client: str, count: int) -> None:
+        self.shares.admit(client)
         self._running[client] += count
         self.num_running += count
         self._clients[client].turn = next(self._turns)

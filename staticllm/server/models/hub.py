@@ -23,7 +23,8 @@ from staticllm.server.models.homes import ModelHome, WorkerHome
 from staticllm.server.models.kinds import SERVED, Pipeline
 from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeline, ModelSpec, ServedModel
-from staticllm.server.settings import ServerSettings
+from staticllm.server.models.tenants import TenantShares
+from staticllm.server.settings import ServerSettings, client_name
 from staticllm.server.telemetry import current_record
 
 Result = TypeVar("Result")
@@ -58,6 +59,7 @@ class ModelHub:
         self._is_closed = False
         self._num_waiting = 0
         self._told_of: set[str] = set()
+        self.tenants = TenantShares({client_name(each): each.share for each in settings.clients})
         self._revived: dict[str, float] = {}  # when a model was last loaded again because its process had ended
 
     def start(self) -> None:
@@ -245,7 +247,10 @@ class ModelHub:
         except BaseException:
             await self._release(pipeline, home)
             raise
-        return Loaded(model.kind, pipeline, Admission(limits), num_seqs, home, is_apart)
+        return Loaded(
+            model.kind, pipeline, Admission(limits, self.tenants), num_seqs, home, is_apart,
+            Admission(limits, self.tenants),
+        )  # fmt: skip
 
     async def _make_room(self, model: ServedModel, limit: int) -> None:
         """Unload the models that were not used for the longest time, until this one fits.

@@ -10,7 +10,7 @@ from typing import Any
 from staticllm.errors import ConfigError, DeviceError, shown
 from staticllm.server.models.kinds import SERVED
 from staticllm.server.models.served import ModelSpec
-from staticllm.server.settings import ServerSettings
+from staticllm.server.settings import WORK_CLASSES, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,21 @@ def by_model(
             own.setdefault(indices[model], {})[name] = value
         else:
             raise ConfigError(_not_served(model, key, [spec.name for spec in specs]))
-    found = [replace(spec, properties={**spec.properties, **own.get(i, {})}) for i, spec in enumerate(specs)]
+    given = [{**spec.properties, **own.get(index, {})} for index, spec in enumerate(specs)]
+    default = _work_class(common, None)
+    found = [
+        replace(spec, work_class=_work_class(properties, default), properties=properties)
+        for spec, properties in zip(specs, given, strict=True)
+    ]
     return found, common
+
+
+def _work_class(properties: dict[str, Any], default: str | None) -> str | None:
+    """Take the class of work out of options, and return it. Raises ``ConfigError`` (it is none)."""
+    found = properties.pop("WORK_CLASS", default)
+    if found is None or found in WORK_CLASSES:
+        return None if found is None else str(found)
+    raise ConfigError(f"WORK_CLASS={shown(found)}: must be reactive or proactive")
 
 
 def _not_served(model: str, key: str, names: Iterable[str]) -> str:

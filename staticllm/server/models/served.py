@@ -35,7 +35,8 @@ DEMO_NAME = "demo"
 class ModelSpec:
     """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``.
 
-    ``device`` and ``properties`` are its own options; None and no properties for those of the server.
+    ``device`` and ``properties`` are its own options; None and no properties for those of the server. ``work_class``: that of
+    requests that do not say it; None for reactive.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelSpec:
     kind: str
     device: str | None = field(default=None, compare=False)
     properties: Mapping[str, object] = field(default_factory=dict, compare=False)
+    work_class: str | None = field(default=None, compare=False)
 
 
 def model_spec(argument: str) -> ModelSpec:
@@ -85,7 +87,8 @@ class Loaded:
     """The state of a model that can be used, unless its process ``is_lost``.
 
     ``num_seqs``: the answers that run at once. ``home``: the other process in which its engine runs; None for this one.
-    ``is_apart``: whether it has a worker process without an engine.
+    ``is_apart``: whether it has a worker process without an engine. ``proactive``: the admission of proactive requests,
+    which take no places of the others; None if they share ``admission``.
     """
 
     kind: ServedKind
@@ -94,6 +97,7 @@ class Loaded:
     num_seqs: int
     home: ModelHome | None = None
     is_apart: bool = False
+    proactive: Admission | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -202,6 +206,20 @@ class ServedModel:
         """Which requests enter a model that is loaded."""
         loaded = self.loaded
         return None if loaded is None else loaded.admission
+
+    @property
+    def admissions(self) -> tuple[Admission, ...]:
+        """Which requests of each class enter a model that is loaded; empty while it is not."""
+        loaded = self.loaded
+        if loaded is None:
+            return ()
+        return (loaded.admission,) if loaded.proactive is None else (loaded.admission, loaded.proactive)
+
+    def admission_of(self, is_proactive: bool) -> Admission:
+        """Return which requests of a class enter a model that is loaded."""
+        loaded = self.loaded
+        assert loaded is not None, "it is not loaded"
+        return loaded.proactive if is_proactive and loaded.proactive is not None else loaded.admission
 
     @property
     def home(self) -> ModelHome | None:

@@ -18,7 +18,7 @@ from staticllm.server.ollama.fields import (
     seconds_of,
     served_name,
 )
-from staticllm.server.openai.encoders import finished, on_model, submitted
+from staticllm.server.openai.encoders import DOCUMENT_PRIORITY, finished, on_model, submitted, text_priority
 
 
 async def embed(call: ApiCall, body: OllamaEmbedRequest) -> Response:
@@ -53,20 +53,22 @@ async def _vectors(
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)
     model = hub.find(served_name(hub, body.model), "embedding")
 
+    priority = text_priority(call, model, None, DOCUMENT_PRIORITY)
+
     async def run() -> tuple[list[list[float]], int, float]:
         loaded = time.perf_counter()
         hub.keep_alive(model, seconds)
         if not texts:
             return [], 0, loaded
-        handle = await submitted(call, lambda: _submit(model, body.truncate, texts, dimensions))
+        handle = await submitted(call, lambda: _submit(model, body.truncate, texts, dimensions, priority))
         found = await finished(handle)
         rows = await call.state.workers.run(lambda: np.asarray(found, "<f4").tolist())
         return rows, handle.num_tokens, loaded
 
-    return await on_model(call, model, run)
+    return await on_model(call, model, run, priority)
 
 
-def _submit(model: ServedModel, is_truncated: bool, texts: list[str], dimensions: int | None) -> Any:
+def _submit(model: ServedModel, is_truncated: bool, texts: list[str], dimensions: int | None, priority: int) -> Any:
     pipeline = model.embedding
     if not is_truncated and (longest := max(pipeline.count_tokens(texts))) > pipeline.max_length:
         raise ApiError(
@@ -75,4 +77,6 @@ def _submit(model: ServedModel, is_truncated: bool, texts: list[str], dimensions
             "truncate out",
             code="context_length_exceeded",
         )
-    return pipeline.submit_texts(texts, prompt="", dimensions=dimensions)  # as Ollama: the text as it is
+    return pipeline.submit_texts(
+        texts, prompt="", dimensions=dimensions, priority=priority
+    )  # as Ollama: the text as it is

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from staticllm.server.answers.answers import Answers, Close, Handles, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
+from staticllm.server.answers.work import is_proactive
 from staticllm.server.catalog import ModelFacts, current_facts
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response
@@ -156,7 +157,8 @@ async def _answer(
         if body.think or tools:
             _check(body, tools, await call.state.workers.run(lambda: current_facts(model)))
         decode = model.chat.get_tokenizer().decode if body.logprobs else None
-        asks = [Ask.of(inputs, asked_of(body, model.chat.config.max_seq_len, tools, is_raw))]
+        asked = asked_of(body, model.chat.config.max_seq_len, tools, is_raw)
+        asks = [Ask.of(inputs, asked, is_proactive=is_proactive(call, model))]
         maker = AnswerForm(form, body.model, begin, loaded, decode, not is_raw)
     except BaseException:
         call.state.hub.release(model)

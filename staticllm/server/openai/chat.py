@@ -23,6 +23,7 @@ from staticllm.server.answers.asks import AnswerFields, Ask, schema_of
 from staticllm.server.answers.fields import Fields, Function, MessageFields
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, token_logprobs
+from staticllm.server.answers.work import is_proactive
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
@@ -107,20 +108,22 @@ async def chat_completions(call: ApiCall, body: ChatRequest) -> Response:
     model = call.state.hub.find(body.model, "chat")
     messages = template_messages(body.messages)
     asked = body.asked_chat()
-    asks = [Ask.of(messages, asked, index, body.priority) for index in range(body.num_handles)]
+    is_behind = is_proactive(call, model, body.service_tier, body.priority)
+    shown = body.tier_shown(is_behind)
+    asks = [Ask.of(messages, asked, index, body.priority, is_behind) for index in range(body.num_handles)]
 
     def stream(answers: Answers, close: Close) -> Response:
         decode = model.chat.get_tokenizer().decode if body.logprobs else None
-        chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode)
+        chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode, shown)
         return stream_of(call, body, model, answers, close, chunks)
 
     await call.acquire(model)
     return await respond(
-        call, model, asks, "messages", partial(_completion, body, model), stream if body.stream else None
+        call, model, asks, "messages", partial(_completion, body, model, shown), stream if body.stream else None
     )
 
 
-def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
+def _completion(body: ChatRequest, model: ServedModel, shown: dict[str, str], handles: Handles) -> dict[str, Any]:
     decode = model.chat.get_tokenizer().decode
     choices = []
     for index, output in enumerate(output for outputs in handles for output in outputs):
@@ -137,6 +140,7 @@ def _completion(body: ChatRequest, model: ServedModel, handles: Handles) -> dict
         )
     return {
         **head_of("chatcmpl", "chat.completion", model.spec.name),
+        **shown,
         "choices": choices,
         "usage": Usage.of(handles, body.num_handles).as_dict(),
         "timings": timings_of(handles[0][0]),
@@ -153,8 +157,9 @@ def _message(output: RequestOutput) -> dict[str, Any]:
 class ChatChunks(Chunks):
     """Makes the chunks of a streamed chat."""
 
-    def __init__(self, model: str, has_usage: bool, decode: Decode | None) -> None:
-        super().__init__(head_of("chatcmpl", "chat.completion.chunk", model), has_usage, decode)
+    def __init__(self, model: str, has_usage: bool, decode: Decode | None, shown: dict[str, str]) -> None:
+        """``shown``: the tier, if the request named one."""
+        super().__init__({**head_of("chatcmpl", "chat.completion.chunk", model), **shown}, has_usage, decode)
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens that had no text yet, by answer
 
     def begin(self, index: int) -> Iterable[Chunk]:

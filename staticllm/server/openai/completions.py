@@ -16,6 +16,7 @@ from staticllm.server.answers.answers import AnswerEnd, Answers, Close, Handles,
 from staticllm.server.answers.asks import Ask
 from staticllm.server.answers.fields import Ids
 from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of
+from staticllm.server.answers.work import is_proactive
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
@@ -52,19 +53,22 @@ async def completions(call: ApiCall, body: CompletionRequest) -> Response:
     asked = body.asked(
         max_tokens=body.max_tokens, wants_logprobs=body.logprobs is not None, is_chat=False, more={"echo": body.echo}
     )
+    is_behind = is_proactive(call, model, body.service_tier, body.priority)
+    shown = body.tier_shown(is_behind)
     asks = [
-        Ask.of(prompt if isinstance(prompt, str) else np.array(prompt), asked, index, body.priority)
+        Ask.of(prompt if isinstance(prompt, str) else np.array(prompt), asked, index, body.priority, is_behind)
         for prompt in prompts
         for index in range(body.num_handles)
     ]
 
     def stream(answers: Answers, close: Close) -> Response:
         decode = None if body.logprobs is None else model.chat.get_tokenizer().decode
-        return stream_of(call, body, model, answers, close, TextChunks(model.spec.name, body.has_usage_chunk, decode))
+        chunks = TextChunks(model.spec.name, body.has_usage_chunk, decode, shown)
+        return stream_of(call, body, model, answers, close, chunks)
 
     await call.acquire(model)
     return await respond(
-        call, model, asks, "prompt", partial(_completion, body, model), stream if body.stream else None
+        call, model, asks, "prompt", partial(_completion, body, model, shown), stream if body.stream else None
     )
 
 
@@ -99,7 +103,7 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     return [each for each in prompt if isinstance(each, list)]
 
 
-def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -> dict[str, Any]:
+def _completion(body: CompletionRequest, model: ServedModel, shown: dict[str, str], handles: Handles) -> dict[str, Any]:
     decode = model.chat.get_tokenizer().decode
     choices = []
     for index, output in enumerate(output for outputs in handles for output in outputs):
@@ -108,14 +112,15 @@ def _completion(body: CompletionRequest, model: ServedModel, handles: Handles) -
         choices.append(_choice_of(index, text, logprobs, finish_reason(output.finish_reason)))
     usage = Usage.of(handles, body.num_handles).as_dict()
     head = head_of("cmpl", "text_completion", model.spec.name)
-    return {**head, "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
+    return {**head, **shown, "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
 
 
 class TextChunks(Chunks):
     """Makes the chunks of a streamed completion."""
 
-    def __init__(self, model: str, has_usage: bool, decode: Decode | None) -> None:
-        head = head_of("cmpl", "text_completion", model)
+    def __init__(self, model: str, has_usage: bool, decode: Decode | None, shown: dict[str, str]) -> None:
+        """``shown``: the tier, if the request named one."""
+        head = {**head_of("cmpl", "text_completion", model), **shown}
         super().__init__({**head, "usage": None} if has_usage else head, has_usage, decode)
         self._lengths: dict[int, int] = {}  # characters of each answer that were sent
 

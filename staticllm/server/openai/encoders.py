@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle
 from staticllm.server.answers.fields import Fields, IgnoredFields, Text
+from staticllm.server.answers.work import Tier, TierFields, stated_class
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.models.served import ServedModel
@@ -20,13 +22,15 @@ from staticllm.server.telemetry import current_record
 
 MAX_TEXTS = 2048
 """OpenAI's limit of texts in one request."""
+DOCUMENT_PRIORITY = 0
+"""The priority of texts for which nobody waits."""
 Result = TypeVar("Result")
 Handle = TypeVar("Handle", bound=EncoderHandle[Any])
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 
 
-class EmbeddingsRequest(IgnoredFields):
+class EmbeddingsRequest(IgnoredFields, TierFields):
     """The body of a request for vectors.
 
     ``input_type`` puts the model's own prompt for queries or documents before the texts; queries run before documents.
@@ -47,7 +51,7 @@ class RerankDocument(Fields):
     text: str
 
 
-class RerankRequest(IgnoredFields):
+class RerankRequest(IgnoredFields, TierFields):
     """The body of a request to sort texts, in the form that rerankers' clients send (`query`, `documents`, `top_n`)."""
 
     model_config = ConfigDict(title="RerankRequest")
@@ -71,11 +75,11 @@ async def embeddings(call: ApiCall, body: EmbeddingsRequest) -> Response:
             code="unsupported_input",
         )
     model = call.state.hub.find(body.model, "embedding")
+    priority = text_priority(call, model, body.service_tier, QUERY_PRIORITY if body.input_type == "query" else 0)
 
     async def run() -> Response:
         pipeline = model.embedding
         prompt = pipeline.prompts.get(body.input_type, "") if body.input_type else ""
-        priority = QUERY_PRIORITY if body.input_type == "query" else 0
         handle = await submitted(
             call,
             lambda: pipeline.submit_texts(texts, prompt=prompt, dimensions=body.dimensions, priority=priority),
@@ -83,17 +87,18 @@ async def embeddings(call: ApiCall, body: EmbeddingsRequest) -> Response:
         vectors = await finished(handle)
         return await call.state.workers.run(lambda: json_response(_embedded(body, model, vectors, handle.num_tokens)))
 
-    return await on_model(call, model, run)
+    return await on_model(call, model, run, priority)
 
 
 async def rerank(call: ApiCall, body: RerankRequest) -> Response:
     """Sort texts by a query."""
     model = call.state.hub.find(body.model, "rerank")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    priority = text_priority(call, model, body.service_tier, QUERY_PRIORITY)
 
     async def run() -> Response:
         pipeline = model.rerank
-        handle = await submitted(call, lambda: pipeline.submit(body.query, texts))
+        handle = await submitted(call, lambda: pipeline.submit(body.query, texts, priority=priority))
         await finished(handle)
         scores = handle.scores(0)
         order = np.argsort(-scores, kind="stable")[: body.top_n]
@@ -113,21 +118,34 @@ async def rerank(call: ApiCall, body: RerankRequest) -> Response:
             }
         )
 
-    return await on_model(call, model, run)
+    return await on_model(call, model, run, priority)
 
 
-async def on_model(call: ApiCall, model: ServedModel, run: Callable[[], Awaitable[Result]]) -> Result:
+def text_priority(call: ApiCall, model: ServedModel, tier: Tier | None, default: int) -> int:
+    """Return the priority of texts: that of queries if their class is reactive, that of documents if it is proactive.
+
+    ``default`` if nothing says the class. Raises ``ApiError`` (as for ``stated_class``).
+    """
+    stated = stated_class(call, model, tier)
+    return default if stated is None else DOCUMENT_PRIORITY if stated else QUERY_PRIORITY
+
+
+async def on_model(
+    call: ApiCall, model: ServedModel, run: Callable[[], Awaitable[Result]], priority: int = DOCUMENT_PRIORITY
+) -> Result:
     """Run a request in its turn on a loaded model; it ends if the client goes."""
 
     async def admitted() -> Result:
         async with call.state.hub.using(model):
-            admission = model.admission
-            assert admission is not None, "the model is not loaded"
+            admission = model.admission_of(priority <= DOCUMENT_PRIORITY)
             await admission.enter(call.client)
+            begin = time.perf_counter()
             try:
                 with call.state.metrics.running.labels(model.spec.name).track_inprogress():
                     return await run()
-            finally:
+            finally:  # the device time of texts is not told: as if all requests that ran had had the same
+                seconds = time.perf_counter() - begin
+                admission.shares.charge(call.client, seconds / max(1, admission.num_running))
                 admission.leave(call.client)
 
     return await call.connected(admitted())

@@ -19,6 +19,7 @@ from staticllm.server.answers.asks import AnswerFields, numbers_of
 from staticllm.server.answers.fields import Fields, IgnoredFields, Priority, Stop, Text, number_fields
 from staticllm.server.answers.results import PromptProgress, timings_of, with_progress
 from staticllm.server.answers.stream import ChunkStream
+from staticllm.server.answers.work import TierFields
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
@@ -34,7 +35,7 @@ class StreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-class SamplingFields(number_fields(IgnoredFields, "openai")):  # type: ignore[misc]
+class SamplingFields(number_fields(IgnoredFields, "openai"), TierFields):  # type: ignore[misc]
     """How tokens are chosen, and when an answer ends. Many of these fields are those of llamacpp's server, not OpenAI's."""
 
     model: Text | None = None

@@ -104,11 +104,12 @@ export class SchedulerView {
   addToSecond(call) {
     if (call.failed) return;
     const second = Math.floor(call.start + call.ms / 1000);
-    const found = this.seconds.get(second) ?? { prefill: 0, decode: 0, gap: 0, tokens: 0 };
+    const found = this.seconds.get(second) ?? { prefill: 0, decode: 0, proactive: 0, gap: 0, tokens: 0 };
     const { prefill, decode } = rowsOf(call);
     const share = prefill / (prefill + decode || 1);
     found.prefill += (call.ms / 1000) * share;
     found.decode += (call.ms / 1000) * (1 - share);
+    found.proactive += ((call.ms / 1000) * (call.proactive ?? 0)) / (prefill + decode || 1);
     found.gap = Math.max(found.gap, call.gap_ms ?? 0);
     found.tokens += call.decode.length + call.accepted;
     this.seconds.set(second, found);
@@ -145,10 +146,13 @@ export class SchedulerView {
     const inUse = totals?.slots_in_use ?? 0;
     card("waiting", count("waiting") + queued.length, queued.length ? `${queued.length} queued` : "");
     card("prefilling", count("prefilling"), count("swapped") ? `${count("swapped")} swapped` : "");
-    card("running", count("running"), limits ? `of ${limits.num_seqs}` : "");
+    const behind = requests.filter((each) => each.class === "proactive").length;
+    card("running", count("running"), [limits ? `of ${limits.num_seqs}` : "", behind ? `${behind} proactive here` : ""].filter(Boolean).join(", "));
     card("rate", (sum("tokens") / RATE_SECONDS).toFixed(0), "per second");
     card("slots", inUse, limits?.kv_slots ? `of ${limits.kv_slots}` : "");
-    card("busy", `${Math.min(100, ((prefill + decode) / RATE_SECONDS) * 100).toFixed(0)} %`, prefill + decode ? `${((prefill / (prefill + decode)) * 100).toFixed(0)} % prefill` : "idle");
+    const part = (seconds) => `${((seconds / (prefill + decode)) * 100).toFixed(0)} %`;
+    const proactive = sum("proactive") ? `, ${part(sum("proactive"))} proactive` : "";
+    card("busy", `${Math.min(100, ((prefill + decode) / RATE_SECONDS) * 100).toFixed(0)} %`, prefill + decode ? `${part(prefill)} prefill${proactive}` : "idle");
     byId("slots-meter").style.width = `${limits?.kv_slots ? Math.min(100, (inUse / limits.kv_slots) * 100) : 0}%`;
     const share = prefill + decode ? (prefill / (prefill + decode)) * 100 : 0;
     byId("share-prefill").style.width = `${share}%`;
@@ -252,7 +256,7 @@ class RequestRow {
 
   update(request) {
     this.badge.className = `badge ${request.status}`;
-    setText(this.badge, NAMES[request.status]);
+    setText(this.badge, NAMES[request.status] + (request.class === "proactive" ? ", proactive" : ""));
     setText(this.cells.age, duration(Math.max(0, request.age)));
     if (request.status === "queued") return;
     const { prompt_tokens: prompt, cached_tokens: cached, output_tokens: output, max_output_tokens: max } = request;

@@ -16,6 +16,7 @@ from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Cl
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
 from staticllm.server.answers.results import finish_reason
 from staticllm.server.answers.stream import ChunkStream, EventFrame
+from staticllm.server.answers.work import is_proactive
 from staticllm.server.catalog import context_length
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, to_json
@@ -42,14 +43,16 @@ async def create(store: ResponseStore, call: ApiCall, body: ResponsesRequest) ->
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not conversation and not system:
         raise _no_input(is_given)
-    maker = ResponseMaker(body, model, store, call.client, tuple(conversation))
+    is_behind = is_proactive(call, model, body.service_tier, body.priority)
+    shown = body.tier_shown(is_behind)
+    maker = ResponseMaker(body, model, store, call.client, tuple(conversation), shown)
     await call.state.workers.run(maker.check)
 
     def stream(answers: Answers, close: Close) -> Response:
         return ResponseStream(call, maker, answers, close)
 
     asked = asked_of(body, context_length(model, call.state.settings))
-    asks = [Ask.of([*system, *conversation], asked, priority=body.priority)]
+    asks = [Ask.of([*system, *conversation], asked, 0, body.priority, is_behind)]
     await call.acquire(model)
     return await respond(call, model, asks, "input", maker.whole, stream if body.stream else None)
 
@@ -121,12 +124,15 @@ class ResponseMaker:
         store: ResponseStore,
         owner: str,
         conversation: tuple[Message, ...],
+        shown: dict[str, str],
     ) -> None:
+        """``shown``: the tier, if the request named one."""
         self._body = body
         self._model = model
         self._store = store
         self._owner = owner
         self._conversation = conversation
+        self._shown = shown
         self._id = new_id("resp")
         self._created = int(time.time())
 
@@ -190,6 +196,7 @@ class ResponseMaker:
             "completed_at": None,
             "status": status,
             "background": False,
+            **self._shown,
             "error": error,
             "incomplete_details": None if reason is None else {"reason": reason},
             "instructions": body.instructions,

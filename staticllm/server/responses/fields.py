@@ -17,6 +17,7 @@ from staticllm.server.answers.fields import (
     number_fields,
 )
 from staticllm.server.answers.messages import MAX_MESSAGES, TextPart
+from staticllm.server.answers.work import TierFields
 
 
 class InputPart(TextPart):
@@ -92,7 +93,7 @@ class ResponsesStreamOptions(Fields):
     include_obfuscation: bool = False
 
 
-class ResponsesRequest(number_fields(IgnoredFields, "responses")):  # type: ignore[misc]
+class ResponsesRequest(number_fields(IgnoredFields, "responses"), TierFields):  # type: ignore[misc]
     """The body of a request for an answer that the server remembers. Some of its numbers are not OpenAI's."""
 
     model_config = ConfigDict(title="ResponsesRequest")

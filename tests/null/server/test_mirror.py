@@ -20,6 +20,7 @@ from staticllm.pipelines.profiling.records import (
 from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.server import feed as feed_module
 from staticllm.server.feed import Mirror, SchedulerFeed
+from staticllm.server.models.tenants import TenantShares
 from staticllm.wire.messages import Kind, Message, decode, encode
 
 PAUSE = 1e-9
@@ -104,8 +105,9 @@ def test_a_reader_that_begins_gets_the_log_in_pages():
         engine.step(float(start))
     spec = SimpleNamespace(name="demo")
     limits = SimpleNamespace(max_running=1, max_per_client=1, max_waiting=1)
-    loaded = SimpleNamespace(admission=SimpleNamespace(waiting_since=(), limits=limits), num_seqs=1, home=None)
-    model = SimpleNamespace(spec=spec, loaded=loaded, calls_after=process.calls_after)
+    admission = SimpleNamespace(waiting_since=(), limits=limits, shares=TenantShares())
+    loaded = SimpleNamespace(admission=admission, num_seqs=1, home=None)
+    model = SimpleNamespace(spec=spec, loaded=loaded, admissions=(admission,), calls_after=process.calls_after)
     cursor, sizes, numbers = 0, [], []
     while not sizes or sizes[-1]:
         found = feed.reader(model, cursor)()

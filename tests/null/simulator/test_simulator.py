@@ -20,7 +20,7 @@ from staticllm.pipelines.scheduling.request_table import Limits
 from staticllm.pipelines.simulator.cluster import Cluster, Link, Pool, Scenario, configured_model, tabled_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, HostCost, read_costs, write_costs
 from staticllm.pipelines.simulator.simulated_device import DeviceModel
-from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize, summarize_run
+from staticllm.pipelines.simulator.summary import jain, steady_rate, summarize, summarize_classes, summarize_run
 from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson, read_trace, uniform
 
 COSTS = AnalyticCosts(weights=0.020, row=0.0005, attention=1e-8, fixed=0.001)
@@ -183,6 +183,34 @@ def test_a_trace_is_read_from_json_lines_and_csv(tmp_path):
     table = tmp_path / "trace.csv"
     table.write_text("arrival,prompt,output,priority\n4,7,8,2\n2.5,5,6,\n")
     assert read_trace(lines) == read_trace(table) == expected
+
+
+def test_a_trace_may_have_classes_and_their_figures_are_apart(tmp_path):
+    lines = tmp_path / "trace.jsonl"
+    chat = {"arrival": 0, "prompt": 12, "output": 10}
+    agent = {"arrival": 0.05, "prompt": 20, "output": 20, "class": "proactive"}
+    lines.write_text(
+        "\n".join(map(json.dumps, [chat, agent, {**agent, "priority": -5}, {**chat, "class": "reactive"}]))
+    )
+    arrivals = read_trace(lines)
+    assert sorted(arrival.priority for arrival in arrivals) == [-5, -1, 0, 0]
+    run = Scenario(model(), tuple(arrivals)).run("dynamic")
+    classes = summarize_classes(run)
+    assert {name: (each.num_requests, each.num_tokens) for name, each in classes.items()} == {
+        "reactive": (2, 20),
+        "proactive": (2, 40),
+    }
+    assert classes["reactive"].ttft_ms < classes["proactive"].ttft_ms
+    assert summarize_classes(Scenario(model(), tuple(arrivals[:1])).run("dynamic")) == {}
+
+
+@pytest.mark.parametrize("extra", ['"class": "urgent"', '"class": "reactive", "priority": -1', '"class": [1]'])
+def test_a_trace_with_a_wrong_class_is_refused_in_one_line(tmp_path, extra):
+    lines = tmp_path / "trace.jsonl"
+    lines.write_text('{"arrival": 4, "prompt": 7, "output": 8, ' + extra + "}")
+    with pytest.raises(ConfigError, match=r"trace.jsonl:1: .*class") as caught:
+        read_trace(lines)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["{", '{"arrival": 1}', "[1]", '{"arrival": 1, "prompt": 0, "output": 1}', ""])
