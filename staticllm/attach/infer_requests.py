@@ -12,7 +12,7 @@ from openvino._pyopenvino import Tensor
 
 from ..wire.channel import Channel, NoRoomError
 from ..wire.endpoint import SilentError
-from ..wire.messages import Kind, Message, ProtocolError
+from ..wire.messages import EARLIER, QUIET, Kind, Message, ProtocolError
 from ..wire.tensors import Array
 from .client import DaemonGoneError, UnavailableError, checked
 from .hints import wants_last
@@ -30,7 +30,8 @@ class CallOutputs(NamedTuple):
 class DaemonRequest:
     """An infer request in the daemon. One thread at a time may call the methods.
 
-    ``epoch`` is that of the client.
+    ``epoch`` is that of the client. If ``reset`` fails in the daemon, the next method that asks for something raises that, and
+    the request is closed: its states are not the expected ones.
     """
 
     def __init__(self, channel: Channel, model: int, epoch: int) -> None:
@@ -75,7 +76,7 @@ class DaemonRequest:
         """
         answer, arrays = self._exchange(self._result)
         self.is_running = False
-        checked(answer)
+        self._checked(answer)
         if answer.number != self._number:
             self.close()
             raise DaemonGoneError(f"the daemon answered call {answer.number} instead of {self._number}")
@@ -86,35 +87,35 @@ class DaemonRequest:
         self.finish()
 
     def reset(self) -> None:
-        """Set all states back."""
-        checked(self._ask(Message(Kind.RESET, 1)))
+        """Set all states back; does not wait for it."""
+        self._exchange(lambda: self._channel.send(Message(Kind.RESET, 1, flags=QUIET)))
 
     def state_names(self) -> list[str]:
         """Return the names of the states."""
-        return [str(name) for name in checked(self._ask(Message(Kind.STATES, 1))).body.get("names", [])]
+        return [str(name) for name in self._checked(self._ask(Message(Kind.STATES, 1))).body.get("names", [])]
 
     def get_state(self, index: int) -> Array:
         """Return a copy of a state."""
-        (values,) = self._arrays(checked(self._ask(Message(Kind.GET_STATE, 1, body={"index": index}))))
+        (values,) = self._arrays(self._checked(self._ask(Message(Kind.GET_STATE, 1, body={"index": index}))))
         return values.copy()
 
     def set_state(self, index: int, values: Array) -> None:
         """Set a state."""
         self._send(Message(Kind.SET_STATE, 1, body={"index": index}), [values], [0])
-        checked(self._exchange(self._channel.receive))
+        self._checked(self._exchange(self._channel.receive))
 
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state."""
         self._send(Message(Kind.SET_STATE, 1, body={"index": index, "in_place": True}), [values], [0])
-        checked(self._exchange(self._channel.receive))
+        self._checked(self._exchange(self._channel.receive))
 
     def reset_state(self, index: int) -> None:
         """Set one state back."""
-        checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))
+        self._checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))
 
     def profile(self) -> list[dict[str, Any]]:
         """Return the times of the nodes in the last call."""
-        nodes = checked(self._ask(Message(Kind.PROFILE, 1))).body.get("nodes", [])
+        nodes = self._checked(self._ask(Message(Kind.PROFILE, 1))).body.get("nodes", [])
         return [node for node in nodes if isinstance(node, dict)]
 
     def close(self) -> None:
@@ -126,6 +127,16 @@ class DaemonRequest:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be ending
             self.close()
+
+    def _checked(self, answer: Message) -> Message:
+        """Return an answer that carries a result. Raises ``Exception`` (that of the call, or of a ``reset`` before it)."""
+        if not answer.flags & EARLIER:
+            return checked(answer)
+        self.close()
+        try:
+            return checked(answer)
+        except Exception as error:
+            raise type(error)(f"reset_state() failed, so this call was not run: {error}") from error
 
     def _arrays(self, answer: Message) -> list[Array]:
         return [array for _, array in self._exchange(lambda: self._channel.tensors_of(answer))]
@@ -141,7 +152,7 @@ class DaemonRequest:
             return 0
 
         if size := self._exchange(send):
-            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
+            self._checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
             self._exchange(lambda: self._channel.send_tensors(message, arrays, names))
 
     def _result(self) -> tuple[Message, list[Array]]:
