@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 from openvino._pyopenvino import Tensor
 
-from ..wire.channel import Channel, NoRoomError
+from ..wire.channel import Channel, NoRoomError, renew_in_children
 from ..wire.endpoint import SilentError
 from ..wire.messages import EARLIER, QUIET, Kind, Message, ProtocolError
 from ..wire.tensors import Array
@@ -30,8 +29,9 @@ class CallOutputs(NamedTuple):
 class DaemonRequest:
     """An infer request in the daemon. One thread at a time may call the methods.
 
-    ``epoch`` is that of the client. If ``reset`` fails in the daemon, the next method that asks for something raises that, and
-    the request is closed: its states are not the expected ones.
+    ``epoch`` is that of the client. ``is_closed``: it cannot be used any more. So it is after an exception in the middle of an
+    exchange, from which a connection does not recover, and after a ``reset`` that failed in the daemon: the next method that
+    asks for something raises that.
     """
 
     def __init__(self, channel: Channel, model: int, epoch: int) -> None:
@@ -39,23 +39,18 @@ class DaemonRequest:
         self._model = model
         self.epoch = epoch
         self._number = 0
-        self._is_closed = False
-        self._pid = os.getpid()
+        self.is_closed = False
         self.is_running = False
+        renew_in_children(self)
         try:
             checked(self._ask(Message(Kind.REQUEST, model)))
         except BaseException:
             self.close()
             raise
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the request cannot be used any more.
-
-        So it is after an exception in the middle of an exchange, from which a connection does not recover, and in a forked
-        child, which would read the answers to its parent.
-        """
-        return self._is_closed or self._pid != os.getpid()
+    def renew(self) -> None:
+        """Give the request up in a forked child, which would read the answers to its parent."""
+        self.is_closed = True
 
     def start(self, inputs: dict[int, Array]) -> None:
         """Send a call. Raises ``RefusedError`` and ``DaemonGoneError``."""
@@ -66,7 +61,7 @@ class DaemonRequest:
 
     def poll(self, seconds: float | None) -> bool:
         """Wait at most ``seconds`` for the result of the call that runs; return whether ``finish`` would not wait."""
-        found: bool = self._exchange(lambda: self._channel.poll(seconds))
+        found: bool = self._exchange(self._channel.poll, seconds)
         return found
 
     def finish(self) -> CallOutputs:
@@ -88,7 +83,7 @@ class DaemonRequest:
 
     def reset(self) -> None:
         """Set all states back; does not wait for it."""
-        self._exchange(lambda: self._channel.send(Message(Kind.RESET, 1, flags=QUIET)))
+        self._exchange(self._channel.send, Message(Kind.RESET, 1, flags=QUIET))
 
     def state_names(self) -> list[str]:
         """Return the names of the states."""
@@ -120,7 +115,7 @@ class DaemonRequest:
 
     def close(self) -> None:
         """End the request; the daemon frees it. A second call does nothing."""
-        self._is_closed = True
+        self.is_closed = True
         self.is_running = False
         self._channel.close()
 
@@ -139,39 +134,36 @@ class DaemonRequest:
             raise type(error)(f"reset_state() failed, so this call was not run: {error}") from error
 
     def _arrays(self, answer: Message) -> list[Array]:
-        return [array for _, array in self._exchange(lambda: self._channel.tensors_of(answer))]
+        return [array for _, array in self._exchange(self._channel.tensors_of, answer)]
 
     def _send(self, message: Message, arrays: list[Array], names: list[int]) -> None:
         """Send a message with tensors, in a larger block if they need one."""
-
-        def send() -> int:
-            try:
-                self._channel.send_tensors(message, arrays, names)
-            except NoRoomError as error:
-                return error.size
-            return 0
-
-        if size := self._exchange(send):
+        if size := self._exchange(self._send_or_size, message, arrays, names):
             self._checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
-            self._exchange(lambda: self._channel.send_tensors(message, arrays, names))
+            self._exchange(self._channel.send_tensors, message, arrays, names)
+
+    def _send_or_size(self, message: Message, arrays: list[Array], names: list[int]) -> int:
+        """Send a message with tensors and return 0; or the bytes that they need, if the block has no room for them."""
+        try:
+            self._channel.send_tensors(message, arrays, names)
+        except NoRoomError as error:
+            return error.size
+        return 0
 
     def _result(self) -> tuple[Message, list[Array]]:
         answer = self._channel.receive()
         return answer, [array for _, array in self._channel.tensors_of(answer)]
 
     def _ask(self, message: Message) -> Message:
-        def ask() -> Message:
-            self._channel.send(message)
-            return self._channel.receive()
-
-        answer: Message = self._exchange(ask)
+        self._exchange(self._channel.send, message)
+        answer: Message = self._exchange(self._channel.receive)
         return answer
 
-    def _exchange(self, step: Any) -> Any:
+    def _exchange(self, step: Any, *arguments: Any) -> Any:
         if self.is_closed:
             raise DaemonGoneError("the connection is closed")
         try:
-            return step()
+            return step(*arguments)
         except SilentError as error:
             self.close()
             raise UnavailableError(str(error)) from error
