@@ -106,9 +106,7 @@ class Client:
         refuses), ``DaemonGoneError`` (the connection has ended meanwhile) and ``Exception`` (the one that the call raised
         in the daemon).
         """
-        if self._is_ahead:  # models that the daemon still holds count for the limit
-            with contextlib.suppress(DaemonGoneError):
-                self.call(Message(Kind.PING))
+        self._settle()
         channel, epoch = self.open_channel()
         try:
             channel.send(message)
@@ -185,6 +183,14 @@ class Client:
                 yield
         finally:
             self._release_all()
+
+    def _settle(self) -> None:
+        """Wait until the daemon has carried out all releases: models that it still holds count for the limit."""
+        with self._held():
+            self._send_releases()
+            if self._is_ahead and self._control is not None:
+                with contextlib.suppress(DaemonGoneError):
+                    self._ask(self._control, Message(Kind.PING))
 
     def _release_all(self) -> None:
         """Send what was released, unless another thread has the lock, which does it then."""
