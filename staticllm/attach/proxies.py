@@ -80,7 +80,7 @@ class _PlaceholderRequest(InferRequest):  # type: ignore[misc]
 
     def __init__(self, placeholder: Any) -> None:
         super().__init__(placeholder)
-        self._has_single_input = super()._is_single_input()
+        self._has_single_input: bool = super()._is_single_input()
 
     def _is_single_input(self) -> bool:
         return self._has_single_input  # OpenVINO makes a list of all tensors in each call: 20 us
