@@ -78,6 +78,8 @@ def _forwarded(name: str, prepare: str) -> Any:
 class _PlaceholderRequest(InferRequest):  # type: ignore[misc]
     """The placeholder of a request, with the same tensors and without the checks of ``AttachedInferRequest``."""
 
+    _inputs_data: Any  # of OpenVINO: the arrays that the input tensors lie over
+
     def __init__(self, placeholder: Any) -> None:
         super().__init__(placeholder)
         self._has_single_input: bool = super()._is_single_input()
