@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..wire import endpoint
 from ..wire.channel import Channel, Joined, join_daemon
 from ..wire.endpoint import EndpointError, SilenceWatch, SilentError
-from ..wire.messages import MAX_PRIORITY, Kind, Message, ProtocolError
+from ..wire.messages import MAX_PRIORITY, QUIET, Kind, Message, ProtocolError
 from .settings import Settings
 
 EXCEPTIONS: dict[str, type[Exception]] = {
@@ -79,6 +80,7 @@ class Client:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._released: deque[tuple[int, int]] = deque()
+        self._is_ahead = False  # of the daemon, which may not have carried out all releases
         self._deaths: list[float] = []
         self._dead_epoch = 0
         self._failure = ("", -RETRY_SECONDS)
@@ -93,9 +95,8 @@ class Client:
         Raises ``UnavailableError`` (there is no daemon, or it refuses), ``DaemonGoneError`` (the connection has ended
         meanwhile) and ``Exception`` (the one that the call raised in the daemon).
         """
-        with self._lock:
+        with self._held():
             answer = self._ask(self._connected(), message)
-            self._send_releases()
         return checked(answer)
 
     def compile(self, message: Message) -> tuple[Message, int]:
@@ -105,6 +106,7 @@ class Client:
         refuses), ``DaemonGoneError`` (the connection has ended meanwhile) and ``Exception`` (the one that the call raised
         in the daemon).
         """
+        self._settle()
         channel, epoch = self.open_channel()
         try:
             channel.send(message)
@@ -112,7 +114,7 @@ class Client:
         except SilentError as error:
             raise UnavailableError(str(error)) from error
         except (EOFError, OSError, ProtocolError) as error:
-            with self._lock:
+            with self._held():
                 if self.epoch == epoch:
                     self._drop()
             raise DaemonGoneError(f"the daemon has gone: {error}") from error
@@ -125,7 +127,7 @@ class Client:
 
         Raises ``UnavailableError`` (there is no daemon, or it refuses).
         """
-        with self._lock:
+        with self._held():
             for attempt in range(2):
                 self._connected()
                 try:
@@ -141,7 +143,7 @@ class Client:
 
     def connect(self) -> int:
         """Connect if there is no connection, and return the epoch. Raises ``UnavailableError``."""
-        with self._lock:
+        with self._held():
             self._connected()
             return self.epoch
 
@@ -152,13 +154,9 @@ class Client:
             self.call(Message(Kind.HINT, body={"priority": priority + MAX_PRIORITY}))
 
     def release(self, handle: int, epoch: int) -> None:
-        """Give a model back: at once, or with the next call if this thread is in the middle of one."""
+        """Give a model back, without waiting for it: at once, or when the call ends in which this or another thread is."""
         self._released.append((handle, epoch))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._send_releases()
-            finally:
-                self._lock.release()
+        self._release_all()
 
     def has_died(self, epoch: int) -> None:
         """Count the end of the daemon of an epoch. The second within a minute raises ``UnavailableError``."""
@@ -176,6 +174,31 @@ class Client:
         """End the connection; the daemon frees all that belongs to the program."""
         with self._lock:
             self._drop()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the lock, and send what was released meanwhile, also by the garbage collection in this thread."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._release_all()
+
+    def _settle(self) -> None:
+        """Wait until the daemon has carried out all releases: models that it still holds count for the limit."""
+        with self._held():
+            self._send_releases()
+            if self._is_ahead and self._control is not None:
+                with contextlib.suppress(DaemonGoneError):
+                    self._ask(self._control, Message(Kind.PING))
+
+    def _release_all(self) -> None:
+        """Send what was released, unless another thread has the lock, which does it then."""
+        while self._released and self._lock.acquire(blocking=False):
+            try:
+                self._send_releases()
+            finally:
+                self._lock.release()
 
     # all below: the lock is held
 
@@ -235,9 +258,21 @@ class Client:
         return joined
 
     def _ask(self, channel: Channel, message: Message) -> Message:
-        try:
+        with self._dropping():
             channel.send(message)
-            return channel.receive()
+            answer = channel.receive()
+        self._is_ahead = False
+        return answer
+
+    def _tell(self, channel: Channel, message: Message) -> None:
+        with self._dropping():
+            channel.send(message)
+
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Drop the connection if an exchange of messages on it is not completed."""
+        try:
+            yield
         except SilentError as error:
             raise UnavailableError(str(error)) from error
         except (EOFError, OSError, ProtocolError) as error:
@@ -266,15 +301,18 @@ class Client:
         self._is_silent = True
 
     def _send_releases(self) -> None:
-        while self._released and self._control is not None and self._pid == os.getpid():
+        while self._released:
             handle, epoch = self._released.popleft()
-            if epoch == self.epoch:
-                with contextlib.suppress(DaemonGoneError, UnavailableError):
-                    self._ask(self._control, Message(Kind.RELEASE, handle))
+            if epoch != self.epoch or self._control is None or self._pid != os.getpid():
+                continue  # it was given back with the connection, or belongs to the parent process
+            self._is_ahead = True
+            with contextlib.suppress(DaemonGoneError, UnavailableError):
+                self._tell(self._control, Message(Kind.RELEASE, handle, flags=QUIET))
 
     def _drop(self) -> None:
         control = self._control
         self._control = None
+        self._is_ahead = False
         if control is not None:
             control.close()
 

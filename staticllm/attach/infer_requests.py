@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 from openvino._pyopenvino import Tensor
 
-from ..wire.channel import Channel, NoRoomError
+from ..wire.channel import Channel, NoRoomError, renew_in_children
 from ..wire.endpoint import SilentError
-from ..wire.messages import Kind, Message, ProtocolError
+from ..wire.messages import EARLIER, QUIET, Kind, Message, ProtocolError
 from ..wire.tensors import Array
 from .client import DaemonGoneError, UnavailableError, checked
 from .hints import wants_last
@@ -30,7 +29,9 @@ class CallOutputs(NamedTuple):
 class DaemonRequest:
     """An infer request in the daemon. One thread at a time may call the methods.
 
-    ``epoch`` is that of the client.
+    ``epoch`` is that of the client. ``is_closed``: it cannot be used any more. So it is after an exception in the middle of an
+    exchange, from which a connection does not recover, and after a ``reset`` that failed in the daemon: the next method that
+    asks for something raises that.
     """
 
     def __init__(self, channel: Channel, model: int, epoch: int) -> None:
@@ -38,23 +39,18 @@ class DaemonRequest:
         self._model = model
         self.epoch = epoch
         self._number = 0
-        self._is_closed = False
-        self._pid = os.getpid()
+        self.is_closed = False
         self.is_running = False
+        renew_in_children(self)
         try:
             checked(self._ask(Message(Kind.REQUEST, model)))
         except BaseException:
             self.close()
             raise
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the request cannot be used any more.
-
-        So it is after an exception in the middle of an exchange, from which a connection does not recover, and in a forked
-        child, which would read the answers to its parent.
-        """
-        return self._is_closed or self._pid != os.getpid()
+    def renew(self) -> None:
+        """Give the request up in a forked child, which would read the answers to its parent."""
+        self.is_closed = True
 
     def start(self, inputs: dict[int, Array]) -> None:
         """Send a call. Raises ``RefusedError`` and ``DaemonGoneError``."""
@@ -65,7 +61,7 @@ class DaemonRequest:
 
     def poll(self, seconds: float | None) -> bool:
         """Wait at most ``seconds`` for the result of the call that runs; return whether ``finish`` would not wait."""
-        found: bool = self._exchange(lambda: self._channel.poll(seconds))
+        found: bool = self._exchange(self._channel.poll, seconds)
         return found
 
     def finish(self) -> CallOutputs:
@@ -75,7 +71,7 @@ class DaemonRequest:
         """
         answer, arrays = self._exchange(self._result)
         self.is_running = False
-        checked(answer)
+        self._checked(answer)
         if answer.number != self._number:
             self.close()
             raise DaemonGoneError(f"the daemon answered call {answer.number} instead of {self._number}")
@@ -86,40 +82,40 @@ class DaemonRequest:
         self.finish()
 
     def reset(self) -> None:
-        """Set all states back."""
-        checked(self._ask(Message(Kind.RESET, 1)))
+        """Set all states back; does not wait for it."""
+        self._exchange(self._channel.send, Message(Kind.RESET, 1, flags=QUIET))
 
     def state_names(self) -> list[str]:
         """Return the names of the states."""
-        return [str(name) for name in checked(self._ask(Message(Kind.STATES, 1))).body.get("names", [])]
+        return [str(name) for name in self._checked(self._ask(Message(Kind.STATES, 1))).body.get("names", [])]
 
     def get_state(self, index: int) -> Array:
         """Return a copy of a state."""
-        (values,) = self._arrays(checked(self._ask(Message(Kind.GET_STATE, 1, body={"index": index}))))
+        (values,) = self._arrays(self._checked(self._ask(Message(Kind.GET_STATE, 1, body={"index": index}))))
         return values.copy()
 
     def set_state(self, index: int, values: Array) -> None:
         """Set a state."""
         self._send(Message(Kind.SET_STATE, 1, body={"index": index}), [values], [0])
-        checked(self._exchange(self._channel.receive))
+        self._checked(self._exchange(self._channel.receive))
 
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state."""
         self._send(Message(Kind.SET_STATE, 1, body={"index": index, "in_place": True}), [values], [0])
-        checked(self._exchange(self._channel.receive))
+        self._checked(self._exchange(self._channel.receive))
 
     def reset_state(self, index: int) -> None:
         """Set one state back."""
-        checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))
+        self._checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))
 
     def profile(self) -> list[dict[str, Any]]:
         """Return the times of the nodes in the last call."""
-        nodes = checked(self._ask(Message(Kind.PROFILE, 1))).body.get("nodes", [])
+        nodes = self._checked(self._ask(Message(Kind.PROFILE, 1))).body.get("nodes", [])
         return [node for node in nodes if isinstance(node, dict)]
 
     def close(self) -> None:
         """End the request; the daemon frees it. A second call does nothing."""
-        self._is_closed = True
+        self.is_closed = True
         self.is_running = False
         self._channel.close()
 
@@ -127,40 +123,47 @@ class DaemonRequest:
         with contextlib.suppress(Exception):  # the interpreter may be ending
             self.close()
 
+    def _checked(self, answer: Message) -> Message:
+        """Return an answer that carries a result. Raises ``Exception`` (that of the call, or of a ``reset`` before it)."""
+        if not answer.flags & EARLIER:
+            return checked(answer)
+        self.close()
+        try:
+            return checked(answer)
+        except Exception as error:
+            raise type(error)(f"reset_state() failed, so this call was not run: {error}") from error
+
     def _arrays(self, answer: Message) -> list[Array]:
-        return [array for _, array in self._exchange(lambda: self._channel.tensors_of(answer))]
+        return [array for _, array in self._exchange(self._channel.tensors_of, answer)]
 
     def _send(self, message: Message, arrays: list[Array], names: list[int]) -> None:
         """Send a message with tensors, in a larger block if they need one."""
+        if size := self._exchange(self._send_or_size, message, arrays, names):
+            self._checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
+            self._exchange(self._channel.send_tensors, message, arrays, names)
 
-        def send() -> int:
-            try:
-                self._channel.send_tensors(message, arrays, names)
-            except NoRoomError as error:
-                return error.size
-            return 0
-
-        if size := self._exchange(send):
-            checked(self._ask(Message(Kind.REQUEST, self._model, body={"block": size})))
-            self._exchange(lambda: self._channel.send_tensors(message, arrays, names))
+    def _send_or_size(self, message: Message, arrays: list[Array], names: list[int]) -> int:
+        """Send a message with tensors and return 0; or the bytes that they need, if the block has no room for them."""
+        try:
+            self._channel.send_tensors(message, arrays, names)
+        except NoRoomError as error:
+            return error.size
+        return 0
 
     def _result(self) -> tuple[Message, list[Array]]:
         answer = self._channel.receive()
         return answer, [array for _, array in self._channel.tensors_of(answer)]
 
     def _ask(self, message: Message) -> Message:
-        def ask() -> Message:
-            self._channel.send(message)
-            return self._channel.receive()
-
-        answer: Message = self._exchange(ask)
+        self._exchange(self._channel.send, message)
+        answer: Message = self._exchange(self._channel.receive)
         return answer
 
-    def _exchange(self, step: Any) -> Any:
+    def _exchange(self, step: Any, *arguments: Any) -> Any:
         if self.is_closed:
             raise DaemonGoneError("the connection is closed")
         try:
-            return step()
+            return step(*arguments)
         except SilentError as error:
             self.close()
             raise UnavailableError(str(error)) from error

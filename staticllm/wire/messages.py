@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import IO, Any
 
-PROTOCOL = 7
+PROTOCOL = 8
 """The version of the messages; client and daemon must have the same."""
 MAX_PRIORITY = 100
 """Priorities are from ``-MAX_PRIORITY`` to ``MAX_PRIORITY``; messages hold their sum with ``MAX_PRIORITY``."""
@@ -52,8 +52,8 @@ class Kind(IntEnum):
     REQUEST = 7  # handle: model -> OK: request
     INFER = 8  # handle: request; tensors, block -> DONE
     DONE = 9  # tensors; its time is that of the device
-    RESET = 10  # handle: request -> OK
-    RELEASE = 11  # handle: a model or a request -> OK
+    RESET = 10  # handle: request -> OK; nothing if QUIET
+    RELEASE = 11  # handle: a model or a request -> OK; nothing if QUIET
     GET_PROPERTY = 12  # handle: model; name -> OK: value
     SET_PROPERTY = 13  # handle: model; values -> OK
     STATES = 14  # handle: request -> OK: names
@@ -80,6 +80,10 @@ LAST = 1
 """Flag of the last ``OUTPUT`` of a request."""
 BLOCK = 2
 """Flag of a message that is followed by a handle of shared memory; its body has ``block_size`` in bytes."""
+QUIET = 4
+"""Flag of a ``RESET`` or ``RELEASE`` that gets no answer. Other messages must not have it."""
+EARLIER = 8
+"""Flag of a ``FAILED`` that reports a quiet ``RESET`` before the question; the question was not carried out."""
 
 
 class Body(dict[str, Any]):

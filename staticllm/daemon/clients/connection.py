@@ -18,9 +18,9 @@ from staticllm.daemon.clients.handlers import (
     RequestHandlers,
 )
 from staticllm.daemon.clients.session import Session
-from staticllm.errors import BusyError, StaticLLMError
+from staticllm.errors import BusyError, StaticLLMError, last_line
 from staticllm.wire.channel import Channel
-from staticllm.wire.messages import Kind, Message, ProtocolError
+from staticllm.wire.messages import EARLIER, QUIET, Kind, Message, ProtocolError
 
 log = logging.getLogger(__name__)
 REFUSE_SECONDS = 0.5
@@ -87,8 +87,10 @@ class Greeting:
 
 
 class Connection:
-    """Serves one connection of a client until it ends: questions and answers alternate.
+    """Serves one connection of a client until it ends: questions and answers alternate, quiet messages lie between them.
 
+    A quiet ``RESET`` that failed is the answer to the next question of the connection, which is not carried out: its infer
+    request is not in the states that the client expects. A ``RELEASE`` that failed concerns no later question.
     ``is_first``: the client ends with it.
     """
 
@@ -98,6 +100,7 @@ class Connection:
         self._host = host
         self._is_first = is_first
         self._send_lock = threading.Lock()  # the thread of the outputs sends too
+        self._late_error: Exception | None = None  # of a quiet RESET
         self._models = ModelHandlers(session)
         self._infer = InferHandlers(session, channel, self._send_lock)
         self._requests = RequestHandlers(session, channel, self._send_lock)
@@ -140,8 +143,13 @@ class Connection:
         handler = self._handlers.get(message.kind)
         if handler is None:
             raise ProtocolError(f"{message.kind.name} is not for the daemon")
+        if message.flags & QUIET:
+            self._obey(message)
+            return
+        late = self._late_error
+        self._late_error = None
         try:
-            answer = handler(message)
+            answer = handler(message) if late is None else replace(failed(late), flags=EARLIER)
         except (ProtocolError, EOFError, BrokenPipeError, ConnectionError):
             raise
         except BusyError as error:
@@ -152,6 +160,21 @@ class Connection:
             with self._send_lock:
                 self._channel.send(replace(answer, number=message.number))
         self._models.note_sent()
+
+    def _obey(self, message: Message) -> None:
+        """Carry out a message that gets no answer."""
+        if message.kind not in (Kind.RESET, Kind.RELEASE):
+            raise ProtocolError(f"{message.kind.name} must have an answer")
+        try:
+            self._handlers[message.kind](message)
+            error = None
+        except (ProtocolError, EOFError, BrokenPipeError, ConnectionError):
+            raise
+        except Exception as raised:
+            log.warning("%s of %s %d: %s", message.kind.name, self.session.program, self.session.pid, last_line(raised))
+            error = raised
+        if message.kind is Kind.RESET:
+            self._late_error = error
 
     def _release(self, message: Message) -> Message:
         if not self._infer.close():

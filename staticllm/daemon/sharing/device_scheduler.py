@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import NamedTuple
 
 from staticllm.core import Clock
 from staticllm.pipelines.scheduling.device_share import wait_for_share
@@ -25,20 +25,18 @@ MAX_OWNERS = 64
 """Prune the table of used time above this size: owners at the floor count as newcomers, so nothing is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientId:
-    """A client of the daemon, by its number from 1 on."""
+class ClientId(NamedTuple):
+    """A client of the daemon, by its number from 1 on. A tuple, because a dataclass computes its hash in Python."""
 
     number: int
-    is_engine: ClassVar[bool] = False
+    is_engine: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineId:
+class EngineId(NamedTuple):
     """An engine, by the number of its model."""
 
     model: int
-    is_engine: ClassVar[bool] = True
+    is_engine: bool = True
 
 
 Owner = ClientId | EngineId
