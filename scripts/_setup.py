@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-MIN_PYTHON = (3, 10)
+MIN_PYTHON = (3, 11)
 
 
 def python() -> Path:
@@ -25,7 +25,7 @@ def ensure_environment(*extras: str) -> Path:
     If nothing has changed, this is quick.
     """
     if sys.version_info < MIN_PYTHON:
-        sys.exit(f"Python {sys.version.split()[0]} is too old: staticllm needs 3.10 or later")
+        sys.exit(f"Python {sys.version.split()[0]} is too old: staticllm needs 3.11 or later")
     if not python().is_file() or not has_pip():
         print(f"making {VENV.name} …", flush=True)
         make_environment(VENV)

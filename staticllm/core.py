@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from msgspec import Meta
@@ -393,7 +393,7 @@ class ProgramVariant(Protocol):
         ...
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended. Compares equal to its lower-case name and to GenAI's enum member of the same name."""
 
     STOP = "stop"

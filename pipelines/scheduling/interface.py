@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 from staticllm.core import Variant
@@ -41,7 +41,7 @@ PROACTIVE_PRIORITY = -1
 """The priority of proactive requests that ask for no other one; all below 0 are proactive."""
 
 
-class RequestStatus(str, Enum):
+class RequestStatus(StrEnum):
     """The status of a request; equal to its lower-case name."""
 
     WAITING = "waiting"

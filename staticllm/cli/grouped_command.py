@@ -127,4 +127,4 @@ option_file = click.option(
     callback=_read,
     help='Read options from a JSON file, such as {"device": "NPU"}.',
 )
-"""``--options FILE``, JSON because Python 3.10 reads no TOML. An option on the command line wins over the file."""
+"""``--options FILE``, JSON with the names of the options. An option on the command line wins over the file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -78,7 +78,7 @@ def _until(moment: object) -> str:
     """Return when a model will be unloaded: never, or in how many seconds; "-" if the server does not say it."""
     try:
         until = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
-        left = (until - datetime.now(timezone.utc)).total_seconds()
+        left = (until - datetime.now(UTC)).total_seconds()
     except (ValueError, TypeError):  # also of a time without a zone
         return "-"
     return "never" if left > MOST_SECONDS else f"in {max(0.0, left):.0f} s"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -17,11 +17,6 @@ from staticllm.server.models.served import ModelSpec, model_spec
 from staticllm.server.settings import ApiClient
 from staticllm.system.files import read_regular
 from staticllm.system.typed import typed
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_BYTES = 1 << 20
 

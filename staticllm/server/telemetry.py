@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -134,7 +134,7 @@ def line_of(record: HttpRecord) -> str:
     """Return the line of a request. Unknown fields, such as tokens of a request that was refused, are left out."""
     now = time.perf_counter()
     found: dict[str, object] = {
-        "time": datetime.fromtimestamp(record.began_at, timezone.utc).isoformat(timespec="milliseconds"),
+        "time": datetime.fromtimestamp(record.began_at, UTC).isoformat(timespec="milliseconds"),
         "client": record.client,
         "method": record.method,
         "path": record.path,

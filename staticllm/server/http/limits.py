@@ -81,7 +81,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         raise _too_large(max_bytes)
     try:
         return await asyncio.wait_for(_collected(request, max_bytes), seconds)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {seconds:g} seconds: send it faster, or serve with larger --body-seconds",
             code="timeout", headers={"Connection": "close"}, knob="--body-seconds",

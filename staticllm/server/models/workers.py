@@ -66,7 +66,7 @@ class Workers:
         """
         try:
             return await asyncio.wait_for(self.run(function), seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ApiError(
                 503, f"the process of a model has not answered within {seconds:g} s: try again later", kind=SERVER,
                 code="process_silent", headers={"Retry-After": "5"},

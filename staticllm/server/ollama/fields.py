@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -192,7 +192,7 @@ def seconds_of(keep_alive: float | str) -> float:
 def timestamp(seconds: float) -> str:
     """Return a moment (seconds since 1970) as Ollama writes it; one beyond all calendars is ``FAR_FUTURE``."""
     try:
-        return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
+        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
     except (OverflowError, ValueError, OSError):
         return FAR_FUTURE
 

@@ -6,13 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    tomllib = pytest.importorskip("tomli")
 
 HOUSE = {
     "pyproject.toml", "staticllm", "compiler_passes", "kvcache", "pipelines", "tests", "scripts",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.metadata import version
 
 import pytest
 from support.export.stub_python import right_versions
 
 from staticllm.export.packages import OTHERS, PACKAGES, TORCH, installations, mismatches, numbers
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    tomllib = pytest.importorskip("tomli")
 
 
 def test_the_extra_has_the_bounds_of_the_packages(root):
