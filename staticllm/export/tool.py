@@ -104,7 +104,8 @@ def resolve(request: Values, answers: TextIO) -> Values:
 def export(request: Values, answers: TextIO) -> Values:
     """Write the model directory of a ``folder`` to ``target``, which exists and is empty, as ``scratch`` is.
 
-    With ``compression``, the model is written to ``scratch`` first.
+    With ``compression``, the model is written to ``scratch`` first. If ``stateful`` is given and False, keys and values are
+    inputs and outputs of a decoder.
     """
     folder = Path(request["folder"])
     target = Path(request["target"])
@@ -123,6 +124,7 @@ def export(request: Values, answers: TextIO) -> Values:
     main_export(
         str(folder), written, task=request["task"], ov_config=config, convert_tokenizer=True, library_name="transformers",
         trust_remote_code=request["trust_remote_code"], local_files_only=not request["trust_remote_code"],
+        stateful=request.get("stateful", True),
     )  # fmt: skip
     if not (written / TOKENIZER).is_file():
         reason = next((line for line in reversed(said) if "okenizer" in line), "the folder has none")
