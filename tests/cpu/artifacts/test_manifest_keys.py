@@ -86,7 +86,7 @@ def check_every_key(folder, load, count):
 
 
 def test_each_key_of_a_decoders_manifest(decoder_set, num_cases):
-    check_every_key(decoder_set, a_decoder, num_cases(300))
+    check_every_key(decoder_set, a_decoder, num_cases(200))
 
 
 def test_each_key_of_an_encoders_manifest(tmp_path, num_cases):
@@ -94,7 +94,7 @@ def test_each_key_of_an_encoders_manifest(tmp_path, num_cases):
     directory.mkdir()
     a_directory(directory)
     StaticEmbeddingPipeline(directory, "CPU", BLOB_PATH=folder, EXPORT_BLOB=True).close()
-    check_every_key(folder, lambda path: StaticEmbeddingPipeline(directory, "CPU", BLOB_PATH=path), num_cases(300))
+    check_every_key(folder, lambda path: StaticEmbeddingPipeline(directory, "CPU", BLOB_PATH=path), num_cases(200))
 
 
 @pytest.mark.parametrize("part", ["prefill", "generate"])
