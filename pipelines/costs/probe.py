@@ -168,7 +168,7 @@ class CostProbe:
 
         A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a
         chunk of a prompt follows a call of another size. The first run at a size prepares more, and does not count; of the
-        other two the faster one does, because whatever else runs on the machine only adds time.
+        others the fastest one does, because whatever else runs on the machine only adds time.
         """
         before = variant if variant.rows == variant.sequences else self._other(variant)
         seconds = []

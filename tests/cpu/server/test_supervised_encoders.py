@@ -36,6 +36,11 @@ def embedded(served, name, texts):
     return [each["embedding"] for each in found.json()["data"]]
 
 
+def are_close(vectors, expected):
+    """Return whether vectors are the same; larger calls, in which texts run beside others, round otherwise."""
+    return np.allclose(vectors, expected, rtol=0, atol=1e-6)
+
+
 def test_with_the_daemon_encoders_run_in_the_server_which_the_log_says_once(run_folder, tmp_path, caplog):
     before = set(psutil.Process().children())
     with (
@@ -81,9 +86,6 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
         worker_ids = {name: served.pipeline(name)._driver.pool.devices[0].instance for name in ("one", "two")}
         other = worker_ids["two"].pid
 
-        def is_expected(vectors):  # calls of other sizes, in which these texts run beside others, round otherwise
-            return np.allclose(vectors, expected, rtol=0, atol=1e-6)
-
         def keep_asking():
             while not ends.is_set():
                 found = httpx.post(served.url + "/v1/embeddings", json=body, timeout=120)
@@ -91,7 +93,9 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
                 if found.status_code == 503:  # a text with which two workers ended
                     assert found.json()["error"]["code"] == "process_lost"
                     assert found.headers["Retry-After"]
-                elif found.status_code != 200 or not is_expected([each["embedding"] for each in found.json()["data"]]):
+                elif found.status_code != 200 or not are_close(
+                    [each["embedding"] for each in found.json()["data"]], expected
+                ):
                     wrong.append(found.text)
 
         clients = [threading.Thread(target=keep_asking, daemon=True) for _ in range(4)]
@@ -102,7 +106,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: worker_ids["one"].pid != pid, 120)
             wait_for(lambda before=before: answers.count(200) > before + len(clients), 120)
-        assert is_expected(embedded(served, "one", texts))
+        assert are_close(embedded(served, "one", texts), expected)
         ends.set()
         for client in clients:
             client.join(120)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.beam_steps import advanced
 from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, mask_for, text_of
+from support.engine.limited_grammars import limit_grammars
 from support.engine.output_queues import outputs_of
 from support.quick import examples
 
@@ -21,7 +22,6 @@ from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.generation.beam_search import BeamLimits, BeamParams, BeamSearch
 from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.matcher import GrammarLimitError, Matcher
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 
@@ -160,15 +160,7 @@ def test_a_beam_that_fills_its_tokens_and_is_whole_has_stopped():
 
 def test_beams_whose_grammar_becomes_too_complex_are_cut_off(monkeypatch):
     """The beams of the step before are the answers: a step that one beam cannot take is none."""
-    calls = itertools.count()
-    own = Matcher.allowed
-
-    def allowed(matcher):
-        if next(calls) >= 12:
-            raise GrammarLimitError("the grammar cannot go on: too many expressions")
-        return own(matcher)
-
-    monkeypatch.setattr(Matcher, "allowed", allowed)
+    limit_grammars(monkeypatch)
     asked = beam_of(request_of("[a-c]{16,40}", max_new_tokens=40))
     engine = fake_engine(make_policy("fcfs"), max_seq_len=100)
     run_to_end(engine, [asked])

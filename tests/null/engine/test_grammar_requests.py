@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, mask_for, text_of
+from support.engine.limited_grammars import limit_grammars
 from support.engine.output_queues import outputs_of
 from support.quick import examples
 
@@ -265,15 +265,7 @@ def test_an_answer_that_fills_its_tokens_and_is_whole_has_stopped():
 @pytest.mark.parametrize("drafts", [None, DraftParams(max_ngram_size=3)])
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_answer_whose_grammar_becomes_too_complex_is_cut_off(drafts, count, monkeypatch):
-    calls = itertools.count()
-    own = Matcher.allowed
-
-    def allowed(matcher):
-        if next(calls) >= 12:
-            raise GrammarLimitError("the grammar cannot go on: too many expressions")
-        return own(matcher)
-
-    monkeypatch.setattr(Matcher, "allowed", allowed)
+    calls = limit_grammars(monkeypatch)
     request = EngineRequest(
         tuple(range(9)), SAMPLING, seed=1, num_sequences=count, max_new_tokens=80, drafts=drafts,
         stop_token_ids=frozenset([END]), grammar=Grammar("regex", "[a-c]{60,600}"),
