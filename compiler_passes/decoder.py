@@ -29,7 +29,7 @@ from staticllm.devices import kind, merges_projections
 
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
-        Pass("lift_state", lambda graph, options: lift_state(graph)),
+        Pass("lift_state", lambda graph, options: lift_state(graph, options.source_len, options.num_sources)),
         Pass("mend_broadcasts", lambda graph, options: mend_broadcasts(graph)),
         Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
         Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),

@@ -82,6 +82,9 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         num_adapters=graph.num_adapters,
         adapted=tuple(graph.adapted),
         adapter_type=graph.adapter_type,
+        cross_states=tuple(graph.cross_states),
+        source_len=graph.source_len,
+        num_sources=graph.num_sources,
     )
     check_inputs(graph.model, input_names(shape), "lower")
     return shape

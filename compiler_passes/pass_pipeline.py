@@ -25,7 +25,8 @@ class LoweringOptions:
 
     ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's head is
     cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs,
-    of the element type ``adapter_type``.
+    of the element type ``adapter_type``. ``source_len`` and ``num_sources``: the frames of a source of cross-attention, and how
+    many sources its inputs hold.
     """
 
     max_kv_len: int
@@ -33,6 +34,8 @@ class LoweringOptions:
     is_normalised: bool = True
     adapters: tuple[AdapterLayout, ...] = ()
     adapter_type: AdapterType = "f32"
+    source_len: int = 0
+    num_sources: int = 0
 
 
 @dataclass(frozen=True)

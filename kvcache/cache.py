@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Allocate, Arena
+from staticllm.kvcache.cross_bank import CrossBank
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.mask import MaskBuilder, paint_positions
 from staticllm.kvcache.recurrent import StateBank
 from staticllm.kvcache.rotation import KeyRotations
-from staticllm.kvcache.sequence import AdapterScales, KVSequence
+from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence
 from staticllm.kvcache.slot_allocator import SlotAllocator
 from staticllm.kvcache.step import Segment, Step, StepBuffers
 from staticllm.kvcache.stored import SequenceCopy, StoredLayout, StoredSequence, as_index
+from staticllm.ports import HIDDEN, VISIBLE
 
 PAD_TOKEN = 0  # the token of idle rows; no other row sees them
 
@@ -43,6 +45,7 @@ class KVCache:
         self.arena = Arena(shape.kv_states, self.num_slots, allocate)
         self.slots = SlotAllocator(self.num_slots)
         self.states = StateBank(shape.recurrent_states)
+        self.cross = CrossBank(shape, allocate)
         self._masks = MaskBuilder()
         state_specs = tuple((array.shape, array.dtype) for array in self.states.past)
         self.layout = StoredLayout(self.arena.groups, state_specs, shape.vocab_size)
@@ -53,16 +56,16 @@ class KVCache:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
         return Transaction(self)
 
-    def open(self, adapters: AdapterScales = ()) -> KVSequence:
+    def open(self, conditions: Conditions = PLAIN) -> KVSequence:
         """Return a new, empty sequence. No slot is zeroed: the mask hides stale ones."""
-        sequence = KVSequence(self.num_slots, adapters)
+        sequence = KVSequence(self.num_slots, conditions)
         self._open.add(sequence)
         return sequence
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence with the first ``length`` tokens of another. Both share the slots of these tokens."""
         assert length <= len(sequence) and (length == len(sequence) or not self.states)
-        forked = self.open(sequence.adapters)
+        forked = self.open(sequence.conditions)
         slots = sequence.slots[:length]
         self.slots.share(slots)
         forked.append(sequence.tokens[:length], slots)
@@ -124,7 +127,7 @@ class KVCache:
     def bring_back(self, stored: StoredSequence, length: int) -> KVSequence:
         """Return a new sequence in the arena with the first ``length`` tokens of a stored one."""
         assert length == len(stored.tokens) or not self.states
-        sequence = self.open(stored.adapters)
+        sequence = self.open(stored.conditions)
         sequence.states = stored.states or None
         slots = self._allocate(length)
         self.arena.write(as_index(slots), stored.kv, slice(0, length))
@@ -158,14 +161,19 @@ class KVCache:
         buffers.position_ids.fill(0)
         buffers.logit_rows.fill(0)
         buffers.adapter_scales.fill(0)
+        if buffers.cross_mask is not None:
+            buffers.cross_mask.fill(HIDDEN)
         logit_rows: list[int] = []
         for start, segment in step.placed():
             count = len(segment.tokens)
             first = len(segment.sequence)
             buffers.input_ids[0, start : start + count] = segment.tokens
             buffers.position_ids[..., start : start + count] = np.arange(first, first + count)
-            if segment.sequence.adapters:
-                buffers.adapter_scales[0, start : start + count] = segment.sequence.adapters
+            conditions = segment.sequence.conditions
+            if conditions.adapters:
+                buffers.adapter_scales[0, start : start + count] = conditions.adapters
+            if buffers.cross_mask is not None and conditions.source:
+                buffers.cross_mask[0, 0, start : start + count, self.cross.frames_of(conditions.source)] = VISIBLE
             logit_rows.extend(range(start + count - segment.num_logits, start + count))
         buffers.logit_rows[: len(logit_rows)] = logit_rows
         self._masks.paint(step, buffers)
@@ -222,7 +230,7 @@ class KVCache:
     def _to_host(self, segment: Segment, buffers: StepBuffers, rows: slice) -> StoredSequence:
         """Return a stored sequence with the tokens of a segment and with rows ``rows`` of the program's outputs."""
         kv = tuple(present[:, :, rows].copy() for present in buffers.presents)
-        return StoredSequence(tuple(segment.tokens.tolist()), kv, self.states.written(), segment.sequence.adapters)
+        return StoredSequence(tuple(segment.tokens.tolist()), kv, self.states.written(), segment.sequence.conditions)
 
     def _allocate(self, count: int) -> NDArray[np.intp]:
         """Allocate slots ``[count]``, and grow the arena's stride if they need it."""
@@ -247,6 +255,7 @@ class KVCache:
         self._masks = MaskBuilder()
         self.arena.release()
         self.states.release()
+        self.cross.release()
 
 
 class Transaction:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.kvcache.sequence import AdapterScales, common_prefix, may_share
+from staticllm.kvcache.sequence import PLAIN, Conditions, common_prefix, may_share
 from staticllm.kvcache.stored import StoredSequence
 
-_Key = tuple[AdapterScales, tuple[int, ...]]
+_Key = tuple[Conditions, tuple[int, ...]]
 MAX_CLAIMS = 64
 """The most sessions that may claim a conversation each; the oldest claims of the owner with the most are dropped."""
 
@@ -22,12 +22,12 @@ class _Claim:
     """The conversation of a session, as it was when it claimed it last. ``keys``: what of it was kept; some may be dropped."""
 
     ids: NDArray[np.int64]
-    adapters: AdapterScales
+    conditions: Conditions
     keys: set[_Key] = field(default_factory=set)
 
     def covers(self, stored: StoredSequence) -> bool:
         """Return whether a kept conversation is the session's, up to a last turn that was cut or tokenized differently."""
-        common = common_prefix(stored.ids, self.ids) if stored.adapters == self.adapters else 0
+        common = common_prefix(stored.ids, self.ids) if stored.conditions == self.conditions else 0
         return 2 * common > len(self.ids)
 
 
@@ -51,13 +51,13 @@ class HostPool:
         self.num_swapped_slots = 0
         self.num_kept_slots = 0
 
-    def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = (), owner: str = "") -> None:
+    def claim(self, session: str, tokens: Sequence[int], conditions: Conditions = PLAIN, owner: str = "") -> None:
         """Drop the conversation that begins with ``tokens`` only after those that no session has claimed.
 
         It replaces the earlier claim of this session of ``owner``. Owners have equal shares of the claims that count.
         """
         self._claims.pop((owner, session), None)
-        claim = _Claim(np.array(tokens, np.int64), adapters)
+        claim = _Claim(np.array(tokens, np.int64), conditions)
         self._claims[owner, session] = claim
         claim.keys = {key for key, stored in self._kept.items() if claim.covers(stored)}
         if len(self._claims) > MAX_CLAIMS:
@@ -93,7 +93,7 @@ class HostPool:
         """
         if self._size(stored.tokens) > self.num_slots - self.num_swapped_slots:
             return False
-        same = [old for old in self._kept.values() if old.adapters == stored.adapters]
+        same = [old for old in self._kept.values() if old.conditions == stored.conditions]
         for old in same:
             length = len(old.tokens)
             if length and not may_share(old.tokens, stored.tokens, length):
@@ -111,18 +111,18 @@ class HostPool:
         return True
 
     def longest(
-        self, tokens: Sequence[int], is_whole: bool = False, adapters: AdapterScales = ()
+        self, tokens: Sequence[int], is_whole: bool = False, conditions: Conditions = PLAIN
     ) -> tuple[StoredSequence | None, int]:
         """Return the kept conversation with the longest common prefix with ``tokens``, and the length of that prefix.
 
-        Only those that were computed with ``adapters`` count. With ``is_whole`` the whole conversation must be a prefix of
+        Only those that were computed under ``conditions`` count. With ``is_whole`` the whole conversation must be a prefix of
         ``tokens``.
         """
         best = None
         length = 0
         ids = np.array(tokens, np.int64)
         for stored in self._kept.values():
-            if stored.adapters != adapters or not may_share(stored.tokens, tokens, length + 1):
+            if stored.conditions != conditions or not may_share(stored.tokens, tokens, length + 1):
                 continue
             common = common_prefix(stored.ids, ids)
             if common > length and (common == len(stored.tokens) or not is_whole):
@@ -179,4 +179,4 @@ class HostPool:
 
 
 def _key(stored: StoredSequence) -> _Key:
-    return stored.adapters, stored.tokens
+    return stored.conditions, stored.tokens

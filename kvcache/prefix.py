@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import AdapterScales, KVSequence, common_prefix, may_share
+from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence, common_prefix, may_share
 from staticllm.kvcache.stored import SequenceCopy, StoredSequence
 
 MIN_PREFIX = 16
@@ -70,24 +70,26 @@ class PrefixCache:
         elif previous is not None:
             self._offload(previous)
 
-    def attach(self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales = ()) -> KVSequence:
-        """Return a sequence with the longest prefix of ``tokens[:-1]`` that is cached with the same adapters.
+    def attach(
+        self, tokens: Sequence[int], running: Iterable[KVSequence], conditions: Conditions = PLAIN
+    ) -> KVSequence:
+        """Return a sequence with the longest prefix of ``tokens[:-1]`` that is cached under the same conditions.
 
         The last token must run for its logits.
         """
         wanted = tokens[:-1]
         if not self._is_enabled:
-            return self._cache.open(adapters)
-        source, length = self._longest_in_arena(wanted, running, adapters)
-        stored, stored_length = self._host_pool.longest(wanted, self._is_whole, adapters)
+            return self._cache.open(conditions)
+        source, length = self._longest_in_arena(wanted, running, conditions)
+        stored, stored_length = self._host_pool.longest(wanted, self._is_whole, conditions)
         if max(length, stored_length) < min(MIN_PREFIX, (len(tokens) + 1) // 2):
-            return self._cache.open(adapters)
+            return self._cache.open(conditions)
         if stored is not None and stored_length == max(length, stored_length):
             self._host_pool.touch(stored)
         if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
             return self._cache.bring_back(stored, stored_length)
         if source is None or not length:
-            return self._cache.open(adapters)
+            return self._cache.open(conditions)
         if source is self._cached and len(source) - length <= MAX_LOST and not self._is_whole:
             self._cached = None
             self._cache.mark_active(source)
@@ -140,11 +142,11 @@ class PrefixCache:
         return self._host_pool.keep(stored)
 
     def find(
-        self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales = ()
+        self, tokens: Sequence[int], running: Iterable[KVSequence], conditions: Conditions = PLAIN
     ) -> StoredSequence | None:
-        """Return a copy of the longest prefix of ``tokens`` that is cached with these adapters; None if there is none."""
-        source, length = self._longest_in_arena(tokens, running, adapters)
-        stored, stored_length = self._host_pool.longest(tokens, self._is_whole, adapters)
+        """Return a copy of the longest prefix of ``tokens`` that is cached under these conditions; None if there is none."""
+        source, length = self._longest_in_arena(tokens, running, conditions)
+        stored, stored_length = self._host_pool.longest(tokens, self._is_whole, conditions)
         if stored is not None and stored_length > length:
             return stored.prefix(stored_length)
         if source is None or not length:
@@ -160,12 +162,12 @@ class PrefixCache:
         self._offloading.clear()
 
     def _longest_in_arena(
-        self, tokens: Sequence[int], running: Iterable[KVSequence], adapters: AdapterScales
+        self, tokens: Sequence[int], running: Iterable[KVSequence], conditions: Conditions
     ) -> tuple[KVSequence | None, int]:
         best = None
         length = 0
         for sequence in (*self.idle_sequences(), *running):
-            if sequence.adapters != adapters or not may_share(sequence.tokens, tokens, length + 1):
+            if sequence.conditions != conditions or not may_share(sequence.tokens, tokens, length + 1):
                 continue
             common = common_prefix(sequence.tokens, tokens)
             if common > length and (common == len(sequence) or not self._is_whole):
@@ -194,5 +196,5 @@ class PrefixCache:
 
 def _begins(sequence: KVSequence, other: KVSequence) -> bool:
     """Return whether ``sequence`` begins with all of ``other``."""
-    is_alike = sequence.adapters == other.adapters
+    is_alike = sequence.conditions == other.conditions
     return is_alike and common_prefix(other.tokens, sequence.tokens) == len(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,35 @@ Tokens = Sequence[int] | NDArray[np.int64]
 StateSet = tuple[NDArray[Any], ...]
 """The recurrent states of one sequence, after its last token."""
 AdapterScales = tuple[float, ...]
-"""The factor of each adapter of the model; () if it uses none. Keys and values of other factors are other numbers."""
+"""The factor of each adapter of the model; () if it uses none."""
 HEAD = 8
 """The number of tokens that are compared first, because most sequences differ within them."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What keys and values depend on beside tokens and positions: those of other conditions are other numbers.
+
+    ``source``: the number of the source that its cross-attention sees (``CrossBank``); 0 without one.
+    """
+
+    adapters: AdapterScales = ()
+    source: int = 0
+
+
+PLAIN = Conditions()
+"""No adapters, and no source."""
 
 
 class KVSequence:
     """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
-    ``adapters`` are the factors that all of its tokens are computed with. ``is_idle``: whether its slots may be taken for others.
+    ``conditions`` are those under which all of its tokens are computed. ``is_idle``: whether its slots may be taken for others.
     """
 
-    def __init__(self, num_slots: int, adapters: AdapterScales = ()) -> None:
-        self.adapters = adapters
+    def __init__(self, num_slots: int, conditions: Conditions = PLAIN) -> None:
+        self.conditions = conditions
         self._slots = np.zeros(num_slots, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0

@@ -76,6 +76,7 @@ class BufferPool:
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.adapter_scales = np.zeros(sizes.rows * shape.num_adapters, np.float32)
+        self.cross_mask = np.zeros(sizes.rows * shape.cross_len, np.float32)
         dtype = HOST_TYPES[shape.adapter_type]
         self.adapters: dict[str, NDArray[Any]] = adapters or {
             name: np.zeros(size, dtype) for name, size in adapter_sizes(shape).items()
@@ -90,8 +91,9 @@ class StepBuffers:
 
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
     ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``adapter_scales
-    [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``key_positions
-    [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them, else None.
+    [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``cross_mask
+    [1, 1, S, frames]`` f32, with cross-attention, ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if
+    the model takes them, else None.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
@@ -108,6 +110,7 @@ class StepBuffers:
         self.key_positions = _front(pool.key_positions, 1, 1, 1, variant.kv_len + rows) if shape.has_distances else None
         self.query_positions = _front(pool.query_positions, 1, 1, rows, 1) if shape.has_distances else None
         self.adapter_scales = _front(pool.adapter_scales, 1, rows, shape.num_adapters)
+        self.cross_mask = _front(pool.cross_mask, 1, 1, rows, shape.cross_len) if shape.cross_states else None
         self.adapters = pool.adapters
         self.logit_rows = _front(pool.logit_rows, count)
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)

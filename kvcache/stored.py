@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from staticllm.kvcache.arena import Arena
 from staticllm.kvcache.groups import StateGroup
-from staticllm.kvcache.sequence import AdapterScales, KVSequence, StateSet
+from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence, StateSet
 
 ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and element type of an array."""
@@ -21,13 +21,13 @@ ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 class StoredSequence:
     """A sequence in host memory: ``tokens``, and ``kv`` with one array ``[n, heads, length, head_dim]`` per group of states.
 
-    ``states`` holds the recurrent states after the last token, ``adapters`` the factors that it was computed with.
+    ``states`` holds the recurrent states after the last token, ``conditions`` those under which it was computed.
     """
 
     tokens: tuple[int, ...]
     kv: tuple[NDArray[Any], ...]
     states: StateSet = ()
-    adapters: AdapterScales = ()
+    conditions: Conditions = PLAIN
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
@@ -43,7 +43,7 @@ class StoredSequence:
         """Return the first ``length`` tokens without a copy; with recurrent states ``length`` must be all of them."""
         assert length == len(self.tokens) or not self.states
         kv = tuple(array[:, :, :length] for array in self.kv)
-        return StoredSequence(self.tokens[:length], kv, self.states, self.adapters)
+        return StoredSequence(self.tokens[:length], kv, self.states, self.conditions)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SequenceCopy:
     def stored(self) -> StoredSequence:
         """The complete copy; to be read after ``advance`` has returned True."""
         assert self._done == len(self.sequence), "slots are missing"
-        return StoredSequence(tuple(self.sequence.tokens), self._arrays, self._states, self.sequence.adapters)
+        return StoredSequence(tuple(self.sequence.tokens), self._arrays, self._states, self.sequence.conditions)
 
 
 def as_index(slots: NDArray[np.intp]) -> slice | NDArray[np.intp]:

@@ -12,9 +12,10 @@ from importlib import import_module
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
-from staticllm.core import KVType, ProgramLayout, ProgramMode
+from staticllm.core import KVType, ProgramLayout, ProgramMode, SourceSpec
 from staticllm.devices import type_name
 from staticllm.errors import MAX_LEN, ConfigError, shown
+from staticllm.model_paths.path_kind import MODEL_XML
 
 if TYPE_CHECKING:
     from staticllm.adapters.adapter_set import AdapterSet
@@ -169,6 +170,12 @@ def _adapters(name: str, value: Any) -> Any:
     return value
 
 
+def _source_spec(name: str, value: Any) -> SourceSpec:
+    if not isinstance(value, SourceSpec):
+        raise ConfigError(f"{name.lower()} is a {type(value).__name__}: only StaticWhisperPipeline sets it")
+    return value
+
+
 def _sizes(name: str, value: Any, least: int) -> tuple[int, ...]:
     """Return one size, or several, from ``least``: sorted, each once."""
     sizes = [value] if isinstance(value, int) else value
@@ -274,6 +281,7 @@ class StaticLLMConfig:
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
         adapters: LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``.
+        sources: The sources that the model's cross-attention sees, None for a model without it. Pipelines make it.
 
     Raises:
         ConfigError: a value is impossible.
@@ -314,6 +322,7 @@ class StaticLLMConfig:
     prefill_config: Mapping[str, object] = _properties_row()
     generate_config: Mapping[str, object] = _properties_row()
     adapters: AdapterSet | None = _row(None, _adapters, repr=False)
+    sources: SourceSpec | None = _row(None, _source_spec, repr=False)
 
     def __post_init__(self) -> None:
         """Check values against each other; each by itself was parsed before.
@@ -343,6 +352,11 @@ class StaticLLMConfig:
                         f"{name.upper()} has {kv_len}, more than MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {longest}: leave it out or "
                         "raise a length"
                     )
+
+    @property
+    def model_file(self) -> str:
+        """The name of the model's IR in its directory."""
+        return MODEL_XML if self.sources is None else self.sources.model_file
 
     @property
     def max_seq_len(self) -> int:

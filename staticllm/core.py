@@ -85,6 +85,7 @@ class KVState:
     """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``.
 
     A ``u8`` state has a second state for its scales, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
+    A state of cross-attention (``is_cross``) holds the frames of sources instead, and no step changes it.
     """
 
     layer: Count
@@ -94,11 +95,13 @@ class KVState:
     head_dim: Size
     kv_type: KVType = "f32"
     is_scale: bool = False
+    is_cross: bool = False
 
     @property
     def past_name(self) -> str:
         """The name of the program's input port."""
-        return f"past.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
+        kind = "cross" if self.is_cross else "past"
+        return f"{kind}.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
 
     @property
     def present_name(self) -> str:
@@ -181,6 +184,24 @@ KEY_POSITIONS, QUERY_POSITIONS = "key_positions", "query_positions"
 slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
 
 
+@dataclass(frozen=True)
+class SourceSpec:
+    """The sources of a model with cross-attention: recordings, for speech.
+
+    ``model_file``: its IR in the model directory, which also holds that of its encoder. ``source_len``: the frames of one source.
+    ``num_sources``: how many sources a program sees at once.
+    """
+
+    model_file: Name
+    source_len: Size
+    num_sources: Size
+
+    @property
+    def frames(self) -> tuple[int, int]:
+        """The frames of one source, and the number of sources."""
+        return self.source_len, self.num_sources
+
+
 AdapterLayout = tuple[tuple[str, int, int, int], ...]
 """Shapes of one LoRA adapter: a module's path, the rank, and the widths of the module's input and output."""
 
@@ -249,6 +270,14 @@ class ModelShape:
     num_adapters: Annotated[int, Meta(ge=0, le=1 << 14)] = 0  # that a row can have, each with its own scale
     adapted: tuple[AdaptedGroup, ...] = ()  # the matrices that they change
     adapter_type: AdapterType = "f32"
+    cross_states: tuple[KVState, ...] = ()  # keys and values of cross-attention, of ``num_sources`` sources
+    source_len: Count = 0  # the frames of one source
+    num_sources: Count = 0
+
+    @property
+    def cross_len(self) -> int:
+        """The frames that cross-attention sees."""
+        return self.source_len * self.num_sources
 
     @property
     def needs_real_rows(self) -> bool:
@@ -264,6 +293,46 @@ class ModelShape:
         """Return the number of slots that take as many bytes as one sequence's recurrent states, at most ``kv_len``."""
         num_bytes = sum(state.num_bytes for state in self.recurrent_states)
         return min(kv_len, -(-num_bytes // self.slot_bytes) if self.slot_bytes else kv_len) if num_bytes else 0
+
+
+@dataclass(frozen=True, order=True)
+class SourceVariant:
+    """The size of a program that computes keys and values of cross-attention: ``sources``, the sources of one call."""
+
+    sources: Size = 1
+
+    WORK_SECONDS: ClassVar[Work] = (0.0, 0.2)
+
+    @property
+    def rows(self) -> int:
+        """The sources of one call."""
+        return self.sources
+
+    @property
+    def work(self) -> Work:
+        """The work of a call: a constant, and sources."""
+        return 1.0, self.sources
+
+    @property
+    def phase(self) -> Literal["encode"]:
+        """The only part of its work."""
+        return "encode"
+
+    def __str__(self) -> str:
+        return f"encode[{self.sources} sources]" if self.sources > 1 else "encode[1 source]"
+
+
+@dataclass(frozen=True)
+class SourceShape:
+    """The input and the outputs of such a program: ``[1, bands, columns]`` f32 in, one output per state of cross-attention.
+
+    For speech, the input is a log-mel spectrogram of 30 s. Each output is ``[1, heads, source_len, head_dim]``.
+    """
+
+    bands: Size
+    columns: Size
+    source_len: Size
+    states: tuple[KVState, ...]
 
 
 @dataclass(frozen=True, order=True)

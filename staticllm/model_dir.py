@@ -40,12 +40,14 @@ def check_model_dir(
     weights: str | None = None,
     is_encrypted: bool = False,
     on_progress: OnProgress = lambda event: None,
+    model_file: str = MODEL_XML,
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
     ``path`` may also be the ``openvino_model.xml`` in it, a GGUF file, which is converted once, or a name on Hugging Face whose
     files are in the cache of this machine; nothing is downloaded. ``weights``: the weights file, if it is not beside the IR. The
-    size of an encrypted weights file is not known in advance, so it only has to exist. Raises ``ModelError`` (there is no
+    size of an encrypted weights file is not known in advance, so it only has to exist. ``model_file``: another IR in a directory
+    that its pipeline has checked. Raises ``ModelError`` (there is no
     OpenVINO model; the message says what is there and which command helps. Or a file is truncated or damaged; the message
     names it).
     """
@@ -57,6 +59,9 @@ def check_model_dir(
         directory = Path(os.fsdecode(path))
     except TypeError:
         raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
+    if model_file != MODEL_XML:
+        check_ir(directory / model_file, Path(weights) if weights else None, is_encrypted)
+        return directory
     found = located(directory, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
@@ -84,9 +89,9 @@ def joins_tokens(directory: Path) -> bool:
     return check_ir(directory / TOKENIZER_XML[1]).operations <= _JOINING
 
 
-def weights_of(directory: Path, weights: str | None = None) -> Path:
+def weights_of(directory: Path, weights: str | None = None, model_file: str = MODEL_XML) -> Path:
     """Return the path of the weights file."""
-    return Path(weights) if weights else (directory / MODEL_XML).with_suffix(".bin")
+    return Path(weights) if weights else (directory / model_file).with_suffix(".bin")
 
 
 def has_files(directory: Path) -> bool:
@@ -94,11 +99,11 @@ def has_files(directory: Path) -> bool:
     return (directory / MODEL_XML).is_file() and weights_of(directory).is_file()
 
 
-def weights_size(directory: Path, weights: str | None = None) -> int:
+def weights_size(directory: Path, weights: str | None = None, model_file: str = MODEL_XML) -> int:
     """Return the number of bytes of the weights."""
     if directory in _IN_MEMORY:
         return int(_IN_MEMORY[directory].weights.byte_size)
-    return weights_of(directory, weights).stat().st_size
+    return weights_of(directory, weights, model_file).stat().st_size
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ def _from_config(directory: Path, *names: str) -> list[int] | None:
     return found if all(type(value) is int and 0 < value <= MAX_NUMBER for value in found) else None
 
 
-def kv_shapes(directory: Path) -> list[tuple[int, int]]:
+def kv_shapes(directory: Path, model_file: str = MODEL_XML) -> list[tuple[int, int]]:
     """Return heads and head size of each state of keys or values; empty if the IR does not have them.
 
     Raises ``ModelError`` (the directory is missing or damaged).
@@ -169,7 +174,7 @@ def kv_shapes(directory: Path) -> list[tuple[int, int]]:
     held = model_in_memory(directory)
     if held is not None:
         return _read_ir(held.xml.encode(), MODEL_XML).kv_shapes
-    xml = directory / MODEL_XML
+    xml = directory / model_file
     stat = xml.stat()
     return _parsed(xml, stat.st_mtime_ns, stat.st_size).kv_shapes
 
@@ -239,25 +244,30 @@ def _at(file: BinaryIO, constant: Constant) -> bytes:
 
 
 def read_model(
-    core: ov.Core, directory: Path, weights: str | None = None, decrypt: Callable[[bytes], bytes] | None = None
+    core: ov.Core,
+    directory: Path,
+    weights: str | None = None,
+    decrypt: Callable[[bytes], bytes] | None = None,
+    model_file: str = MODEL_XML,
 ) -> ov.Model:
     """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
 
     Raises ``ModelError`` (OpenVINO cannot read the IR, or it cannot be decrypted).
     """
+    xml = directory / model_file
     try:
         if (held := model_in_memory(directory)) is not None:
             model = core.read_model(held.xml, held.weights)
         elif decrypt is None:
-            model = core.read_model(directory / MODEL_XML, weights_of(directory, weights))
+            model = core.read_model(xml, weights_of(directory, weights, model_file))
         else:
-            model = _decrypted(core, directory, weights_of(directory, weights), decrypt)
+            model = _decrypted(core, xml, weights_of(directory, weights, model_file), decrypt)
     except RuntimeError as error:
-        raise ModelError(f"OpenVINO cannot read {str(directory / MODEL_XML)!r}: {last_line(error)}") from error
+        raise ModelError(f"OpenVINO cannot read {str(xml)!r}: {last_line(error)}") from error
     return model
 
 
-def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
+def _decrypted(core: ov.Core, path: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
     """Read a model whose weights are encrypted on disk and decrypted only in memory.
 
     Raises ``ModelError`` (the callback failed, or returned too few bytes).
@@ -265,7 +275,7 @@ def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[
     import numpy as np
     import openvino as ov
 
-    xml = (directory / MODEL_XML).read_text(encoding="utf-8")
+    xml = path.read_text(encoding="utf-8")
     try:
         plain = bytes(decrypt(weights.read_bytes()))
     except Exception as error:  # the user's function may raise anything
@@ -273,6 +283,6 @@ def _decrypted(core: ov.Core, directory: Path, weights: Path, decrypt: Callable[
     needed = _needed(xml.encode())
     if len(plain) < needed:
         raise ModelError(
-            f"{str(weights)!r} has {len(plain)} bytes decrypted, {MODEL_XML} needs {needed}: check the key"
+            f"{str(weights)!r} has {len(plain)} bytes decrypted, {path.name} needs {needed}: check the key"
         )
     return core.read_model(xml, ov.Tensor(np.frombuffer(plain, np.uint8).copy()))

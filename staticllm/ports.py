@@ -1,7 +1,8 @@
 """The ports of step programs and encoder programs: their names, the meaning of their axes, and their element types.
 
 This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
-its rows S, the KV slots that it sees T, and the rows that get logits R. Those of an encoder's call are its batch B, the rows of
+its rows S, the KV slots that it sees T, and the rows that get logits R; frames of sources, which cross-attention sees, are as
+many for every call. Those of an encoder's call are its batch B, the rows of
 each sequence S, the texts R, and, where a text is continued, the earlier rows P that it sees and the rows K that are kept. All
 other sizes are the model's own.
 """
@@ -19,6 +20,7 @@ from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, EncoderShape, Encoder
 INPUT_IDS, POSITION_IDS, LOGIT_ROWS, LOGITS = "input_ids", "position_ids", "logit_rows", "logits"
 TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings", "scores"
 KEPT_ROWS, PAST, PRESENT = "kept_rows", "past.", "present."
+CROSS, CROSS_MASK = "cross.", "cross_mask"
 ADAPTER_SCALES = "adapter_scales"
 Range = tuple[int, int]
 """Smallest and largest size of an axis; equal if the size is fixed."""
@@ -28,6 +30,9 @@ HIDDEN = -65504.0
 """What a mask adds to a score; ``HIDDEN`` is finite in every type of a device, and its exp() is 0 in all."""
 HIDDEN_BELOW = -1e4
 """Less than this hides a cell in the masks of exported models."""
+
+INPUT_FEATURES = "input_features"
+"""``[1, bands, columns]``: a source as an encoder reads it."""
 
 # inputs of exported models that step programs do not have
 ATTENTION_MASK = "attention_mask"
@@ -149,6 +154,8 @@ PORTS = (
     Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),
     Port(r"present\.\d+\.(key|value)(\.scale)?", ("1", "heads", "S", "head_dim")),
     Port(r"state\.\d+(\.next)?", ()),
+    Port(r"cross\.\d+\.(key|value)", ("1", "heads", "frames", "head_dim")),
+    Port(CROSS_MASK, ("1", "1", "S", "frames"), "float32"),
 )
 """The ports of step programs."""
 ENCODER_PORTS = (
@@ -187,6 +194,8 @@ def input_names(shape: ModelShape) -> frozenset[str]:
     names |= {state.past_name for state in shape.kv_states} | {state.past_name for state in shape.recurrent_states}
     if shape.position_rank:
         names.add(POSITION_IDS)
+    if shape.cross_states:
+        names |= {CROSS_MASK, *(state.past_name for state in shape.cross_states)}
     if shape.has_distances:
         names |= {KEY_POSITIONS, QUERY_POSITIONS}
     if shape.adapted:

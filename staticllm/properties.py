@@ -176,8 +176,9 @@ def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[s
         options.setdefault("generate_kv_lens", [total])
 
 
-_OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name != "device_properties"}
-"""Property name → field. Every field but the pass-through is a property under its upper-case name."""
+_NO_PROPERTIES = ("device_properties", "sources")
+_OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name not in _NO_PROPERTIES}
+"""Property name → field. Every field is a property under its upper-case name, but the pass-through and what a pipeline sets."""
 
 _OF_PIPELINES = ("adapters", "draft_model", "prompt_lookup")
 """Names of GenAI that a pipeline takes in this spelling."""

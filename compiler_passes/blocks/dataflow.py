@@ -14,12 +14,12 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import part_of, redirect, upstream
 from staticllm.devices import get_core
-from staticllm.ports import INPUT_IDS, PAST, PRESENT, TOKEN_TYPE_IDS
+from staticllm.ports import CROSS, INPUT_IDS, PAST, PRESENT, TOKEN_TYPE_IDS
 
 Origin = Literal["constant", "shared", "own", "tokens"]
 """``constant``: of constants; ``shared``: of inputs that all layers read (positions, masks); ``own``: of inputs that one layer
 reads (keys, values, states, adapters); ``tokens``: of the tokens."""
-_OWN = (PAST, "state.", "adapter.")
+_OWN = (PAST, CROSS, "state.", "adapter.")
 _STATES = (PRESENT, "state.")
 _TOKENS = frozenset({INPUT_IDS, TOKEN_TYPE_IDS})
 MOST_FOLDED = 1 << 14

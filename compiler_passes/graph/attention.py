@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import openvino as ov
 
 from staticllm.compiler_passes.graph.step_graph import consumers, through
+from staticllm.ports import CROSS
 
 FUSED = "ScaledDotProductAttention"
 KEY_PORT, VALUE_PORT, MASK_PORT = 1, 2, 3
 _AROUND_SOFTMAX = frozenset({"Reshape", "Convert", "Maximum", "Minimum", "Clamp", "Squeeze", "Unsqueeze"})
 _ON_SCORES = _AROUND_SOFTMAX | {"Multiply", "Divide", "Tanh"}
 """Scales, soft caps and shapes. Add is not among them, because a bias must not be taken for a part of the scores."""
+_ON_KEYS = ("Reshape", "Transpose", "Convert", "Broadcast", "Tile", "Squeeze", "Unsqueeze")
+"""What moves keys without changing their values."""
+Role = Literal["key", "value"]
+InputKey: TypeAlias = tuple[int, int]
+"""Identifies an input of a node in dicts."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,12 @@ class Attention:
     mask: ov.Input | None
 
     @property
+    def is_cross(self) -> bool:
+        """Whether it sees the frames of a source, whose keys and values ``lift_cross`` has made inputs, instead of tokens."""
+        keys = through(self.keys.get_source_output(), *_ON_KEYS).get_node()
+        return keys.get_type_name() == "Parameter" and keys.get_friendly_name().startswith(CROSS)
+
+    @property
     def scores(self) -> ov.Node:
         """The node whose shape is ``[1, heads, S, ...]``."""
         return self.node if self.node.get_type_name() == FUSED or self.mask is None else self.mask.get_node()
@@ -34,6 +48,36 @@ def find_attentions(model: ov.Model) -> list[Attention]:
     """Return the attentions of a model in the order of its layers."""
     found = (_attention(node) for node in model.get_ordered_ops())
     return [attention for attention in found if attention is not None]
+
+
+def places_of(attentions: Iterable[Attention]) -> dict[InputKey, tuple[int, Role]]:
+    """Return the number of an attention and the role of each of its inputs of keys and values."""
+    places: dict[InputKey, tuple[int, Role]] = {}
+    for layer, attention in enumerate(attentions):
+        places[input_key(attention.keys)] = layer, "key"
+        places[input_key(attention.values)] = layer, "value"
+    return places
+
+
+def place_of(rows: ov.Node, places: dict[InputKey, tuple[int, Role]]) -> tuple[int, Role] | None:
+    """Return layer and role of keys or values by the attention that they reach, never by a name; None if they reach none."""
+    queue = [rows]
+    seen = {rows.get_instance_id()}
+    while queue:
+        node = queue.pop(0)
+        for target in node.output(0).get_target_inputs():
+            reader = target.get_node()
+            if input_key(target) in places:
+                return places[input_key(target)]
+            if reader.get_type_name() not in ("ShapeOf", "Result") and reader.get_instance_id() not in seen:
+                seen.add(reader.get_instance_id())
+                queue.append(reader)
+    return None
+
+
+def input_key(port: ov.Input) -> InputKey:
+    """Return what identifies an input of a node."""
+    return port.get_node().get_instance_id(), port.get_index()
 
 
 def _attention(node: ov.Node) -> Attention | None:

@@ -29,6 +29,8 @@ def check_graph(graph: StepGraph, stage: str) -> int:
     for state in graph.ports:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
         _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
+    for state in graph.cross_states:
+        _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
     for group in graph.adapted:
         _require({group.a_name, group.b_name, ADAPTER_SCALES} <= set(inputs), stage, f"{group.a_name} has no input")
     if graph.kv_states or graph.recurrent_states:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
@@ -36,6 +37,10 @@ class StepGraph:
     states: list[LiftedState] = field(default_factory=list)
     kv_states: list[KVState] = field(default_factory=list)
     recurrent_states: list[RecurrentState] = field(default_factory=list)
+    cross_states: list[KVState] = field(default_factory=list)
+    source: ov.Model | None = None  # computes the keys and values of cross-attention of one source
+    source_len: int = 0  # frames of one source
+    num_sources: int = 0  # sources whose keys and values a program sees
     masks: list[MaskKind] = field(default_factory=list)
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
     query_heads: list[int] = field(default_factory=list)  # number in each layer, before they are grouped
@@ -137,6 +142,12 @@ def upstream(roots: Iterable[ov.Node]) -> Iterator[ov.Node]:
         seen.add(key)
         yield node
         stack.extend(value.get_node() for value in node.input_values())
+
+
+def is_zero(output: ov.Output) -> bool:
+    """Return whether a value is a constant 0, possibly broadcast or converted."""
+    node = through(output, "Broadcast", "Convert", "Reshape", "Tile").get_node()
+    return node.get_type_name() == "Constant" and not np.any(node.data)
 
 
 def is_live(model: ov.Model, parameter: ov.Node) -> bool:

@@ -12,10 +12,11 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.attention import Attention, find_attentions
-from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.graph.step_graph import StepGraph, is_zero
 from staticllm.compiler_passes.inputs.classify_mask import STAGE, Seen, classify, key_of
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind
 from staticllm.errors import UnsupportedModelError
+from staticllm.ports import CROSS_MASK
 
 
 def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
@@ -26,7 +27,9 @@ def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
     Raises:
         UnsupportedModelError: there is no attention, or one has no mask or a mask of an unknown kind.
     """
-    attentions = find_attentions(graph.model)
+    found_attentions = find_attentions(graph.model)
+    _mask_cross(graph, [attention for attention in found_attentions if attention.is_cross])
+    attentions = [attention for attention in found_attentions if not attention.is_cross]
     if not attentions:
         if not graph.recurrent_states:
             raise UnsupportedModelError(
@@ -55,6 +58,24 @@ def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
     graph.model.validate_nodes_and_infer_types()
     labels = ", ".join(f"{label} in {graph.layer_masks.count(label)}" for label in dict.fromkeys(graph.layer_masks))
     graph.note(STAGE, f"{labels} of {len(attentions)} layers")
+
+
+def _mask_cross(graph: StepGraph, attentions: list[Attention]) -> None:
+    """Let cross-attentions, whose own masks hide nothing, see the frames that ``cross_mask [1, 1, S, frames]`` shows."""
+    if not attentions:
+        return
+    frames = graph.source_len * graph.num_sources
+    rows = attentions[0].scores.get_output_partial_shape(0)[2]
+    mask = graph.add_parameter(CROSS_MASK, ov.PartialShape([1, 1, rows, frames]), ov.Type.f32)
+    for attention in attentions:
+        port = _mask_port(attention)
+        if not is_zero(port.get_source_output()):
+            raise UnsupportedModelError(
+                STAGE,
+                f"the mask of cross-attention {attention.node.get_friendly_name()!r} hides frames: export without it",
+            )
+        port.replace_source_output(_cast(mask, attention.scores.get_output_element_type(0)))
+    graph.note(STAGE, f"cross_mask in {len(attentions)} layers")
 
 
 def _mask_port(attention: Attention) -> ov.Input:

@@ -7,20 +7,15 @@ because attention reads it. A state of fixed size is recurrent: each step replac
 
 from __future__ import annotations
 
-from typing import Literal
-
-import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.attention import find_attentions
-from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, name_port, through
+from staticllm.compiler_passes.graph.attention import find_attentions, place_of, places_of
+from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, is_zero, name_port
 from staticllm.core import KVState, RecurrentState
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "keep_new_rows"
-Role = Literal["key", "value"]
 ROW_AXIS = 2
-Port = tuple[int, int]
 
 
 def keep_new_rows(graph: StepGraph) -> None:
@@ -29,11 +24,8 @@ def keep_new_rows(graph: StepGraph) -> None:
     Raises:
         UnsupportedModelError: a state neither grows by the new rows nor has a fixed size; the message names it.
     """
-    places: dict[Port, tuple[int, Role]] = {}
-    attentions = find_attentions(graph.model)
-    for layer, attention in enumerate(attentions):
-        places[_port(attention.keys)] = layer, "key"
-        places[_port(attention.values)] = layer, "value"
+    attentions = [attention for attention in find_attentions(graph.model) if not attention.is_cross]
+    places = places_of(attentions)
     for index, state in enumerate(graph.states):
         if state.past.get_partial_shape().is_static:
             recurrent = _recurrent(index, state)
@@ -42,7 +34,14 @@ def keep_new_rows(graph: StepGraph) -> None:
             continue
         concat = _growing_concat(state)
         _check_starts_empty(state)
-        layer, role = _place(concat, state, places)
+        place = place_of(concat, places)
+        if place is None:
+            readers = sorted({node.get_type_name() for node in consumers(concat.output(0))})
+            raise UnsupportedModelError(
+                STAGE,
+                f"state {state.variable_id!r} never reaches the key or value port of an attention; {readers} read it",
+            )
+        layer, role = place
         shape = state.past.get_partial_shape()
         if shape[1].is_dynamic or shape[3].is_dynamic:
             raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape}: heads must be known")
@@ -63,16 +62,10 @@ def _recurrent(index: int, state: LiftedState) -> RecurrentState:
     if not state.present.input_value(0).get_partial_shape().compatible(shape):
         found = state.present.input_value(0).get_partial_shape()
         raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} has shape {shape} and is assigned {found}")
-    if state.initial is not None and not _is_zero(state.initial):
+    if state.initial is not None and not is_zero(state.initial):
         raise UnsupportedModelError(STAGE, f"recurrent state {state.variable_id!r} does not start from zeros")
     sizes = tuple(dimension.get_length() for dimension in shape)
     return RecurrentState(index, state.variable_id, sizes, element_type.to_dtype().name)
-
-
-def _is_zero(initial: ov.Output) -> bool:
-    """Return whether the initial value of a state is a constant 0, possibly broadcast or converted."""
-    node = through(initial, "Broadcast", "Convert", "Reshape", "Tile").get_node()
-    return node.get_type_name() == "Constant" and not np.any(node.data)
 
 
 def _growing_concat(state: LiftedState) -> ov.Node:
@@ -92,35 +85,12 @@ def _growing_concat(state: LiftedState) -> ov.Node:
     )
 
 
-def _port(port: ov.Input) -> Port:
-    return port.get_node().get_instance_id(), port.get_index()
-
-
 def _check_starts_empty(state: LiftedState) -> None:
     if state.initial is None:
         return
     shape = state.initial.get_partial_shape()
     if shape.rank.is_dynamic or shape[ROW_AXIS].is_dynamic or shape[ROW_AXIS].get_length():
         raise UnsupportedModelError(STAGE, f"state {state.variable_id!r} starts with rows ({shape}): it must be empty")
-
-
-def _place(concat: ov.Node, state: LiftedState, places: dict[Port, tuple[int, Role]]) -> tuple[int, Role]:
-    """Return layer and role of a state by the attention port that its rows reach, never by a name."""
-    queue = [concat]
-    seen = {concat.get_instance_id()}
-    while queue:
-        node = queue.pop(0)
-        for target in node.output(0).get_target_inputs():
-            reader = target.get_node()
-            if _port(target) in places:
-                return places[_port(target)]
-            if reader.get_type_name() not in ("ShapeOf", "Result") and reader.get_instance_id() not in seen:
-                seen.add(reader.get_instance_id())
-                queue.append(reader)
-    readers = sorted({node.get_type_name() for node in consumers(concat.output(0))})
-    raise UnsupportedModelError(
-        STAGE, f"state {state.variable_id!r} never reaches the key or value port of an attention; {readers} read it"
-    )
 
 
 def _name_ports(state: LiftedState, found: KVState | RecurrentState) -> None:

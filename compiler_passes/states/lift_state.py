@@ -17,20 +17,23 @@ from staticllm.compiler_passes.graph.step_graph import (
     named_result,
     redirect,
 )
+from staticllm.compiler_passes.states.lift_cross import lift_cross
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import BEAM_IDX
+from staticllm.ports import BEAM_IDX, CROSS
 
 STAGE = "lift_state"
 
 
-def lift_state(graph: StepGraph) -> None:
+def lift_state(graph: StepGraph, source_len: int = 0, num_sources: int = 0) -> None:
     """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``, and set the batch to 1.
 
-    ``keep_new_rows`` gives the ports the names that they have in a step program.
+    ``keep_new_rows`` gives the ports the names that they have in a step program. States of cross-attention are only inputs
+    (``lift_cross``, which takes ``source_len`` and ``num_sources``).
 
     Raises:
         UnsupportedModelError: the model has no state, or a state is not both read and assigned, or has no known rank.
     """
+    lift_cross(graph, source_len, num_sources)
     reads = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
     if not reads:
         raise UnsupportedModelError(
@@ -54,6 +57,8 @@ def _fix_batch(model: ov.Model) -> None:
     """Set the batch to 1 in token inputs, ``[..., batch, tokens]``, and in ``beam_idx [batch]``."""
     for parameter in model.get_parameters():
         shape = parameter.get_partial_shape()
+        if parameter.get_friendly_name().startswith(CROSS):
+            continue
         if shape.rank.is_static and shape.rank.get_length() > 0:
             shape[max(shape.rank.get_length() - 2, 0)] = 1
             parameter.set_partial_shape(shape)

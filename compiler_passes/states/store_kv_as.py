@@ -39,6 +39,9 @@ def store_kv_as(graph: StepGraph, kv_type: KVType) -> None:
         else:
             changed += _convert(graph.model, kv_state, _past(graph, kv_state))
     graph.kv_states += scales
+    graph.cross_states = [replace(state, kv_type=cross_type(kv_type)) for state in graph.cross_states]
+    for state in graph.cross_states:
+        changed += _convert_past(graph.model, state, _past(graph, state))
     graph.model.validate_nodes_and_infer_types()
     graph.note(STAGE, f"KV slots are {kv_type}, {changed} inputs converted")
 
@@ -56,6 +59,17 @@ def _convert(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
     if present.get_element_type() != wanted:
         converted = ops.convert(present.input_value(0), wanted.get_type_name())
         present.input(0).replace_source_output(converted.output(0))
+    return _convert_past(model, kv_state, past)
+
+
+def cross_type(kv_type: KVType) -> KVType:
+    """Return the type of keys and values of cross-attention, which are written once and have no scales."""
+    return "f16" if kv_type == "u8" else kv_type
+
+
+def _convert_past(model: ov.Model, kv_state: KVState, past: ov.Node) -> bool:
+    """Give an input of keys or values the type of its state, and return whether it had another type."""
+    wanted = ELEMENT_TYPES[kv_state.kv_type]
     if past.get_element_type() == wanted:
         return False
     stored = named_parameter(kv_state.past_name, past.get_partial_shape(), wanted)

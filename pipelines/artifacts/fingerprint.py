@@ -146,7 +146,7 @@ def pieces_digest(pieces: Iterable[bytes | memoryview], key: bytes = b"") -> str
     return digest.hexdigest()
 
 
-def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFingerprint:
+def fingerprint_model(directory: Path, weights: Path | None = None, model_file: str = MODEL_XML) -> ModelFingerprint:
     """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
 
     Raises ``ModelError`` (a file cannot be read).
@@ -155,7 +155,7 @@ def fingerprint_model(directory: Path, weights: Path | None = None) -> ModelFing
         return ModelFingerprint(
             ir_digest=bytes_digest(held.xml.encode()), weights_digest=bytes_digest(held.weights.data.tobytes())
         )
-    xml = directory / MODEL_XML
+    xml = directory / model_file
     return ModelFingerprint(ir_digest=file_digest(xml), weights_digest=file_digest(weights or xml.with_suffix(".bin")))
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from staticllm.core import OnProgress, ProgramMode, ProgramVariant, ProgressEvent
 from staticllm.devices import check_device, get_core, is_present, kind, known_properties
 from staticllm.errors import ModelError, last_line
-from staticllm.model_dir import read_model
 from staticllm.pipelines.artifacts.cache import BlobCache, key_of
 from staticllm.pipelines.artifacts.measurements import CostsPlace
 from staticllm.pipelines.diagnostics.npu_programs import CompiledForReport, compile_for_report, unknown_of
@@ -229,8 +228,7 @@ class Diagnosis(Generic[K]):
 
     def original(self, job: LoadJob[K]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
         """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names."""
-        config = job.config
-        model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
+        model = job.read_model()
         try:
             compiled = get_core().compile_model(model, "CPU", dict(EXACT))
         except RuntimeError as error:

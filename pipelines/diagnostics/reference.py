@@ -108,8 +108,7 @@ class EncoderReference:
         self._job = job
         self._shape = shape
         self._pooling: Pooling = pooling
-        config = job.config
-        self._model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
+        self._model = job.read_model()
         self._has_states = bool(self._model.get_variables())
         if shape.output == "embeddings" and _hidden_port(self._model) is None:
             _expose_hidden_states(self._model)

@@ -59,7 +59,7 @@ class BeamRequest(RequestState):
         """Begin the search in a core: run the prompt."""
         core.searches[self.request.id] = self
         self._core = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
-        self._beams = [core.feeds.open_beam(self.priority, self.request.adapters, self.request.owner)]
+        self._beams = [core.feeds.open_beam(self.priority, self.request.conditions, self.request.owner)]
         self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 

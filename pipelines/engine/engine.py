@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales
+from staticllm.kvcache.sequence import AdapterScales, Conditions
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed, begin_feeds
@@ -212,7 +212,7 @@ class Engine:
         Raises:
             ClosedError: the engine was closed.
         """
-        self.call_soon(lambda: self.kv_manager.host_pool.claim(session, tokens, adapters, owner))
+        self.call_soon(lambda: self.kv_manager.host_pool.claim(session, tokens, Conditions(adapters), owner))
 
     def drop_claims(self, owner: str) -> None:
         """Drop what the sessions of an owner have claimed, soon. Raises ``ClosedError`` (the engine was closed)."""
@@ -294,6 +294,14 @@ class Engine:
         begin_feeds(self, feeds)
         for each in feeds:
             self.hurry(each.sequence.priority, each.sequence.owner)
+
+    def remove_source(self, source: int) -> None:
+        """Give the place of a source of cross-attention to others, soon, once no request sees it.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
+        self.call_soon(lambda: self._core.remove_source(source))
 
     def use_draft_model(self, model: DraftModel) -> None:
         """Let a model draft the tokens of requests that ask for it. It runs on the engine's thread.

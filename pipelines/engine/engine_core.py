@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from staticllm.core import Clock, FinishReason
-from staticllm.errors import DeviceError, as_ours
+from staticllm.errors import DeviceError, PromptError, as_ours
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, CallTimes, call_context, step_record
 from staticllm.pipelines.engine.beams import BeamRequest
@@ -58,6 +58,7 @@ class EngineCore:
         self.feeds = Feeds(self)
         self._inserted = InsertedSteps(self)
         self.searches: dict[int, BeamRequest] = {}
+        self._leaving: set[int] = set()  # sources of cross-attention that are removed once no request sees them
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
         """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
@@ -111,11 +112,31 @@ class EngineCore:
         self.device.runner.probe.measure_next(is_needed)
 
     def admit(self, request: RequestState) -> None:
-        """Add a request; ``step`` serves it from now on."""
+        """Add a request; ``step`` serves it from now on. One without the source that the model needs ends with an error."""
+        bank = self.device.runner.cache.cross
+        source = request.request.source
+        if bank.num_sources and (source not in bank or source in self._leaving):
+            self.refuse(
+                request, FinishReason.ERROR, PromptError("the request has no source, or its source was removed")
+            )
+            return
         self.requests[request.id] = request
         request.admit(self)
         if request.request.overflow == "context_shift":
             self._shifting.append(request.sequences[0])
+
+    def remove_source(self, source: int) -> None:
+        """Remove a source from the bank of cross-attention, once no request sees it; new requests about it are refused."""
+        self._leaving.add(source)
+        self._remove_sources()
+
+    def _remove_sources(self) -> None:
+        if not self._leaving:
+            return
+        active = (each.request.source for each in self.requests.values() if isinstance(each, RequestState))
+        for source in self._leaving.difference(active):
+            self.device.runner.cache.cross.remove(source)
+            self._leaving.remove(source)
 
     def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
         """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
@@ -135,6 +156,7 @@ class EngineCore:
         if not self.requests:
             self.post()
             self.device.kv_manager.run_idle_work()
+        self._remove_sources()
 
     def end_search(self, search: BeamRequest, reason: FinishReason) -> None:
         """Forget a beam search that has ended."""
@@ -166,10 +188,10 @@ class EngineCore:
         self.searches.clear()
         self.install(self.device.runner, self.device.options)
 
-    def refuse(self, request: RequestState, reason: FinishReason) -> None:
+    def refuse(self, request: RequestState, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request that was not admitted."""
         self.profiler.record(request.sequences[0].record(reason))
-        request.finish_from(0, reason)
+        request.finish_from(0, reason, error)
 
     def close(self) -> None:
         """Close the sources of jobs, end the thread of a user's policy, and drop the programs. No request may be left."""

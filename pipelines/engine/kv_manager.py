@@ -199,7 +199,7 @@ class KVCacheManager:
         if state.kv.sequence is None:
             if self.idle.has_slots:  # their slots are free for a prefix of the host pool, too
                 self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
-            state.kv.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.adapters)
+            state.kv.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.conditions)
             if not state.num_generated:
                 state.kv.num_cached = len(state.kv.sequence)
             state.info.begin(len(state.kv.sequence))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from staticllm.errors import SnapshotError
+from staticllm.kvcache.sequence import Conditions
 from staticllm.kvcache.snapshot import load, save
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.engine.client import SnapshotTarget
@@ -32,7 +33,7 @@ def save_snapshot(engine: SnapshotEngine, tokens: list[int], target: SnapshotTar
     """Save a snapshot as ``EngineClient.save_snapshot`` says. Any thread may call."""
 
     def find() -> StoredSequence | None:
-        return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences(), target.adapters)
+        return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences(), Conditions(target.adapters))
 
     stored = engine.run_between_steps(find)
     if stored is None:
@@ -45,7 +46,7 @@ def load_snapshot(engine: SnapshotEngine, target: SnapshotTarget) -> int:
     """Read a snapshot into the host pool as ``EngineClient.load_snapshot`` says. Any thread may call."""
     num_slots = engine.kv_manager.host_pool.num_slots
     stored = load(target.path, target.identity, engine.runner.cache.layout, num_slots, target.key)
-    stored = replace(stored, adapters=target.adapters)
+    stored = replace(stored, conditions=Conditions(target.adapters))
 
     def restore() -> None:
         if not engine.runner.cache.layout.fits(stored):  # the engine has switched to another device meanwhile

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from staticllm.core import Clock, FinishReason
-from staticllm.kvcache.sequence import AdapterScales, KVSequence
+from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import SegmentResult
@@ -63,7 +63,7 @@ class SequenceState(ABC):
         tokens: Its first tokens.
         clock: The clock of the engine.
         owner: The client that pays for its device time; 0 without one.
-        adapters: The factor of each adapter of the model; empty without any.
+        conditions: What its keys and values depend on beside tokens and positions.
     """
 
     overflow: OverflowRule = "stop"
@@ -78,7 +78,7 @@ class SequenceState(ABC):
         tokens: Sequence[int],
         clock: Clock,
         owner: int = 0,
-        adapters: AdapterScales = (),
+        conditions: Conditions = PLAIN,
     ) -> None:
         self.info = info
         self.id = info.id
@@ -86,7 +86,7 @@ class SequenceState(ABC):
         self.tokens = list(tokens)
         self.clock = clock
         self.owner = owner
-        self.adapters = adapters
+        self.conditions = conditions
         self.kv = KVHold()
         self.cancel_reason: FinishReason | None = None
         self.started: float | None = None

@@ -60,7 +60,7 @@ class AnswerState(SequenceState):
     ) -> None:
         id = new_id() if index else request.id
         info = RequestInfo(id, request.arrival, len(request.prompt), request.priority, request.deadline)
-        super().__init__(info, request.id, request.prompt, clock, request.owner, request.adapters)
+        super().__init__(info, request.id, request.prompt, clock, request.owner, request.conditions)
         self.request = request
         self.index = index
         self.overflow = request.overflow

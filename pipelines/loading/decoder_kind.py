@@ -96,8 +96,13 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         usual = default_kv_type(core, device, *properties.values())
         kv_type = config.kv_cache_precision or usual
         mode = program_mode(device, config)
+        source_len, num_sources = (0, 0) if config.sources is None else config.sources.frames
         lowering = LoweringOptions(
-            config.num_kv_slots(mode), kv_type, adapter_type="bf16" if usual == "bf16" else "f32"
+            config.num_kv_slots(mode),
+            kv_type,
+            adapter_type="bf16" if usual == "bf16" else "f32",
+            source_len=source_len,
+            num_sources=num_sources,
         )
         platform = npu_platform(core, device) if job.target is None else job.target.platform.number
         lowered = _lowered(source.model, lowering, decoder_passes(device, platform), config.adapters)
@@ -113,7 +118,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             is_tiny = layout == "phases" and "few_rows" not in calibration.properties
             if not may_be_apart or is_tiny:
                 return options
-            is_paid = partial(is_worth_a_copy, weights_size(job.directory, config.weights_path))
+            is_paid = partial(is_worth_a_copy, weights_size(job.directory, config.weights_path, config.model_file))
             probe = partial(_speedup_of_few_rows, core, lowered, variants, probes=probes)
             with_few_rows = replace(
                 options, properties={"few_rows": options.properties["generate"], **options.properties}
@@ -194,6 +199,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             **{name: "default" if value is None else str(value) for name, value in sizes.items()},
             **{f"{phase} properties": properties_text(values) for phase, values in phases.items()},
             "adapters": "none" if config.adapters is None else config.adapters.description,
+            **({} if config.sources is None else {"sources": "{1} of {0} frames".format(*config.sources.frames)}),
         }
 
     def properties(self, job: DecoderJob) -> Mapping[Part, Mapping[str, Any]]:
@@ -309,7 +315,8 @@ def job_of(
     ``MEMORY_LIMIT_MB``).
     """
     is_encrypted = config.weights_decryption_callback is not None
-    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted, on_progress)
+    file = config.model_file
+    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted, on_progress, file)
     core = get_core()
     name = check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())

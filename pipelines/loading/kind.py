@@ -118,7 +118,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         config = job.config
         if config.memory_limit_mb is not None:
             return_large_blocks()
-        model = read_model(get_core(), job.directory, config.weights_path, config.weights_decryption_callback)
+        model = job.read_model()
         self.check_graph(model, job.directory)
         if for_blobs:
             keep_small_constants(model)
@@ -146,7 +146,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         """
         return Fingerprint(
             kind=self.name,
-            **asdict(fingerprint_model(job.directory, job.weights)),
+            **asdict(fingerprint_model(job.directory, job.weights, job.config.model_file)),
             **(job.target.machine_values() if job.target else machine_values(get_core(), job.device)),
             choices=self.asked(job),
         )
@@ -216,7 +216,13 @@ class LoadJob(Generic[K_co]):
     @property
     def weights(self) -> Path:
         """The weights file."""
-        return weights_of(self.directory, self.config.weights_path)
+        return weights_of(self.directory, self.config.weights_path, self.config.model_file)
+
+    def read_model(self) -> ov.Model:
+        """Read the IR. Raises ``ModelError`` (OpenVINO cannot read it, or it cannot be decrypted)."""
+        config = self.config
+        decrypt = config.weights_decryption_callback
+        return read_model(get_core(), self.directory, config.weights_path, decrypt, config.model_file)
 
     @property
     def key(self) -> bytes:

@@ -23,7 +23,7 @@ from staticllm.kvcache.arena import Allocate
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.programs.chain import AnyProgram, bind_calls
-from staticllm.ports import ADAPTER_SCALES, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
+from staticllm.ports import ADAPTER_SCALES, CROSS_MASK, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,9 @@ def bind(compiled: AnyProgram, shape: ModelShape, cache: KVCache, buffers: StepB
         }
         for name, array in slots.items():  # numpy has no bf16, so the type is given, not taken from the array
             tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
+    for index, state in enumerate(shape.cross_states):
+        frames = cache.cross.state_view(index)
+        tensors[state.past_name] = ov.Tensor(frames, ov.Shape(frames.shape), ELEMENT_TYPES[state.kv_type])
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
@@ -188,5 +191,6 @@ def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
         KEY_POSITIONS: buffers.key_positions,
         QUERY_POSITIONS: buffers.query_positions,
         ADAPTER_SCALES: buffers.adapter_scales if buffers.adapters else None,
+        CROSS_MASK: buffers.cross_mask,
     }
     return {name: array for name, array in arrays.items() if array is not None}

@@ -12,6 +12,7 @@ from staticllm.core import KV_TYPE_BYTES, KVType, Part, ProgramLayout, ProgramMo
 from staticllm.devices import default_mode, kind, with_exact_f32
 from staticllm.errors import ConfigError
 from staticllm.model_dir import kv_shapes, model_widths, weights_size
+from staticllm.model_paths.path_kind import MODEL_XML
 
 SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
 """In bytes. Weights below the second limit may be in memory twice."""
@@ -79,7 +80,7 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
     """
     if program_mode(device, config) == "separate":
         return fixed_layout(device, config)
-    size = weights_size(path, config.weights_path)
+    size = weights_size(path, config.weights_path, config.model_file)
     layout: ProgramLayout = "shared"
     if config.programs != "auto":
         layout = config.programs
@@ -129,8 +130,10 @@ def memory_needs(path: Path, config: StaticLLMConfig, kv_type: KVType) -> Memory
     hidden, inner = model_widths(path) or DEFAULT_WIDTHS
     activations = 4 * rows * (HIDDEN_VALUES * hidden + INNER_VALUES * inner)
     host_slots = config.max_seq_len if config.host_kv_slots is None else config.host_kv_slots
-    slots = (config.num_kv_slots("shared") + host_slots + rows) * slot_bytes(path, config.kv_cache_precision or kv_type)
-    packed = int(PACKED_SHARE * weights_size(path, config.weights_path))
+    slots = (config.num_kv_slots("shared") + host_slots + rows) * slot_bytes(
+        path, config.kv_cache_precision or kv_type, config.model_file
+    )
+    packed = int(PACKED_SHARE * weights_size(path, config.weights_path, config.model_file))
     adapters = 0 if config.adapters is None else config.adapters.num_bytes
     return MemoryNeeds(BASE_BYTES + activations + slots + adapters, PROGRAM_BYTES + packed)
 
@@ -143,7 +146,7 @@ def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: K
     if config.memory_limit_mb is None or config.host_kv_slots is not None or kind(device) != "CPU":
         return config
     layout = program_layout(device, path, config, kv_type)
-    num_bytes = slot_bytes(path, kv_type)
+    num_bytes = slot_bytes(path, kv_type, config.model_file)
     if mode_of(layout) == "separate" or not num_bytes:
         return config
     left = config.memory_limit_mb * 10**6 - memory_needs(path, config, kv_type).of(layout)
@@ -154,16 +157,16 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
     """Return the config with ``KV_CACHE_GB`` as a number of KV slots of this model, at least those of one longest sequence."""
     if config.kv_cache_gb is None:
         return config
-    num_bytes = slot_bytes(directory, kv_type)
+    num_bytes = slot_bytes(directory, kv_type, config.model_file)
     num_slots = int(config.kv_cache_gb * 1e9) // num_bytes if num_bytes else 0
     kv_slots = min(max(num_slots, config.max_seq_len), MAX_KV_SLOTS)
     return replace(config, kv_cache_gb=None, kv_slots=kv_slots)
 
 
-def slot_bytes(directory: Path, kv_type: KVType) -> int:
+def slot_bytes(directory: Path, kv_type: KVType, model_file: str = MODEL_XML) -> int:
     """Return the bytes of one KV slot of a model, over all layers."""
     scales = 2 * KV_TYPE_BYTES["f32"] if kv_type == "u8" else 0
-    return sum(heads * (size * KV_TYPE_BYTES[kv_type] + scales) for heads, size in kv_shapes(directory))
+    return sum(heads * (size * KV_TYPE_BYTES[kv_type] + scales) for heads, size in kv_shapes(directory, model_file))
 
 
 def _within(limit_mb: int, layout: ProgramLayout, needs: MemoryNeeds, is_free: bool) -> ProgramLayout:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from staticllm.core import FinishReason
 from staticllm.errors import PromptError
-from staticllm.kvcache.sequence import AdapterScales
+from staticllm.kvcache.sequence import PLAIN, Conditions
 from staticllm.pipelines.engine.client_sequences.state import (
     BeamState,
     ClientState,
@@ -36,16 +36,16 @@ class Feeds:
         self._held: list[tuple[ClientState, FeedOrder]] = []
         self._running: dict[int, ClientState] = {}  # the sequences with a feed in progress
 
-    def open(self, priority: int = 0, adapters: AdapterScales = (), owner: int = 0) -> ClientState:
+    def open(self, priority: int = 0, conditions: Conditions = PLAIN, owner: int = 0) -> ClientState:
         """Return a new sequence, which is idle; the arguments are as in ``EngineRequest``."""
-        return self._opened(ClientState, priority, adapters, owner)
+        return self._opened(ClientState, priority, conditions, owner)
 
-    def open_beam(self, priority: int, adapters: AdapterScales, owner: int) -> BeamState:
+    def open_beam(self, priority: int, conditions: Conditions, owner: int) -> BeamState:
         """Return the first beam of a search, which is idle; the arguments are as in ``EngineRequest``."""
-        return self._opened(BeamState, priority, adapters, owner)
+        return self._opened(BeamState, priority, conditions, owner)
 
-    def _opened(self, kind: type[State], priority: int, adapters: AdapterScales, owner: int) -> State:
-        state = kind(self._core.vocab_size, priority, None, adapters, owner, self._core.clock)
+    def _opened(self, kind: type[State], priority: int, conditions: Conditions, owner: int) -> State:
+        state = kind(self._core.vocab_size, priority, None, conditions, owner, self._core.clock)
         self._core.device.kv_manager.idle.add(state)
         return state
 

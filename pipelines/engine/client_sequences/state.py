@@ -11,7 +11,7 @@ import numpy as np
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
-from staticllm.kvcache.sequence import AdapterScales
+from staticllm.kvcache.sequence import PLAIN, Conditions
 from staticllm.pipelines.costs.model import SMOOTHING, averaged
 from staticllm.pipelines.engine.request import new_id
 from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
@@ -98,13 +98,13 @@ class ClientState(SequenceState):
         vocab_size: int,
         priority: int = 0,
         think: ThinkTime | None = None,
-        adapters: AdapterScales = (),
+        conditions: Conditions = PLAIN,
         owner: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
         now = clock()
         info = RequestInfo(new_id(), now, 0, priority, is_client_driven=True)
-        super().__init__(info, info.id, (), clock, owner, adapters)
+        super().__init__(info, info.id, (), clock, owner, conditions)
         self.think = think or ThinkTime()
         self.idle_since = now
         self.is_suspect = False  # its last tokens had logits that are not finite, and are not kept
@@ -126,7 +126,7 @@ class ClientState(SequenceState):
 
     def forked(self: State) -> State:
         """Return another sequence of the same client with the same tokens, and without slots."""
-        other = type(self)(self._vocab_size, self.info.priority, self.think, self.adapters, self.owner, self.clock)
+        other = type(self)(self._vocab_size, self.info.priority, self.think, self.conditions, self.owner, self.clock)
         other._first_sent_at = self._first_sent_at
         other._num_prompt = self._num_prompt
         other.tokens = list(self.tokens)

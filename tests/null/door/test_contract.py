@@ -38,6 +38,7 @@ TYPES = {"f32": "float32", "i64": "int64", "i32": "int32"}
 EXAMPLES = {"kind": "causal", "layer": "0", "n": "0", "i": "0"}
 """What stands for the parts of a name that a model decides."""
 KV = [KVState(0, role, "v", 1, 2, is_scale=is_scale) for role in ("key", "value") for is_scale in (False, True)]
+CROSS = [KVState(0, role, "c", 1, 2, is_cross=True) for role in ("key", "value")]
 STATE = RecurrentState(0, "s", (1, 2))
 
 
@@ -88,8 +89,9 @@ def test_all_ports_are_documented_as_inputs_or_outputs(page):
     )
     adapted = (AdaptedGroup(0, 2, 2, (AdaptedPart(0, "p", 1, 0, 0),)),)
     shape = ModelShape(
-        tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,), num_adapters=1, adapted=adapted
-    )
+        tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,), num_adapters=1, adapted=adapted,
+        cross_states=tuple(CROSS), source_len=5, num_sources=2,
+    )  # fmt: skip
     assert sorted(inputs) == sorted(input_names(shape))
     assert sorted(outputs) == sorted([LOGITS, EMBEDDINGS, *(state.present_name for state in (*KV, STATE))])
     assert {find_port(name) for name in inputs + outputs} == set(PORTS)

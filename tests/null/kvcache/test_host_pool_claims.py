@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from staticllm.kvcache.host_pool import MAX_CLAIMS, HostPool
+from staticllm.kvcache.sequence import PLAIN, Conditions
 from staticllm.kvcache.stored import StoredSequence
 
 
-def conversation(number, length=10, adapters=()):
+def conversation(number, length=10, conditions=PLAIN):
     tokens = tuple(1000 * number + position for position in range(length))
-    return StoredSequence(tokens, (np.zeros((1, 1, length, 1), np.float32),), (), adapters)
+    return StoredSequence(tokens, (np.zeros((1, 1, length, 1), np.float32),), (), conditions)
 
 
-def kept(pool, number, adapters=()):
-    return pool.longest(conversation(number).tokens, adapters=adapters)[1]
+def kept(pool, number, conditions=PLAIN):
+    return pool.longest(conversation(number).tokens, conditions=conditions)[1]
 
 
 def test_without_claims_the_oldest_is_dropped():
@@ -60,11 +61,11 @@ def test_claims_take_at_most_half_of_the_pool_and_the_newest_win():
 
 def test_other_adapters_are_other_conversations():
     pool = HostPool(20)
-    pool.keep(conversation(0, adapters=(1.0,)))
-    pool.claim("talk", conversation(0).tokens, adapters=(0.5,))
+    pool.keep(conversation(0, conditions=Conditions((1.0,))))
+    pool.claim("talk", conversation(0).tokens, conditions=Conditions((0.5,)))
     for number in (1, 2):
         pool.keep(conversation(number))
-    assert not kept(pool, 0, adapters=(1.0,))
+    assert not kept(pool, 0, conditions=Conditions((1.0,)))
 
 
 def test_swapped_requests_come_before_claims():

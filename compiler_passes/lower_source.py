@@ -1,0 +1,103 @@
+"""Lowers the encoder of an encoder-decoder model, together with the keys and values that its decoder computes of each source.
+
+The decoder's cross-attention sees nothing of a source but these. So one program makes them of the source, and what the encoder
+computes in between never leaves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import openvino as ov
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.graph.check_graph import check_static
+from staticllm.compiler_passes.graph.step_graph import StepGraph, named_result, redirect
+from staticllm.compiler_passes.pass_pipeline import PassReport
+from staticllm.compiler_passes.states.lift_cross import lift_cross
+from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES, cross_type
+from staticllm.core import KVState, KVType, SourceShape, SourceVariant
+from staticllm.errors import UnsupportedModelError
+
+STAGE = "lower_source"
+
+
+@dataclass(frozen=True)
+class LoweredSource:
+    """An encoder with the keys and values of its decoder's cross-attention as outputs, for one source per call."""
+
+    model: ov.Model
+    shape: SourceShape
+    reports: tuple[PassReport, ...] = ()
+
+    def specialise(self, variant: SourceVariant, is_static: bool = True) -> ov.Model:
+        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
+        model = self.model.clone()
+        if is_static:
+            check_static(model, STAGE, str(variant))
+        return model
+
+    def share(self, variants: tuple[SourceVariant, ...]) -> ov.Model:
+        """Return the model of one program for all ``variants``, of which there is one."""
+        return self.specialise(min(variants))
+
+
+def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> LoweredSource:
+    """Join an encoder and what its decoder computes of a source once; both models are changed.
+
+    Raises:
+        UnsupportedModelError: the encoder's input has no fixed size, or the decoder has no cross-attention to its output.
+    """
+    bands, columns = _fixed_input(encoder)
+    hidden = encoder.outputs[0].get_node().input_value(0)
+    length = encoder.outputs[0].get_partial_shape()[1]
+    if length.is_dynamic:
+        raise UnsupportedModelError(STAGE, "the encoder's output has no fixed number of frames")
+    graph = StepGraph(decoder)
+    lift_cross(graph, length.get_length(), 1)
+    if graph.source is None:
+        raise UnsupportedModelError(STAGE, "the decoder has no cross-attention to an encoder's output")
+    model = _joined(encoder, hidden, graph.source)
+    states = tuple(replace(state, kv_type=cross_type(kv_type)) for state in graph.cross_states)
+    results = [_result(model, state) for state in states]
+    joined = ov.Model(results, encoder.get_parameters(), "source")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    joined.validate_nodes_and_infer_types()
+    return LoweredSource(joined.clone(), SourceShape(bands, columns, length.get_length(), states))
+
+
+def _fixed_input(encoder: ov.Model) -> tuple[int, int]:
+    """Set the batch of the only input to 1, and return its bands and columns."""
+    if len(encoder.inputs) != 1 or len(encoder.inputs[0].get_partial_shape()) != 3:
+        shapes = [str(port.get_partial_shape()) for port in encoder.inputs]
+        raise UnsupportedModelError(STAGE, f"the encoder has the inputs {shapes}: must be one, [batch, bands, columns]")
+    shape = encoder.inputs[0].get_partial_shape()
+    if shape[1].is_dynamic or shape[2].is_dynamic:
+        raise UnsupportedModelError(STAGE, f"the encoder's input has shape {shape}: bands and columns must be known")
+    shape[0] = 1
+    encoder.reshape(shape)
+    return shape[1].get_length(), shape[2].get_length()
+
+
+def _joined(encoder: ov.Model, hidden: ov.Output, source: ov.Model) -> ov.Model:
+    """Let ``source`` read the encoder's output, and return it."""
+    (parameter,) = source.get_parameters() if len(source.get_parameters()) == 1 else (None,)
+    if parameter is None or not parameter.get_partial_shape().compatible(hidden.get_partial_shape()):
+        found = [str(each.get_partial_shape()) for each in source.get_parameters()]
+        raise UnsupportedModelError(
+            STAGE,
+            f"cross-attention reads inputs of shape {found}, the encoder's output is {hidden.get_partial_shape()}",
+        )
+    value = hidden
+    if hidden.get_element_type() != parameter.get_element_type():
+        value = ops.convert(hidden, parameter.get_element_type().get_type_name()).output(0)
+    redirect(parameter.output(0), value)
+    return source
+
+
+def _result(source: ov.Model, state: KVState) -> ov.Node:
+    """Return a new result for a state, of its type."""
+    value = source.output(state.past_name).get_node().input_value(0)
+    wanted = ELEMENT_TYPES[state.kv_type]
+    if value.get_element_type() != wanted:
+        value = ops.convert(value, wanted.get_type_name()).output(0)
+    return named_result(state.past_name, value)

@@ -1,0 +1,78 @@
+"""Holds the keys and values of cross-attention: those of each source, such as a window of a recording, are written once.
+
+They are slots of their own kind, in an arena of their own. Source after source lies behind each other, and a mask shows each row
+of a call the frames of its own source. A source has a number that no other source of the process ever has, so that keys and
+values of tokens, which depend on it, are never taken for those of another one (``Conditions``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from numpy.typing import NDArray
+
+from staticllm.core import ModelShape
+from staticllm.kvcache.arena import Allocate, Arena
+from staticllm.kvcache.groups import StateGroup
+
+_numbers = count(1)
+
+
+class CrossBank:
+    """The frames of at most ``num_sources`` sources. Runs on the engine's thread."""
+
+    def __init__(self, shape: ModelShape, allocate: Allocate | None = None) -> None:
+        self.num_sources = shape.num_sources
+        self._source_len = shape.source_len
+        self._arena = Arena(shape.cross_states, shape.cross_len, allocate)
+        self._places: dict[int, int] = {}
+        self._free = list(range(shape.num_sources))
+
+    @property
+    def groups(self) -> tuple[StateGroup, ...]:
+        """The states that share an array, in the order of the arrays of ``add``."""
+        return self._arena.groups
+
+    @property
+    def num_free(self) -> int:
+        """How many more sources it can hold."""
+        return len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all sources."""
+        return self._arena.num_bytes
+
+    def add(self, frames: Sequence[NDArray[Any]]) -> int:
+        """Write a source, per group of states ``[n, heads, source_len, head_dim]``, and return its number. One must be free."""
+        place = self._free.pop(0)
+        begin = place * self._source_len
+        self._arena.write(slice(begin, begin + self._source_len), frames, slice(0, self._source_len))
+        number = next(_numbers)
+        self._places[number] = place
+        return number
+
+    def remove(self, source: int) -> None:
+        """Forget a source, which no request uses any more; an unknown one is ignored."""
+        place = self._places.pop(source, None)
+        if place is not None:
+            self._free.append(place)
+
+    def __contains__(self, source: int) -> bool:
+        return source in self._places
+
+    def frames_of(self, source: int) -> slice:
+        """Return the place of a source along the frames. Raises ``KeyError`` (it was removed)."""
+        begin = self._places[source] * self._source_len
+        return slice(begin, begin + self._source_len)
+
+    def state_view(self, index: int) -> NDArray[Any]:
+        """Return state ``index`` as programs see it: ``[1, heads, frames, head_dim]``, contiguous."""
+        return self._arena.state_view(index, self._arena.num_slots)
+
+    def release(self) -> None:
+        """Give the memory back. The bank must not be used any more."""
+        self._places.clear()
+        self._arena.release()

@@ -1,0 +1,131 @@
+"""Cross-attention in step programs: its keys and values are computed once per source; rows of several sources share a call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import pytest
+
+from staticllm.compiler_passes.lower import lower
+from staticllm.compiler_passes.lower_source import lower_source
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions
+from staticllm.core import SourceVariant, Variant
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+from staticllm.kvcache.cache import KVCache
+from staticllm.kvcache.sequence import Conditions
+from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
+from staticllm.pipelines.programs.bind import bind
+from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.pipelines.programs.source_runner import SourceRunner
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "support" / "models"))
+from speech_model import (
+    DECODER,
+    ENCODER,
+    FRAMES,
+    LAYERS,
+    OriginalSpeech,
+    features,
+    write_decoder,
+    write_encoder,
+    write_speech_model,
+)
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32"}
+VARIANTS = (Variant(8, 0), Variant(8, 32), Variant(4, 32, 4), Variant(1, 32))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = write_speech_model(tmp_path_factory.mktemp("speech"))
+    return folder, OriginalSpeech(folder)
+
+
+def read(folder, name):
+    return get_core().read_model(folder / f"{name}.xml")
+
+
+def runners(folder, num_sources, kv_type="f32"):
+    """A runner of the decoder, and one of its sources."""
+    lowered = lower(read(folder, DECODER), LoweringOptions(32, kv_type, source_len=FRAMES, num_sources=num_sources))
+    programs = {each: get_core().compile_model(lowered.specialise(each), "CPU", EXACT) for each in VARIANTS}
+    cache = KVCache(lowered.shape, [each.kv_len for each in VARIANTS])
+    pool = BufferPool(VARIANTS, lowered.shape)
+    bound = {each: bind(programs[each], lowered.shape, cache, StepBuffers(each, pool)) for each in VARIANTS}
+    source = lower_source(read(folder, ENCODER), read(folder, DECODER), kv_type)
+    compiled = get_core().compile_model(source.specialise(SourceVariant()), "CPU", EXACT)
+    return ModelRunner(cache, bound), SourceRunner(source.shape, {SourceVariant(): compiled})
+
+
+@pytest.mark.parametrize(("kv_type", "tolerance"), [("f32", 1e-5), ("f16", 5e-3)])
+def test_rows_of_several_sources_in_one_call_have_the_logits_of_the_original(original, kv_type, tolerance):
+    folder, reference = original
+    runner, encoder = runners(folder, 3, kv_type)
+    sources = [features(seed) for seed in range(3)]
+    numbers = [runner.cache.cross.add(encoder.run(source)) for source in sources]
+    prompts = [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7, 8]]
+    sequences = [runner.cache.open(Conditions(source=number)) for number in numbers]
+    for sequence, source, prompt in zip(sequences, sources, prompts, strict=True):
+        found = runner.prefill(sequence, prompt)
+        np.testing.assert_allclose(found, reference.logits(source, prompt)[-1], atol=tolerance)
+    for step in range(6):
+        tokens = [(7 * step + place) % 50 for place in range(3)]
+        segments = [Segment(s, np.array([token])) for s, token in zip(sequences, tokens, strict=True)]
+        logits = runner.step(segments)
+        for place, token in enumerate(tokens):
+            prompts[place].append(token)
+            expected = reference.logits(sources[place], prompts[place])[-1]
+            np.testing.assert_allclose(logits[place], expected, atol=tolerance)
+
+
+def test_a_place_is_used_again_and_its_number_never(original):
+    folder, reference = original
+    runner, encoder = runners(folder, 1)
+    bank = runner.cache.cross
+    numbers = []
+    for seed in range(3):
+        numbers.append(bank.add(encoder.run(features(seed))))
+        assert not bank.num_free and numbers[-1] in bank
+        found = runner.prefill(runner.cache.open(Conditions(source=numbers[-1])), [1, 2])
+        np.testing.assert_allclose(found, reference.logits(features(seed), [1, 2])[-1], atol=1e-5)
+        bank.remove(numbers[-1])
+        bank.remove(numbers[-1])  # a second time: nothing happens
+        assert bank.num_free == 1
+    assert len(set(numbers)) == 3
+
+
+def test_a_source_that_is_not_finite_is_not_kept(original):
+    _, encoder = runners(original[0], 1)
+    assert encoder.run(np.full_like(features(0), np.nan)) is None
+    assert encoder.run(features(0)) is not None
+
+
+def test_programs_keep_the_names_and_number_of_the_states(original):
+    folder, _ = original
+    lowered = lower(read(folder, DECODER), LoweringOptions(24, source_len=FRAMES, num_sources=2))
+    names = {port.get_any_name() for port in lowered.specialise(Variant(4, 20)).inputs}
+    cross = {f"cross.{layer}.{role}" for layer in range(LAYERS) for role in ("key", "value")}
+    assert cross | {"cross_mask"} <= names and "encoder_hidden_states" not in names
+    source = lower_source(read(folder, ENCODER), read(folder, DECODER), "f32")
+    assert {port.get_any_name() for port in source.model.outputs} == cross
+    assert not source.model.get_sinks()
+
+
+def test_models_that_cannot_be_joined_are_refused(original, tmp_path):
+    folder, _ = original
+    with pytest.raises(UnsupportedModelError, match="its encoder belongs to it"):
+        lower(read(folder, DECODER), LoweringOptions(24))
+    with pytest.raises(UnsupportedModelError, match="no cross-attention to an encoder's output"):
+        lower_source(read(folder, ENCODER), read(folder, ENCODER), "f32")
+    write_decoder(tmp_path, cross_mask=-1e9)
+    with pytest.raises(UnsupportedModelError, match="hides frames"):
+        lower(read(tmp_path, DECODER), LoweringOptions(24, source_len=FRAMES, num_sources=1))
+    write_encoder(tmp_path)
+    model = read(tmp_path, ENCODER)
+    model.reshape(ov.PartialShape([-1, 4, -1]))
+    with pytest.raises(UnsupportedModelError, match="bands and columns must be known"):
+        lower_source(model, read(folder, DECODER), "f32")
