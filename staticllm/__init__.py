@@ -48,9 +48,17 @@ if TYPE_CHECKING:
     from staticllm.pipelines.profiling.trace import Trace
     from staticllm.pipelines.programs.variant_index import VariantIndex
     from staticllm.pipelines.scheduling.interface import Device, Plan, Policy, RequestStatus, RequestView, View
+    from staticllm.pipelines.speech.results import (
+        WhisperDecodedResultChunk,
+        WhisperDecodedResults,
+        WhisperPerfMetrics,
+        WhisperWordTiming,
+    )
+    from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig
     from staticllm.pipelines.text.handle import GenerationHandle
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
     from staticllm.pipelines.text_rerank_pipeline import RerankHandle, StaticRerankPipeline
+    from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
@@ -104,6 +112,7 @@ __all__ = [
     "StaticLLMError",
     "StaticLLMPipeline",
     "StaticRerankPipeline",
+    "StaticWhisperPipeline",
     "Stats",
     "ToolCall",
     "Trace",
@@ -111,6 +120,11 @@ __all__ = [
     "Variant",
     "VariantIndex",
     "View",
+    "WhisperDecodedResultChunk",
+    "WhisperDecodedResults",
+    "WhisperGenerationConfig",
+    "WhisperPerfMetrics",
+    "WhisperWordTiming",
     "demo_model_path",
     "draft_model",
 ]
@@ -130,6 +144,11 @@ _LAZY = {
         "conversation.events",
     ),
     **dict.fromkeys(("RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
+    **dict.fromkeys(
+        ("WhisperDecodedResultChunk", "WhisperDecodedResults", "WhisperPerfMetrics", "WhisperWordTiming"), "speech.results"
+    ),
+    "WhisperGenerationConfig": "speech.whisper_config",
+    "StaticWhisperPipeline": "whisper_pipeline",
     **dict.fromkeys(("EmbeddingConfig", "RerankConfig"), "embedding.embedding_config"),
     **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
     **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),

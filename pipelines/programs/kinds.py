@@ -60,6 +60,7 @@ register(
     "StaticEmbeddingPipeline",
     f"{_ROOM}.diagnostics.encoder_diagnosis:EncoderDiagnosis",
 )
+register("encoder of sources", f"{_ROOM}.loading.source_kind:SourceKind", "StaticWhisperPipeline")
 register(
     "decoder",
     f"{_ROOM}.loading.decoder_kind:DecoderKind",

@@ -1,0 +1,205 @@
+"""A speech model on a device: an engine of its decoder, whose jobs are the windows that its encoder hears."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.config import MAX_SEQS, StaticLLMConfig, whole
+from staticllm.core import OnProgress, ProgressEvent, SourceShape, SourceSpec, SourceVariant
+from staticllm.devices import check_device, get_core
+from staticllm.errors import ConfigError, DeviceError, ModelError
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
+from staticllm.pipelines.engine.source_jobs import SourceJobs
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+from staticllm.pipelines.launch.arguments import Candidate
+from staticllm.pipelines.launch.engine import Launched, launch
+from staticllm.pipelines.loading.kind import Loaded, LoadJob
+from staticllm.pipelines.loading.load import load_job
+from staticllm.pipelines.loading.source_kind import SourceKind
+from staticllm.pipelines.programs.source_runner import SourceRunner
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
+
+MAX_WINDOWS = "MAX_WINDOWS"
+NUM_WINDOWS = 4
+"""The windows that are decoded together, by default. More are decoded in little more time; each takes memory."""
+PROMPT_PARTS = 4
+"""Tokens of a prompt beside the text before the window: start, language, task, no timestamps."""
+LoadedEncoder = Loaded[SourceVariant, SourceShape, SourceRunner]
+_OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
+"""Fields of the config that speech does not have."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One token that was chosen, its log-probability, the moment of the choice, and the seconds of device and of choosing."""
+
+    id: int
+    logprob: float
+    time: float
+    device_seconds: float
+    sampling_seconds: float
+
+
+class Window:
+    """A window that was heard: requests of the engine see it until ``SpeechModel.hear`` ends."""
+
+    def __init__(self, engine: Engine, source: int, seconds: float) -> None:
+        self._engine = engine
+        self._source = source
+        self.encode_seconds = seconds
+
+    def generate(self, request: EngineRequest, processors: Sequence[LogitsProcessor] = ()) -> Iterator[Chosen]:
+        """Yield the tokens of a request about this window. Leaving the iteration cancels the request.
+
+        Raises ``BusyError``, ``ClosedError``, and what ends the request.
+        """
+        request = replace(request, source=self._source)
+        queue = self._engine.submit(request, processors=[list(processors)] if processors else ())
+        has_ended = False
+        try:
+            while True:
+                output = queue.get()
+                if isinstance(output, Finished):
+                    has_ended = True
+                    if output.error is not None:
+                        raise output.error
+                    return
+                if isinstance(output, TokenOutput):
+                    seconds = output.device_seconds, output.sampling_seconds
+                    yield Chosen(output.id, output.logprob, output.time, *seconds)
+        finally:
+            if not has_ended:
+                self._engine.cancel(request.id)
+
+
+class SpeechModel:
+    """The loaded programs of a speech model. Any thread may call ``hear``; the engine serves all windows together."""
+
+    def __init__(self, files: SpeechFiles, launched: Launched, encoder: LoadedEncoder) -> None:
+        self.files = files
+        self.launched = launched
+        self._encoder = encoder
+        assert isinstance(launched.engine, Engine)
+        self._jobs = SourceJobs(encoder.runner, launched.engine)
+        launched.engine.add_jobs(self._jobs)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that owns the device."""
+        return self.launched.engine
+
+    @property
+    def features_shape(self) -> tuple[int, int]:
+        """Bands and columns of a window."""
+        return self._encoder.programs.shape.bands, self._encoder.programs.shape.columns
+
+    @contextmanager
+    def hear(self, features: NDArray[np.float32], priority: int = 0, deadline: float | None = None) -> Iterator[Window]:
+        """Let the device hear a window, ``[bands, columns]``, for the time of a block.
+
+        Raises ``ClosedError``, ``DeviceError`` and ``NumericalError`` (the window cannot be heard).
+        """
+        # queries of encoders have priority 1, documents 0: somebody waits for a window, unless its priority is below 0
+        heard = self._jobs.submit(features, priority + 1 if priority >= 0 else priority, deadline)
+        source = None
+        try:
+            source = heard.result()
+            yield Window(self.engine, source, self._encoder.runner.cost)
+        finally:
+            if source is None and not heard.cancel():
+                heard.add_done_callback(lambda future: _forget(self._jobs, future))
+            elif source is not None:
+                self._jobs.remove(source)
+
+    def close(self) -> None:
+        """End all windows, and release the device. A second call does nothing."""
+        self._encoder.keep_costs()
+        self.launched.close()
+
+
+def _forget(jobs: SourceJobs, future: Any) -> None:
+    if not future.cancelled() and future.exception() is None:
+        jobs.remove(future.result())
+
+
+def load_speech(
+    files: SpeechFiles, candidates: Sequence[Candidate], num_windows: int, policy: Policy, on_progress: OnProgress
+) -> SpeechModel:
+    """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
+
+    Raises as ``StaticWhisperPipeline``.
+    """
+    for index, candidate in enumerate(candidates, 1):
+        try:
+            return _load_for(files, candidate, num_windows, policy, on_progress)
+        except DeviceError as error:
+            if index == len(candidates):
+                raise
+            message = f"{error}; trying {candidates[index].device}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            on_progress(ProgressEvent("fallback", index, len(candidates), 0.0, message=message))
+    raise DeviceError("no device was given: name one, or several with commas")
+
+
+def _load_for(
+    files: SpeechFiles, candidate: Candidate, num_windows: int, policy: Policy, on_progress: OnProgress
+) -> SpeechModel:
+    config = _checked(candidate.config, files)
+    explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
+    own = {name: _own_config(config, files, num_windows, name) for name in (ENCODER, DECODER)}
+    device = check_device(get_core(), candidate.device)
+    job = LoadJob(SourceKind(DECODER), files.directory, device, own[ENCODER], on_progress, explicit)
+    encoder = load_job(job)
+    try:
+        if encoder.programs.shape.source_len != files.source_len:
+            raise ModelError(
+                f"config.json says max_source_positions={files.source_len}, the encoder computes "
+                f"{encoder.programs.shape.source_len} frames: they are of different models"
+            )
+        decoder = Candidate(candidate.device, own[DECODER], explicit)
+        launched = launch(files.directory, [decoder], policy, on_progress)
+    except BaseException:
+        encoder.runner.close()
+        raise
+    return SpeechModel(files, launched, encoder)
+
+
+def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
+    """Return the config with lengths for windows. Raises ``ConfigError``: a field has no meaning for speech."""
+    if wrong := sorted(config.non_default & set(_OF_TEXT)):
+        raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
+    most = files.max_positions
+    prompt = min(most - 1, most // 2 + PROMPT_PARTS)
+    return replace(config, max_prompt_len=prompt, min_response_len=most - prompt)
+
+
+def _own_config(config: StaticLLMConfig, files: SpeechFiles, num_windows: int, name: str) -> StaticLLMConfig:
+    """Return the config of one of the two models, whose blobs are in a folder of their own."""
+    config = replace(config, sources=SourceSpec(name, files.source_len, num_windows))
+    if config.blob_path is None and not config.export_blob:
+        return config
+    folder = Path(config.blob_path or files.directory / "openvino_model.blob")
+    if config.export_blob:
+        folder.mkdir(parents=True, exist_ok=True)
+    return replace(config, blob_path=str(folder / Path(name).stem.removeprefix("openvino_")))
+
+
+def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> int:
+    """Remove ``MAX_WINDOWS`` from the properties, and return it: the windows that are decoded together.
+
+    Raises ``ConfigError`` (it is no whole number from 1 to 64).
+    """
+    given = properties.pop(MAX_WINDOWS, None)
+    if isinstance(config, dict) and MAX_WINDOWS in config:
+        given = config.pop(MAX_WINDOWS)
+    return NUM_WINDOWS if given is None else whole(MAX_WINDOWS, given, 1, MAX_SEQS)

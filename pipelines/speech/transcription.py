@@ -1,0 +1,182 @@
+"""Transcribes one recording: window after window is heard, decoded by Whisper's rules, and cut into segments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.errors import ModelError
+from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
+from staticllm.pipelines.speech.segments import Segment, WindowTimes, segments_of
+from staticllm.pipelines.speech.speech_model import Chosen, SpeechModel, Window
+from staticllm.pipelines.speech.whisper_config import WhisperOptions
+from staticllm.pipelines.speech.whisper_prompt import (
+    NO_LANGUAGE,
+    WindowPrompt,
+    context_tokens,
+    window_prompt,
+)
+from staticllm.pipelines.speech.whisper_rules import detected_language, whisper_processors
+
+OnTokens = Callable[[Sequence[int]], bool]
+"""Receives tokens of the text as they come, and returns whether to go on."""
+
+
+@dataclass
+class Timings:
+    """Seconds that the parts of a transcription took."""
+
+    features: float = 0.0
+    encode: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    sampling: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Transcript:
+    """What was said: the tokens of the text, its segments, the language, and the log-probability of each chosen token."""
+
+    language: str = NO_LANGUAGE
+    tokens: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    is_cancelled: bool = False
+
+
+class FirstLogits:
+    """A logits processor that keeps the logits ``[vocab]`` of the first token, and changes nothing."""
+
+    remedy = ""
+
+    def __init__(self) -> None:
+        self.logits: Logits | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.logits is None
+
+    def process(self, logits: Logits) -> None:
+        self.logits = logits.copy()
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+class Transcriber:
+    """Transcribes recordings with one speech model. Any thread may call ``transcribe``; recordings share the device."""
+
+    def __init__(self, model: SpeechModel, mel: MelConfig, encode: Callable[[str], Sequence[int]]) -> None:
+        self._model = model
+        self._mel = mel
+        self._encode = encode
+        bands, columns = model.features_shape
+        if (bands, columns) != (mel.feature_size, mel.window_frames):
+            raise ModelError(
+                f"the encoder takes windows of {bands} bands and {columns} frames, the model's files describe "
+                f"{mel.feature_size} and {mel.window_frames}: export the model again"
+            )
+
+    def transcribe(
+        self,
+        samples: NDArray[np.float32],
+        options: WhisperOptions,
+        priority: int = 0,
+        on_tokens: OnTokens = lambda tokens: True,
+    ) -> Transcript:
+        """Return what is said in a recording, ``[n]`` samples in [-1, 1] at the model's rate.
+
+        A recording of more than one window always gets timestamps, because they say where the next window begins. Raises
+        ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
+        """
+        found = Transcript()
+        begin = time.perf_counter()
+        features = log_mel(samples, self._mel)
+        found.timings.features = time.perf_counter() - begin
+        num_frames = features.shape[1]
+        is_long = len(samples) > self._mel.window_samples
+        has_timestamps = is_long or options.return_timestamps or options.word_timestamps
+        times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
+        context = context_tokens(options, self._encode)
+        start = 0
+        language = options.language
+        while start < max(num_frames, 1) and not found.is_cancelled:
+            with self._model.hear(window_of(features, start, self._mel.window_frames), priority) as window:
+                found.timings.encode.append(window.encode_seconds)
+                if language is None:
+                    language = self._language(window, options, priority)
+                found.language = language
+                prompt = window_prompt(
+                    context, options, language, start == 0, has_timestamps, self._model.files.max_positions
+                )
+                tokens = self._decode(window, prompt, options, has_timestamps, priority, on_tokens, found)
+            if not has_timestamps:
+                found.tokens += [token for token in tokens if token < options.tokens.eos]
+                break
+            offset = start / self._mel.frames_per_second
+            heard = segments_of(tokens, times, offset)
+            found.segments += heard.segments
+            found.tokens += heard.text_tokens
+            start += heard.advance
+        return found
+
+    def _language(self, window: Window, options: WhisperOptions, priority: int) -> str:
+        """Return the language that the model hears."""
+        if not options.tokens.is_multilingual:
+            return NO_LANGUAGE
+        first = FirstLogits()
+        request = EngineRequest((options.tokens.decoder_start,), max_new_tokens=1, priority=priority)
+        for _ in window.generate(request, [first]):
+            pass
+        assert first.logits is not None, "one token was chosen"
+        return detected_language(first.logits, options.tokens)
+
+    def _decode(
+        self,
+        window: Window,
+        prompt: WindowPrompt,
+        options: WhisperOptions,
+        has_timestamps: bool,
+        priority: int,
+        on_tokens: OnTokens,
+        found: Transcript,
+    ) -> list[int]:
+        """Return the tokens of a window, without its end."""
+        generation = options.generation
+        most = generation.max_tokens_after(len(prompt.tokens), self._model.files.max_positions)
+        request = EngineRequest(
+            prompt=prompt.tokens,
+            sampling=replace(generation.sampling, wants_logprobs=True),
+            seed=generation.sampling.rng_seed,
+            max_new_tokens=most,
+            stop_token_ids=generation.stop_token_ids,
+            late_token_ids=generation.ignored_token_ids,
+            min_new_tokens=generation.min_new_tokens,
+            priority=priority,
+            beams=generation.beams,
+        )
+        processors = whisper_processors(options, self._model.launched.vocab_size, has_timestamps)
+        tokens: list[int] = []
+        for chosen in window.generate(request, processors):
+            self._count(chosen, found)
+            if chosen.id in generation.stop_token_ids:
+                continue
+            tokens.append(chosen.id)
+            if chosen.id < options.tokens.eos and not on_tokens([chosen.id]):
+                found.is_cancelled = True
+                break
+        return tokens
+
+    @staticmethod
+    def _count(chosen: Chosen, found: Transcript) -> None:
+        found.logprobs.append(chosen.logprob)
+        found.timings.decode.append(chosen.device_seconds)
+        found.timings.sampling.append(chosen.sampling_seconds)
+        found.timings.token_times.append(chosen.time)

@@ -1,0 +1,246 @@
+"""``StaticWhisperPipeline`` takes the place of ``openvino_genai.WhisperPipeline``, and serves many recordings at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+import openvino_genai as genai
+from numpy.typing import NDArray
+
+from staticllm.config import Scheduler, StaticLLMConfig
+from staticllm.core import ProgressEvent
+from staticllm.errors import GenerationConfigError, PromptError, shown
+from staticllm.model_dir import joins_tokens
+from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.launch.arguments import read_tokenizer, resolve_candidates
+from staticllm.pipelines.profiling.stats import Stats
+from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.speech.log_mel import read_mel_config
+from staticllm.pipelines.speech.results import WhisperDecodedResults, metrics_of, results_of
+from staticllm.pipelines.speech.speech_files import speech_files
+from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech, take_num_windows
+from staticllm.pipelines.speech.transcription import Transcriber
+from staticllm.pipelines.speech.whisper_config import (
+    WhisperGenerationConfig,
+    WhisperOptions,
+    completed,
+    copy_whisper_config,
+    whisper_options,
+)
+from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
+from staticllm.pipelines.text.streamers import TokenSink, make_sink
+from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
+from staticllm.system.threads import check_may_wait, close_when_collected
+
+RawSpeech: TypeAlias = Sequence[float] | NDArray[Any]
+MAX_SECONDS = 5 * 3600
+Status = genai.StreamingStatus
+
+
+class StaticWhisperPipeline:
+    """Writes what is said in recordings, with a speech model as programs of fixed shape, for many recordings at once.
+
+    Args:
+        models_path: A directory exported by optimum-intel for ``automatic-speech-recognition-with-past``:
+            ``openvino_encoder_model.xml``, ``openvino_decoder_model.xml`` with states, and the OpenVINO tokenizer.
+        device: ``CPU`` (the default), ``NPU``, ``GPU`` … Of several (``NPU,CPU``) the first one that can run the model is used.
+        config: A mapping of properties, or a ``StaticLLMConfig``.
+        on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
+        scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md).
+        properties: GenAI's and OpenVINO's properties, and ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of
+            several, are decoded together (4).
+
+    Raises:
+        ModelError: the directory is missing, half-written or not a speech model.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is not on this machine, or it refused a program.
+        ConfigError: a property is unknown or has an impossible value.
+
+    Any thread may call the methods. One thread owns the device and serves all recordings together; ``close`` ends it, and so
+    does leaving a ``with`` block, deleting the pipeline or ending the process.
+    """
+
+    def __init__(
+        self,
+        models_path: str | bytes | os.PathLike[str],
+        device: str = "CPU",
+        *,
+        config: Mapping[str, object] | StaticLLMConfig | None = None,
+        on_progress: Callable[[ProgressEvent], None] | None = None,
+        scheduler: Scheduler | Policy | None = None,
+        **properties: object,
+    ) -> None:
+        begin = time.perf_counter()
+        given = dict(config) if isinstance(config, Mapping) else config
+        num_windows = take_num_windows(properties, given)
+        files = speech_files(models_path)
+        candidates = resolve_candidates(device, given, properties)
+        policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
+        mel = read_mel_config(files.directory)
+        self._generation_config = WhisperGenerationConfig(files.file)
+        tokenizer = read_tokenizer(files.directory)
+        self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
+        self._model = load_speech(files, candidates, num_windows, policy, on_progress or (lambda event: None))
+        close_when_collected(self, SpeechModel.close, self._model)
+        self._mel = mel
+        try:
+            self._transcriber = Transcriber(self._model, mel, self._encode)
+        except BaseException:
+            self._model.close()
+            raise
+        self._load_ms = (time.perf_counter() - begin) * 1e3
+
+    @property
+    def config(self) -> StaticLLMConfig:
+        """The resolved configuration of the decoder."""
+        return self._model.launched.config
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that owns the device; embedding pipelines may share it (``engine=``)."""
+        return self._model.engine
+
+    def generate(
+        self,
+        raw_speech_input: RawSpeech,
+        generation_config: genai.WhisperGenerationConfig | Mapping[str, object] | None = None,
+        streamer: Callable[[str], object] | genai.StreamerBase | None = None,
+        *,
+        priority: int = 0,
+        **kwargs: object,
+    ) -> WhisperDecodedResults:
+        """Write what is said in a recording.
+
+        Args:
+            raw_speech_input: Samples in [-1, 1], mono, at 16 kHz: ``[n]`` floats.
+            generation_config: Replaces the pipeline's own for this call.
+            streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens, as they come.
+                It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
+            priority: Recordings with a higher priority are served first; those below 0 are proactive: nobody waits for them.
+            kwargs: Fields of ``WhisperGenerationConfig``, which override both configs.
+
+        Raises:
+            PromptError: the samples are empty, not finite, of more than one channel, or too many.
+            GenerationConfigError: an option is unknown or has an impossible value.
+            BusyError, ClosedError, DeviceError, NumericalError: as for ``StaticLLMPipeline.generate``.
+        """
+        check_may_wait()
+        begin = time.perf_counter()
+        samples = checked_samples(raw_speech_input, self._mel.sampling_rate)
+        options = self._options(generation_config, kwargs)
+        sink = None if streamer is None else make_sink(streamer)
+        stream = _Stream(sink, self._tools.decode)
+        found = self._transcriber.transcribe(samples, options, priority, stream.push)
+        stream.end()
+        end = time.perf_counter()
+        metrics = metrics_of(found.timings, len(found.logprobs), begin, end, self._load_ms)
+        return results_of(found, self._tools.decode, options.return_timestamps, metrics)
+
+    __call__ = generate
+
+    def get_generation_config(self) -> WhisperGenerationConfig:
+        """Return a copy of the options that calls start from."""
+        return copy_whisper_config(self._generation_config)
+
+    def set_generation_config(self, config: genai.WhisperGenerationConfig) -> None:
+        """Replace the options that calls start from. Raises ``GenerationConfigError``."""
+        if not isinstance(config, genai.WhisperGenerationConfig):
+            raise GenerationConfigError(f"config is a {type(config).__name__}: must be a WhisperGenerationConfig")
+        own = completed(config, self._generation_config)
+        own.validate()
+        self._generation_config = own
+
+    def get_tokenizer(self) -> genai.Tokenizer:
+        """Return the tokenizer."""
+        return self._tools.tokenizer
+
+    def stats(self) -> Stats:
+        """Return statistics of all windows and calls since the pipeline was made."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """End all transcriptions, and release the device. A second call does nothing."""
+        self._model.close()
+
+    def __enter__(self) -> StaticWhisperPipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _options(self, config: object, kwargs: Mapping[str, object]) -> WhisperOptions:
+        if isinstance(config, Mapping):
+            return whisper_options(self._generation_config, {**config, **kwargs})
+        if config is None:
+            return whisper_options(self._generation_config, kwargs)
+        if not isinstance(config, genai.WhisperGenerationConfig):
+            raise GenerationConfigError(
+                f"generation_config is a {type(config).__name__}: must be a WhisperGenerationConfig or a dict"
+            )
+        return whisper_options(completed(config, self._generation_config), kwargs)
+
+    def _encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
+
+
+class _Stream:
+    """Passes tokens, and the text that they add, to the streamer of a call, if there is one."""
+
+    def __init__(self, sink: TokenSink | None, decode: Callable[[list[int]], str]) -> None:
+        self._sink = sink
+        self._text = IncrementalDetokenizer(decode)
+
+    def push(self, tokens: Sequence[int]) -> bool:
+        """Take tokens, and return whether to go on."""
+        if self._sink is None:
+            return True
+        text = "".join([self._text.push(token) for token in tokens]) if self._sink.takes_text else ""
+        return self._sink.write(list(tokens), text) == Status.RUNNING
+
+    def end(self) -> None:
+        """End the stream after the last token."""
+        if self._sink is not None:
+            if self._sink.takes_text and (rest := self._text.finish()):
+                self._sink.write([], rest)
+            self._sink.end()
+
+
+def checked_samples(raw_speech: RawSpeech, rate: int) -> NDArray[np.float32]:
+    """Return samples ``[n]`` as float32.
+
+    Raises:
+        PromptError: there are none, or too many; they are no numbers, not finite, or of several channels.
+    """
+    try:
+        samples = np.asarray(raw_speech)
+    except (TypeError, ValueError):
+        raise PromptError(
+            f"raw_speech is a {type(raw_speech).__name__}: must be a list of floats at {rate} Hz"
+        ) from None
+    if samples.ndim != 1 or samples.dtype.kind not in "fiu":
+        raise PromptError(
+            f"raw_speech has shape {list(samples.shape)} and type {samples.dtype}: must be mono, [n] floats at {rate} Hz"
+        )
+    if not samples.size:
+        raise PromptError("raw_speech has no samples: record something first")
+    if samples.size > MAX_SECONDS * rate:
+        hours = samples.size / rate / 3600
+        raise PromptError(
+            f"raw_speech has {hours:.1f} hours at {rate} Hz: divide it into parts of {MAX_SECONDS // 3600} hours"
+        )
+    if samples.dtype.kind in "iu":
+        raise PromptError(
+            f"raw_speech has {samples.dtype} samples: divide them by {shown(np.iinfo(samples.dtype).max + 1)}"
+        )
+    found = np.ascontiguousarray(samples, np.float32)
+    if not np.isfinite(found).all():
+        raise PromptError("raw_speech has a value that is not finite: check the recording")
+    return found
