@@ -38,7 +38,7 @@ LEVELS = (
     "pipelines.engine",
     "pipelines.text pipelines.loading pipelines.embedding.packing",
     "pipelines.launch",
-    "pipelines.embedding pipelines.daemon_client",
+    "pipelines.embedding pipelines.daemon_client pipelines.speech",
     "pipelines.embedding.queue",
     "pipelines.embedding.windve",
     "pipelines.embedding.pool",
