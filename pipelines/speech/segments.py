@@ -1,0 +1,107 @@
+"""From the tokens of a window to segments of a recording, and to the frame at which its next window begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from staticllm.pipelines.speech.log_mel import MelConfig
+from staticllm.pipelines.speech.whisper_config import WhisperTokens
+
+MAX_SOURCE_POSITIONS = 1500
+"""The positions of Whisper's encoder for a window, ``max_source_positions`` of its ``config.json``."""
+
+
+@dataclass(frozen=True)
+class WindowTimes:
+    """How timestamp tokens count in a window.
+
+    Attributes:
+        begin: The token of 0.00 s.
+        eos: The end of a text; all tokens from this one on are special.
+        seconds_per_token: Seconds from one timestamp to the next: 0.02.
+        frames_per_token: Frames of features from one timestamp to the next: 2.
+        window_frames: Frames of a window: 3000.
+    """
+
+    begin: int
+    eos: int
+    seconds_per_token: float = 0.02
+    frames_per_token: int = 2
+    window_frames: int = 3000
+
+    @classmethod
+    def of(cls, tokens: WhisperTokens, mel: MelConfig, max_source_positions: int = MAX_SOURCE_POSITIONS) -> WindowTimes:
+        """Return the times of a model."""
+        frames = max(1, mel.window_frames // max_source_positions)
+        return cls(
+            tokens.timestamp_begin, tokens.eos, mel.chunk_length / max_source_positions, frames, mel.window_frames
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text: seconds of the recording, and its tokens without special ones. ``end`` is None if it has no timestamp."""
+
+    start: float
+    end: float | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WindowSegments:
+    """What the tokens of a window mean.
+
+    Attributes:
+        segments: Complete segments, or a single one without an end.
+        advance: Frames from the beginning of this window to that of the next, at least 1.
+        ranges: For each segment, the first token of its text among those of the window, and the one after the last.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    advance: int = 3000
+    ranges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens of all segments."""
+        return [token for segment in self.segments for token in segment.tokens]
+
+
+def segments_of(tokens: Sequence[int], times: WindowTimes, offset: float = 0.0) -> WindowSegments:
+    """Return the segments of a window that begins ``offset`` seconds after its recording, as GenAI's ``extract_segments``.
+
+    ``tokens`` are those that were generated; the end of the text may be among them. Text after the last pair of timestamps was
+    cut by the end of the window: it is dropped, and the next window begins at the pair. A window that ends with a single
+    timestamp, or without any, was heard to its end.
+    """
+    segments: list[Segment] = []
+    ranges: list[tuple[int, int]] = []
+    advance = times.window_frames
+    start: int | None = None  # the index of the timestamp at which a segment begins
+    for index, token in _timestamps(tokens, times.begin):
+        if start is None:
+            start = index
+        elif token != tokens[start]:  # a repeated timestamp begins the segment again
+            segments.append(_segment(tokens, start, index, times, offset))
+            ranges.append((start + 1, index))
+            advance = (token - times.begin) * times.frames_per_token
+            start = None
+    if start is None:
+        advance = times.window_frames
+    elif not segments and start + 1 < len(tokens):
+        segments.append(_segment(tokens, start, None, times, offset))
+        ranges.append((start + 1, len(tokens)))
+    return WindowSegments(tuple(segments), advance if advance > 0 else times.window_frames, tuple(ranges))
+
+
+def _timestamps(tokens: Sequence[int], begin: int) -> Iterator[tuple[int, int]]:
+    return ((index, token) for index, token in enumerate(tokens) if token >= begin)
+
+
+def _segment(tokens: Sequence[int], start: int, end: int | None, times: WindowTimes, offset: float) -> Segment:
+    def seconds(token: int) -> float:
+        return offset + (token - times.begin) * times.seconds_per_token
+
+    text = tuple(token for token in tokens[start + 1 : end] if token < times.eos)
+    return Segment(seconds(tokens[start]), None if end is None else seconds(tokens[end]), text)

@@ -1,0 +1,466 @@
+"""What a transcription may be asked for: ``WhisperGenerationConfig``, and how a call's options are read and checked.
+
+The options that Whisper shares with text generation are those of ``generation/options``: GenAI's class is derived from its
+``GenerationConfig``, so ``resolve`` reads and checks them. This module adds Whisper's own, one row each in ``_CHECKS``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, cast
+
+import openvino_genai as genai
+
+from staticllm.config import whole
+from staticllm.errors import ConfigError, GenerationConfigError, ModelError, last_line, shown
+from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, MAX_TOKEN
+from staticllm.pipelines.generation.options.resolve import NAMES as SHARED_NAMES
+from staticllm.pipelines.generation.options.resolve import GenerationOptions, copy_config, resolve, unreadable_field
+from staticllm.pipelines.grammars.requested import KEYWORDS
+from staticllm.system.files import read_regular
+
+Task: TypeAlias = Literal["transcribe", "translate"]
+TASKS: tuple[Task, ...] = ("transcribe", "translate")
+MAX_TEMPERATURES = 16
+MAX_FILE = 16 << 20
+"""The most bytes of a ``generation_config.json``."""
+MAX_CONTEXT_CHARS = 1 << 16
+"""The most characters of ``initial_prompt`` and ``hotwords``; of their tokens only the last 223 count."""
+NOT_FOR_SPEECH = ("best_of", "tools", "tool_choice", "parse_tools", "extra_context", *KEYWORDS)
+"""Options of text generation that no transcription has."""
+
+
+@dataclass(frozen=True)
+class WhisperTokens:
+    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models.
+
+    ``languages`` maps codes as ``en`` to ids; it is empty for an English-only model.
+    """
+
+    decoder_start: int = 50258
+    pad: int = 50257
+    eos: int = 50257
+    translate: int = 50358
+    transcribe: int = 50359
+    prev_sot: int = 50361
+    no_timestamps: int = 50363
+    is_multilingual: bool = True
+    languages: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def no_speech(self) -> int:
+        """The token whose probability after ``<|startoftranscript|>`` is that of a window without speech."""
+        return self.no_timestamps - 1
+
+    @property
+    def timestamp_begin(self) -> int:
+        """The token of 0.00 s; all tokens from this one on are timestamps."""
+        return self.no_timestamps + 1
+
+
+@dataclass(frozen=True)
+class FallBackParams:
+    """When a window is decoded again at the next temperature, with the names of transformers and openai-whisper.
+
+    ``temperatures`` are tried in order; a single one means that nothing is decoded twice. A threshold of None has no effect.
+    """
+
+    temperatures: tuple[float, ...] = ()
+    compression_ratio_threshold: float | None = None
+    logprob_threshold: float | None = None
+    no_speech_threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class WhisperOptions:
+    """The checked options of one transcription.
+
+    Attributes:
+        generation: The options that text generation has too.
+        tokens: The model's special tokens.
+        language: The code of the language that was asked for (``en``); None to detect it.
+        task: What is written: the speech's own language, or English.
+        return_timestamps: Whether results have chunks.
+        word_timestamps: Whether results have words.
+        alignment_heads: Layer and head of the cross-attention from which words get their times.
+        initial_prompt: Text before the first window; None without.
+        hotwords: Text before every window; None without.
+        suppress_tokens: Tokens that are never chosen.
+        begin_suppress_tokens: Tokens that are not chosen first.
+        max_initial_timestamp_index: The latest timestamp that a window can begin with, in steps of 0.02 s.
+        fall_back: When a window is decoded again.
+    """
+
+    generation: GenerationOptions
+    tokens: WhisperTokens
+    language: str | None = None
+    task: Task = "transcribe"
+    return_timestamps: bool = False
+    word_timestamps: bool = False
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    initial_prompt: str | None = None
+    hotwords: str | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    max_initial_timestamp_index: int = 50
+    fall_back: FallBackParams = FallBackParams()
+
+
+class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[misc]
+    """GenAI's class of the same name, with transformers' options for windows that were transcribed badly.
+
+    Args:
+        json_path: A ``generation_config.json``, whose values are the defaults.
+        values: Fields. Unlike GenAI's class, this one refuses unknown names and impossible values.
+
+    Attributes:
+        temperatures: The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for
+            ``temperature`` alone. 0 is greedy decoding, or a beam search.
+        compression_ratio_threshold: The largest ratio to which zlib compresses good tokens; more means repetitions.
+        logprob_threshold: The least mean log-probability of the tokens of good text.
+        no_speech_threshold: The probability of no speech from which bad text is taken for silence.
+
+    Raises:
+        ModelError: the file cannot be read.
+        GenerationConfigError: a field of the file, or one of ``values``, is unknown or has an impossible value.
+    """
+
+    temperatures: tuple[float, ...]
+    compression_ratio_threshold: float | None
+    logprob_threshold: float | None
+    no_speech_threshold: float | None
+
+    def __init__(self, json_path: str | os.PathLike[str] | None = None, **values: object) -> None:
+        if json_path is None:
+            super().__init__()
+        else:
+            _read_as_genai(super().__init__, Path(json_path))
+        for name, value in _OWN_DEFAULTS.items():
+            setattr(self, name, value)
+        self.update_generation_config(**({} if json_path is None else _own_fields(Path(json_path))))
+        self.update_generation_config(**values)
+
+    def update_generation_config(self, **values: object) -> None:
+        """Set fields by name.
+
+        Raises:
+            GenerationConfigError: a name is unknown, or a value is impossible; no field was changed.
+        """
+        values = checked_names(values)
+        checked = {name: _CHECKS[name](name, value) for name, value in values.items() if name in _CHECKS}
+        shared = {name: value for name, value in values.items() if name not in _CHECKS}
+        if extra := [name for name in shared if name not in SHARED_NAMES]:
+            raise GenerationConfigError(f"{extra[0]} is no field of a config: pass it to generate")
+        resolve(copy_config(self), shared)
+        for name, value in {**checked, **shared}.items():
+            setattr(self, name, value)
+
+    def validate(self) -> None:
+        """Check all fields together.
+
+        Raises:
+            GenerationConfigError: fields contradict each other or the model; the message names them.
+        """
+        whisper_options(self, {})
+
+
+def _read_as_genai(read: Callable[[Path], None], path: Path) -> None:
+    try:
+        read(path)
+    except RuntimeError as error:
+        wrong = ""
+        if path.is_file():
+            wrong = unreadable_field(_text(path)) or _wrong_field(path)
+        if wrong:
+            raise GenerationConfigError(f"{str(path)!r}: {wrong}; correct it in this file") from None
+        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path, MAX_FILE).decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _own_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a file that GenAI's class does not have."""
+    fields = _fields(path)
+    return {name: fields[name] for name in _OWN_DEFAULTS if fields.get(name) is not None}
+
+
+def _wrong_field(path: Path) -> str:
+    """Return what is wrong with one of Whisper's own fields of a file; "" if none is found."""
+    for name, value in _fields(path).items():
+        if name in _CHECKS and value is not None:
+            try:
+                _CHECKS[name](name, value)
+            except ConfigError as error:
+                return str(error)
+    return ""
+
+
+def checked_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``given`` with a list of temperatures below its own name, ``temperatures``.
+
+    Raises:
+        GenerationConfigError: a name is unknown, or no transcription has it.
+    """
+    values = dict(given)
+    if isinstance(values.get("temperature"), (list, tuple)):
+        if "temperatures" in values:
+            raise GenerationConfigError("temperature is a list, and temperatures is given too: leave one of them out")
+        values["temperatures"] = values.pop("temperature")
+    for name in values:
+        if name in NOT_FOR_SPEECH:
+            raise GenerationConfigError(f"{name} is an option of text generation: leave it out for speech")
+        if name not in _CHECKS and name not in SHARED_NAMES and name not in EXTRA_NAMES:
+            near = difflib.get_close_matches(str(name), (*_CHECKS, *SHARED_NAMES, *EXTRA_NAMES), n=1)
+            raise GenerationConfigError(
+                f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
+    return values
+
+
+def copy_whisper_config(config: genai.WhisperGenerationConfig) -> WhisperGenerationConfig:
+    """Return a copy of GenAI's config or ours; the ``copy`` module cannot copy GenAI's class."""
+    copied = WhisperGenerationConfig()
+    for name in (*SHARED_NAMES, *_CHECKS):
+        setattr(copied, name, getattr(config, name, _OWN_DEFAULTS.get(name)))
+    return copied
+
+
+def completed(config: genai.WhisperGenerationConfig, base: genai.WhisperGenerationConfig) -> WhisperGenerationConfig:
+    """Return a copy of the config of a call with what it lacks from the model's own, as GenAI: stop tokens and languages."""
+    copied = copy_whisper_config(config)
+    if not copied.stop_token_ids:
+        copied.stop_token_ids = base.stop_token_ids
+    if copied.eos_token_id == -1:
+        copied.set_eos_token_id(base.eos_token_id)
+    if not copied.lang_to_id:
+        copied.lang_to_id = base.lang_to_id
+    return copied
+
+
+def whisper_options(config: genai.WhisperGenerationConfig, overrides: Mapping[str, Any]) -> WhisperOptions:
+    """Return the checked options of a call: those of ``config``, overridden by the keyword arguments of ``generate``.
+
+    Raises:
+        GenerationConfigError: a name is unknown, a value is impossible, or options contradict each other or the model.
+        AdapterError: an adapter is unknown, or its file is missing or damaged.
+    """
+    overrides = checked_names(overrides)
+    given = {name: overrides.get(name, getattr(config, name, _OWN_DEFAULTS.get(name))) for name in _CHECKS}
+    values = {name: _CHECKS[name](name, value) for name, value in given.items()}
+    generation = resolve(config, {name: value for name, value in overrides.items() if name not in _CHECKS})
+    _check_generation(generation)
+    _check_alignment(values)
+    tokens = _tokens_of(values, config)
+    return WhisperOptions(
+        generation=generation,
+        tokens=tokens,
+        language=_language_of(values["language"], tokens),
+        task=_task_of(values["task"], tokens),
+        return_timestamps=values["return_timestamps"],
+        word_timestamps=values["word_timestamps"],
+        alignment_heads=values["alignment_heads"],
+        initial_prompt=values["initial_prompt"],
+        hotwords=values["hotwords"],
+        suppress_tokens=values["suppress_tokens"],
+        begin_suppress_tokens=values["begin_suppress_tokens"],
+        max_initial_timestamp_index=values["max_initial_timestamp_index"],
+        fall_back=_fall_back_of(values, generation),
+    )
+
+
+def _tokens_of(values: Mapping[str, Any], config: genai.WhisperGenerationConfig) -> WhisperTokens:
+    if values["is_multilingual"] and not values["lang_to_id"]:
+        raise GenerationConfigError(
+            "is_multilingual=True without lang_to_id: begin with the model's own config (get_generation_config), "
+            "or set is_multilingual=False for an English-only model"
+        )
+    languages = {text.strip("<|>"): token for text, token in values["lang_to_id"].items()}
+    return WhisperTokens(
+        decoder_start=values["decoder_start_token_id"],
+        pad=values["pad_token_id"],
+        eos=config.eos_token_id if config.eos_token_id >= 0 else values["pad_token_id"],
+        translate=values["translate_token_id"],
+        transcribe=values["transcribe_token_id"],
+        prev_sot=values["prev_sot_token_id"],
+        no_timestamps=values["no_timestamps_token_id"],
+        is_multilingual=values["is_multilingual"],
+        languages=MappingProxyType(languages if values["is_multilingual"] else {}),
+    )
+
+
+def _language_of(language: str | None, tokens: WhisperTokens) -> str | None:
+    """Return the code of a language, of which GenAI also takes the token (``<|en|>``)."""
+    if language is None:
+        return None
+    if not tokens.is_multilingual:
+        raise GenerationConfigError(f"language={shown(language)} for a model that knows English only: leave it out")
+    code = language[2:-2] if language.startswith("<|") and language.endswith("|>") else language
+    if code not in tokens.languages:
+        known = ", ".join(sorted(tokens.languages))
+        raise GenerationConfigError(f"language={shown(language)} is not one of the model's: {known}")
+    return code
+
+
+def _task_of(task: str | None, tokens: WhisperTokens) -> Task:
+    if task is None:
+        return "transcribe"
+    if not tokens.is_multilingual:
+        raise GenerationConfigError(f"task={shown(task)} for a model that knows English only: leave it out")
+    if task not in TASKS:
+        raise GenerationConfigError(f"task={shown(task)}: must be 'transcribe' or 'translate'")
+    return task
+
+
+def _check_generation(options: GenerationOptions) -> None:
+    if options.num_return_sequences != 1:
+        raise GenerationConfigError(
+            f"num_return_sequences={options.num_return_sequences}: a recording has one transcription; set 1"
+        )
+    if options.drafts is not None or options.asks_for_drafts:
+        raise GenerationConfigError("speech is decoded without drafts: leave num_assistant_tokens and the like out")
+    if options.grammar is not None:
+        raise GenerationConfigError("structured_output_config is an option of text generation: leave it out for speech")
+
+
+def _check_alignment(values: Mapping[str, Any]) -> None:
+    if values["word_timestamps"] and not values["alignment_heads"]:
+        raise GenerationConfigError(
+            "word_timestamps=True without alignment_heads: the model's generation_config.json has none; "
+            "set alignment_heads=[(layer, head), …], or use return_timestamps=True"
+        )
+
+
+def _fall_back_of(values: Mapping[str, Any], generation: GenerationOptions) -> FallBackParams:
+    sampling = generation.sampling
+    own = sampling.temperature if sampling.do_sample else 0.0
+    thresholds = {name: values[name] for name in _OWN_DEFAULTS if name != "temperatures"}
+    return FallBackParams(values["temperatures"] or (own,), **thresholds)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, int)):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be True or False")
+    return bool(value)
+
+
+def _token(name: str, value: object) -> int:
+    return _as_ours(name, value, MAX_TOKEN)
+
+
+def _index(name: str, value: object) -> int:
+    return _as_ours(name, value, 1500)
+
+
+def _as_ours(name: str, value: object, most: int) -> int:
+    try:
+        return whole(name, value, 0, most)
+    except ConfigError as error:
+        raise GenerationConfigError(str(error)) from None
+
+
+def _tokens(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of token ids")
+    return tuple(_token(f"a token of {name}", token) for token in value)
+
+
+def _optional_text(name: str, value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        if value and len(value) > MAX_CONTEXT_CHARS:
+            raise GenerationConfigError(
+                f"{name} has {len(value)} characters: shorten it to at most {MAX_CONTEXT_CHARS}"
+            )
+        return value
+    raise GenerationConfigError(f"{name}={shown(value)}: must be a str or None")
+
+
+def _languages(name: str, value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a dict from '<|en|>' and the like to token ids")
+    return {text: _token(f"{name}[{text!r}]", token) for text, token in value.items()}
+
+
+def _heads(name: str, value: object) -> tuple[tuple[int, int], ...]:
+    pairs = value if isinstance(value, Sequence) and not isinstance(value, str) else None
+    if pairs is None or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of pairs (layer, head)")
+    return tuple(
+        (_as_ours(f"a layer of {name}", layer, 1024), _as_ours(f"a head of {name}", head, 1024))
+        for layer, head in pairs
+    )
+
+
+def _temperatures(name: str, value: object) -> tuple[float, ...]:
+    given = value if isinstance(value, (list, tuple)) else (value,)
+    if not all(_is_number(number, 0.0, 100.0) for number in given) or len(given) > MAX_TEMPERATURES:
+        raise GenerationConfigError(
+            f"{name}={shown(value)}: must be at most {MAX_TEMPERATURES} numbers from 0 to 100, as (0.0, 0.2, 0.4)"
+        )
+    return tuple(map(float, given))
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+
+
+def _threshold(least: float, most: float) -> Callable[[str, object], float | None]:
+    def check(name: str, value: object) -> float | None:
+        if value is not None and not _is_number(value, least, most):
+            raise GenerationConfigError(f"{name}={shown(value)}: must be a number from {least:g} to {most:g}, or None")
+        return None if value is None else float(cast(float, value))
+
+    return check
+
+
+_OWN_DEFAULTS: Mapping[str, Any] = {
+    "temperatures": (),
+    "compression_ratio_threshold": None,
+    "logprob_threshold": None,
+    "no_speech_threshold": None,
+}
+"""The fields that GenAI's class does not have."""
+_CHECKS: Mapping[str, Callable[[str, object], Any]] = {
+    "decoder_start_token_id": _token,
+    "pad_token_id": _token,
+    "translate_token_id": _token,
+    "transcribe_token_id": _token,
+    "prev_sot_token_id": _token,
+    "no_timestamps_token_id": _token,
+    "max_initial_timestamp_index": _index,
+    "is_multilingual": _flag,
+    "language": _optional_text,
+    "lang_to_id": _languages,
+    "task": _optional_text,
+    "return_timestamps": _flag,
+    "word_timestamps": _flag,
+    "alignment_heads": _heads,
+    "initial_prompt": _optional_text,
+    "hotwords": _optional_text,
+    "begin_suppress_tokens": _tokens,
+    "suppress_tokens": _tokens,
+    "temperatures": _temperatures,
+    "compression_ratio_threshold": _threshold(0.0, 1e6),
+    "logprob_threshold": _threshold(-1e6, 0.0),
+    "no_speech_threshold": _threshold(0.0, 1.0),
+}
+"""All of Whisper's own fields: how the value of each is checked and brought into one form."""
+WHISPER_NAMES = tuple(_CHECKS)
