@@ -5,27 +5,34 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
-from staticllm.errors import GenerationConfigError, PromptError, shown
+from staticllm.errors import GenerationConfigError
+from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.launch.arguments import read_tokenizer, resolve_candidates
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.pipelines.speech.audio import check_samples
 from staticllm.pipelines.speech.log_mel import read_mel_config
-from staticllm.pipelines.speech.results import WhisperDecodedResults, metrics_of, results_of
+from staticllm.pipelines.speech.results import (
+    WhisperDecodedResults,
+    WhisperPerfMetrics,
+    WhisperRawPerfMetrics,
+    chunks_of,
+)
 from staticllm.pipelines.speech.speech_files import speech_files
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech, take_num_windows
-from staticllm.pipelines.speech.transcription import Transcriber
+from staticllm.pipelines.speech.transcription import Timings, Transcriber
 from staticllm.pipelines.speech.whisper_config import (
     WhisperGenerationConfig,
     WhisperOptions,
@@ -39,7 +46,6 @@ from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.system.threads import check_may_wait, close_when_collected
 
 RawSpeech: TypeAlias = Sequence[float] | NDArray[Any]
-MAX_SECONDS = 5 * 3600
 Status = genai.StreamingStatus
 
 
@@ -132,15 +138,20 @@ class StaticWhisperPipeline:
         """
         check_may_wait()
         begin = time.perf_counter()
-        samples = checked_samples(raw_speech_input, self._mel.sampling_rate)
+        samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)
         sink = None if streamer is None else make_sink(streamer)
         stream = _Stream(sink, self._tools.decode)
         found = self._transcriber.transcribe(samples, options, priority, stream.push)
         stream.end()
-        end = time.perf_counter()
-        metrics = metrics_of(found.timings, len(found.logprobs), begin, end, self._load_ms)
-        return results_of(found, self._tools.decode, options.return_timestamps, metrics)
+        decode = self._tools.decode
+        return WhisperDecodedResults(
+            texts=[decode(found.tokens)],
+            scores=[1.0],
+            language=found.language,
+            chunks=chunks_of(found.segments, decode) if options.return_timestamps else None,
+            perf_metrics=_metrics_of(found.timings, len(found.logprobs), begin, self._load_ms),
+        )
 
     __call__ = generate
 
@@ -213,34 +224,26 @@ class _Stream:
             self._sink.end()
 
 
-def checked_samples(raw_speech: RawSpeech, rate: int) -> NDArray[np.float32]:
-    """Return samples ``[n]`` as float32.
-
-    Raises:
-        PromptError: there are none, or too many; they are no numbers, not finite, or of several channels.
-    """
-    try:
-        samples = np.asarray(raw_speech)
-    except (TypeError, ValueError):
-        raise PromptError(
-            f"raw_speech is a {type(raw_speech).__name__}: must be a list of floats at {rate} Hz"
-        ) from None
-    if samples.ndim != 1 or samples.dtype.kind not in "fiu":
-        raise PromptError(
-            f"raw_speech has shape {list(samples.shape)} and type {samples.dtype}: must be mono, [n] floats at {rate} Hz"
-        )
-    if not samples.size:
-        raise PromptError("raw_speech has no samples: record something first")
-    if samples.size > MAX_SECONDS * rate:
-        hours = samples.size / rate / 3600
-        raise PromptError(
-            f"raw_speech has {hours:.1f} hours at {rate} Hz: divide it into parts of {MAX_SECONDS // 3600} hours"
-        )
-    if samples.dtype.kind in "iu":
-        raise PromptError(
-            f"raw_speech has {samples.dtype} samples: divide them by {shown(np.iinfo(samples.dtype).max + 1)}"
-        )
-    found = np.ascontiguousarray(samples, np.float32)
-    if not np.isfinite(found).all():
-        raise PromptError("raw_speech has a value that is not finite: check the recording")
-    return found
+def _metrics_of(timings: Timings, num_tokens: int, begin: float, load_ms: float) -> WhisperPerfMetrics:
+    """Return the timings of a transcription that began at a moment of ``time.perf_counter`` and ends now."""
+    us = MICRO
+    times = timings.token_times
+    raw = RawPerfMetrics(
+        generate_durations=[(time.perf_counter() - begin) * us],
+        m_times_to_first_token=[(times[0] - begin) * us] if times else [],
+        m_durations=[(after - before) * us for before, after in pairwise(times)],
+        m_new_token_times=[moment * 1e3 for moment in times],
+        m_batch_sizes=[1] * len(times),
+        token_infer_durations=[seconds * us for seconds in timings.decode],
+        inference_durations=[(sum(timings.decode) + sum(timings.encode)) * us],
+        sampling_durations=[seconds * us for seconds in timings.sampling],
+    )
+    own = WhisperRawPerfMetrics(
+        features_extraction_durations=[timings.features * us],
+        word_level_timestamps_processing_durations=[0.0],
+        encode_inference_durations=[seconds * us for seconds in timings.encode],
+        decode_inference_durations=[seconds * us for seconds in timings.decode],
+    )
+    metrics = WhisperPerfMetrics(load_ms, raw, own)
+    metrics.count(0, num_tokens, 0)
+    return metrics

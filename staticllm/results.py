@@ -81,11 +81,12 @@ Parsed = list[dict[str, object]]
 
 def _class_in_genai(own: type) -> type:
     """Return GenAI's class of the same name if the program has imported GenAI, else our own class."""
-    found = getattr(sys.modules.get("openvino_genai"), own.__name__, own)
-    return found if isinstance(found, type) else own
+    modules = (sys.modules.get(name) for name in ("openvino_genai", "openvino_genai.py_openvino_genai"))
+    found = (getattr(module, own.__name__, None) for module in modules)  # the first has not all of the second's classes
+    return next((each for each in found if isinstance(each, type)), own)
 
 
-class _LikeGenAI(_Common):
+class LikeGenAI:
     """A dataclass that is an instance of GenAI's class of the same name if the program has imported GenAI."""
 
     @property  # type: ignore[misc]
@@ -98,7 +99,7 @@ class _LikeGenAI(_Common):
 
 
 @dataclass(frozen=True)
-class EncodedResults(_LikeGenAI):
+class EncodedResults(LikeGenAI, _Common):
     """The answers to token ids, one entry per answer.
 
     ``tokens[i]`` holds the generated ids, ``scores[i]`` the sum of their log-probabilities (0.0 unless ``logprobs`` is set),
@@ -114,7 +115,7 @@ class EncodedResults(_LikeGenAI):
 
 
 @dataclass(frozen=True)
-class DecodedResults(_LikeGenAI):
+class DecodedResults(LikeGenAI, _Common):
     """The answers to a list of strings or to a chat history, or several answers to a ``str``.
 
     The fields are those of ``EncodedResults``, and ``texts``.

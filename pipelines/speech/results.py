@@ -1,18 +1,21 @@
-"""The results of a transcription, with the attributes of GenAI's classes of the same names."""
+"""What ``StaticWhisperPipeline.generate`` returns: the classes of openvino_genai with their names and attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 
-from staticllm.metrics import MICRO, MeanStdPair, PerfMetrics, RawPerfMetrics
-from staticllm.pipelines.speech.transcription import Timings, Transcript
+from staticllm.metrics import MeanStdPair, PerfMetrics, RawPerfMetrics
+from staticllm.pipelines.speech.segments import Segment
+from staticllm.results import LikeGenAI
+
+NO_END = -1.0
+"""GenAI's ``end_ts`` of a chunk that was cut off before its end."""
 
 
 @dataclass(frozen=True)
-class WhisperDecodedResultChunk:
-    """A segment: seconds of its begin and its end in the recording, and its text. ``end_ts`` is -1.0 if it was cut."""
+class WhisperDecodedResultChunk(LikeGenAI):
+    """A segment of the text, and when it was spoken, seconds; ``end_ts`` is -1 if its end is not known."""
 
     start_ts: float
     end_ts: float
@@ -20,107 +23,105 @@ class WhisperDecodedResultChunk:
 
 
 @dataclass(frozen=True)
-class WhisperWordTiming:
-    """A word: seconds of its begin and its end, and its tokens."""
+class WhisperWordTiming(LikeGenAI):
+    """A word with the space before it and its punctuation, its tokens, and when it was spoken, seconds."""
 
+    word: str
+    token_ids: list[int]
     start_ts: float
     end_ts: float
-    word: str
-    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
-class WhisperRawPerfMetrics:
-    """Single measurements of speech, in microseconds."""
+class WhisperRawPerfMetrics(LikeGenAI):
+    """Single measurements in microseconds: of features and words one entry per recording, of the encoder one per window, of the
+    decoder one per token of the text.
+    """
 
-    features_extraction_durations: list[float] = field(default_factory=list)  # per recording
-    encode_inference_durations: list[float] = field(default_factory=list)  # per window
-    decode_inference_durations: list[float] = field(default_factory=list)  # per token
-    word_level_timestamps_processing_durations: list[float] = field(default_factory=list)  # per recording
+    features_extraction_durations: list[float] = field(default_factory=list)
+    word_level_timestamps_processing_durations: list[float] = field(default_factory=list)
+    encode_inference_durations: list[float] = field(default_factory=list)
+    decode_inference_durations: list[float] = field(default_factory=list)
+
+    def __add__(self, other: WhisperRawPerfMetrics) -> WhisperRawPerfMetrics:
+        names = (item.name for item in fields(WhisperRawPerfMetrics))
+        return WhisperRawPerfMetrics(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 class WhisperPerfMetrics(PerfMetrics):
-    """The timings of a transcription."""
+    """The timings of one or more transcriptions; the sum of two objects pools their measurements."""
 
-    def __init__(self, load_time_ms: float = 0.0, raw: RawPerfMetrics | None = None) -> None:
+    def __init__(
+        self,
+        load_time_ms: float = 0.0,
+        raw: RawPerfMetrics | None = None,
+        whisper_raw_metrics: WhisperRawPerfMetrics | None = None,
+    ) -> None:
         super().__init__(load_time_ms, raw)
-        self.whisper_raw_metrics = WhisperRawPerfMetrics()
+        self.whisper_raw_metrics = whisper_raw_metrics or WhisperRawPerfMetrics()
 
     def get_features_extraction_duration(self) -> MeanStdPair:
-        """Return the time to compute the features of a recording, ms."""
+        """Return the time to compute the log-mel features of a recording, ms."""
         return _ms(self.whisper_raw_metrics.features_extraction_durations)
 
+    def get_word_level_timestamps_processing_duration(self) -> MeanStdPair:
+        """Return the time to find when the words of a recording were spoken, ms."""
+        return _ms(self.whisper_raw_metrics.word_level_timestamps_processing_durations)
+
     def get_encode_inference_duration(self) -> MeanStdPair:
-        """Return the time in which the device hears a window, ms."""
+        """Return the device time of the encoder per window, ms."""
         return _ms(self.whisper_raw_metrics.encode_inference_durations)
 
     def get_decode_inference_duration(self) -> MeanStdPair:
-        """Return the time of the device's calls for a token, ms."""
+        """Return the device time of the decoder per token, ms."""
         return _ms(self.whisper_raw_metrics.decode_inference_durations)
 
-    def get_word_level_timestamps_processing_duration(self) -> MeanStdPair:
-        """Return the time to find the times of words, ms."""
-        return _ms(self.whisper_raw_metrics.word_level_timestamps_processing_durations)
+    def __add__(self, other: PerfMetrics) -> WhisperPerfMetrics:
+        pooled = super().__add__(other)
+        raw = self.whisper_raw_metrics
+        if isinstance(other, WhisperPerfMetrics):
+            raw = raw + other.whisper_raw_metrics
+        found = WhisperPerfMetrics(pooled.get_load_time(), pooled.raw_metrics, raw)
+        found.count(pooled.get_num_input_tokens(), pooled.get_num_generated_tokens(), pooled.get_num_cached_tokens())
+        return found
+
+
+def _ms(durations: list[float]) -> MeanStdPair:
+    return MeanStdPair.of([value / 1e3 for value in durations])
 
 
 @dataclass(frozen=True)
-class WhisperDecodedResults:
-    """A transcription; ``str`` gives its text.
+class WhisperDecodedResults(LikeGenAI):
+    """The transcription of a recording.
 
     Attributes:
-        texts: The text.
-        scores: Its score: 1.0, or the mean log-probability of its tokens of a beam search.
-        chunks: Its segments with their times, with ``return_timestamps``; else None.
-        words: Its words with their times, with ``word_timestamps``; else None.
-        language: The code of the language that was heard or asked for.
+        texts: The text, one entry.
+        scores: 1.0, as in GenAI.
+        language: The code of the language, given or detected (``en``).
+        chunks: The segments, if ``return_timestamps`` asked for them, else None.
+        words: The words, if ``word_timestamps`` asked for them, else None.
         perf_metrics: The timings.
     """
 
     texts: list[str]
     scores: list[float]
-    perf_metrics: WhisperPerfMetrics
+    language: str
     chunks: list[WhisperDecodedResultChunk] | None = None
     words: list[WhisperWordTiming] | None = None
-    language: str = "en"
+    perf_metrics: WhisperPerfMetrics = field(default_factory=WhisperPerfMetrics, repr=False)
 
     def __str__(self) -> str:
-        return self.texts[0]
+        """Return the text; of several ones a line each, after its score, as GenAI's results do."""
+        if len(self.texts) == 1:
+            return self.texts[0]
+        return "\n".join(f"{score:f}: {text}" for score, text in zip(self.scores, self.texts, strict=True))
 
 
-def results_of(
-    found: Transcript, decode: Callable[[list[int]], str], has_chunks: bool, metrics: WhisperPerfMetrics
-) -> WhisperDecodedResults:
-    """Return the results of a transcript. ``decode`` makes text of tokens."""
-    chunks = [
-        WhisperDecodedResultChunk(each.start, -1.0 if each.end is None else each.end, decode(list(each.tokens)))
-        for each in found.segments
+def chunks_of(segments: Iterable[Segment], decode: Callable[[list[int]], str]) -> list[WhisperDecodedResultChunk]:
+    """Return the chunk of each segment; ``decode`` makes text of token ids."""
+    return [
+        WhisperDecodedResultChunk(
+            segment.start, NO_END if segment.end is None else segment.end, decode(list(segment.tokens))
+        )
+        for segment in segments
     ]
-    return WhisperDecodedResults(
-        [decode(found.tokens)], [1.0], metrics, chunks if has_chunks else None, language=found.language
-    )
-
-
-def metrics_of(timings: Timings, num_tokens: int, begin: float, end: float, load_ms: float) -> WhisperPerfMetrics:
-    """Return the timings of a transcription that lasted from ``begin`` to ``end``, moments of ``time.perf_counter``."""
-    metrics = WhisperPerfMetrics(load_ms)
-    metrics.count(0, num_tokens, 0)
-    raw = metrics.raw_metrics
-    times = timings.token_times
-    raw.generate_durations.append((end - begin) * MICRO)
-    raw.m_new_token_times += [moment * 1e3 for moment in times]
-    raw.m_batch_sizes += [1] * len(times)
-    raw.m_times_to_first_token += [(times[0] - begin) * MICRO] if times else []
-    raw.m_durations += [(after - before) * MICRO for before, after in pairwise(times)]
-    raw.token_infer_durations += [seconds * MICRO for seconds in timings.decode]
-    raw.inference_durations.append(MICRO * (sum(timings.decode) + sum(timings.encode)))
-    raw.sampling_durations += [seconds * MICRO for seconds in timings.sampling]
-    own = metrics.whisper_raw_metrics
-    own.features_extraction_durations.append(timings.features * MICRO)
-    own.encode_inference_durations += [seconds * MICRO for seconds in timings.encode]
-    own.decode_inference_durations += [seconds * MICRO for seconds in timings.decode]
-    own.word_level_timestamps_processing_durations.append(0.0)
-    return metrics
-
-
-def _ms(durations: list[float]) -> MeanStdPair:
-    return MeanStdPair.of([value / 1e3 for value in durations])

@@ -18,12 +18,14 @@ class WindowTimes:
 
     Attributes:
         begin: The token of 0.00 s.
+        eos: The end of a text; all tokens from this one on are special.
         seconds_per_token: Seconds from one timestamp to the next: 0.02.
         frames_per_token: Frames of features from one timestamp to the next: 2.
         window_frames: Frames of a window: 3000.
     """
 
     begin: int
+    eos: int
     seconds_per_token: float = 0.02
     frames_per_token: int = 2
     window_frames: int = 3000
@@ -32,12 +34,14 @@ class WindowTimes:
     def of(cls, tokens: WhisperTokens, mel: MelConfig, max_source_positions: int = MAX_SOURCE_POSITIONS) -> WindowTimes:
         """Return the times of a model."""
         frames = max(1, mel.window_frames // max_source_positions)
-        return cls(tokens.timestamp_begin, mel.chunk_length / max_source_positions, frames, mel.window_frames)
+        return cls(
+            tokens.timestamp_begin, tokens.eos, mel.chunk_length / max_source_positions, frames, mel.window_frames
+        )
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of text: seconds of the recording, and its tokens without timestamps. ``end`` is None if it has no timestamp."""
+    """A piece of text: seconds of the recording, and its tokens without special ones. ``end`` is None if it has no timestamp."""
 
     start: float
     end: float | None
@@ -99,5 +103,5 @@ def _segment(tokens: Sequence[int], start: int, end: int | None, times: WindowTi
     def seconds(token: int) -> float:
         return offset + (token - times.begin) * times.seconds_per_token
 
-    text = tuple(token for token in tokens[start + 1 : end] if token < times.begin)
+    text = tuple(token for token in tokens[start + 1 : end] if token < times.eos)
     return Segment(seconds(tokens[start]), None if end is None else seconds(tokens[end]), text)

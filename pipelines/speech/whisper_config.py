@@ -112,7 +112,7 @@ class WhisperOptions:
     fall_back: FallBackParams = FallBackParams()
 
 
-class WhisperGenerationConfig(genai.WhisperGenerationConfig):
+class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[misc]
     """GenAI's class of the same name, with transformers' options for windows that were transcribed badly.
 
     Args:
@@ -327,7 +327,7 @@ def _task_of(task: str | None, tokens: WhisperTokens) -> Task:
         raise GenerationConfigError(f"task={shown(task)} for a model that knows English only: leave it out")
     if task not in TASKS:
         raise GenerationConfigError(f"task={shown(task)}: must be 'transcribe' or 'translate'")
-    return cast(Task, task)
+    return task
 
 
 def _check_generation(options: GenerationOptions) -> None:
