@@ -19,6 +19,7 @@ TESTS = (
     "tests/peer/test_real_encoders.py",
     "tests/peer/test_real_folder.py",
     "tests/peer/test_export.py",
+    "tests/peer/test_whisper_pipeline.py",
 )
 
 
@@ -29,6 +30,8 @@ def main() -> None:
         if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
             print(f"skipped: {name} cannot be had")
     _set_up_exports(python)
+    if subprocess.run([str(python), str(ROOT / "scripts" / "real_whisper.py")], check=False).returncode:
+        print("skipped: Whisper tiny.en cannot be had or exported")
     run(python, "-m", "pytest", "-v", "--all", "-rs", *TESTS, *sys.argv[1:])
 
 

@@ -14,9 +14,8 @@ from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.client_sequences.state import BeamState, FeedOrder, FeedResult
 from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
-from staticllm.pipelines.generation.beam_search import BeamLimits, BeamSearch, Ending, Hypothesis, Successor
+from staticllm.pipelines.generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.grammars.matcher import GrammarLimitError
 from staticllm.pipelines.scheduling.interface import RequestStatus
 
@@ -41,11 +40,11 @@ class BeamRequest(RequestState):
         vocab_size: int,
         queue: OutputQueue | None = None,
         decode: Decode | None = None,
-        grammar_mask: GrammarMask | None = None,
+        mask: BeamMask | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         super().__init__(request, vocab_size, queue, clock=clock)
-        self._first_mask = grammar_mask
+        self._first_mask = mask
         assert request.beams is not None, "not a beam search"
         limits = BeamLimits(request.max_new_tokens, request.stop_token_ids, request.min_new_tokens)
         self._search = BeamSearch(request.beams, request.prompt, limits, _ending_of(request, decode))
@@ -77,7 +76,7 @@ class BeamRequest(RequestState):
         for index, hypothesis in enumerate(found):
             self._report(index, hypothesis)
         is_whole = error is None and reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if is_whole and self._first_mask is not None and len(found) < self.request.num_sequences:
+        if is_whole and self.request.grammar is not None and len(found) < self.request.num_sequences:
             error = _too_few(len(found), self.request)
         self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
         core.end_search(self, reason)
@@ -209,9 +208,9 @@ def _ending_of(request: EngineRequest, decode: Decode | None) -> Ending | None:
     return has_ended
 
 
-def _masks_after(before: Sequence[BeamState], successors: Sequence[Successor]) -> list[GrammarMask | None]:
+def _masks_after(before: Sequence[BeamState], successors: Sequence[Successor]) -> list[BeamMask | None]:
     """Return what may follow each new beam."""
-    masks: list[GrammarMask | None] = []
+    masks: list[BeamMask | None] = []
     for successor in successors:
         mask = before[successor.parent].mask
         masks.append(None if mask is None else mask.clone())

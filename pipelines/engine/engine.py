@@ -26,6 +26,7 @@ from staticllm.pipelines.engine.options import EngineOptions, Switch
 from staticllm.pipelines.engine.request import Decode, EngineRequest, EngineText, OutputQueue
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.engine.state import PreparedGrammar, RequestState, prepare_grammar, progress_of
+from staticllm.pipelines.generation.beam_search import BeamRules
 from staticllm.pipelines.profiling.call_watch import CallWatch
 from staticllm.pipelines.profiling.records import EngineProgress
 from staticllm.pipelines.profiling.stats import Profiler, Stats
@@ -84,7 +85,8 @@ def new_state(
     if request.beams is None:
         state = RequestState(request, vocab_size, queue, processors, mask, clock)
     else:
-        state = BeamRequest(request, vocab_size, queue, decode, mask, clock)
+        rules = BeamRules(processors[0]) if processors else None
+        state = BeamRequest(request, vocab_size, queue, decode, mask or rules, clock)
     state.queue.compile_times = None if grammar is None else grammar.times
     return state
 

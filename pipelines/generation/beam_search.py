@@ -6,6 +6,7 @@ the groups before it chose in the same step.
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import FinishReason
 from staticllm.pipelines.generation.filters import Logits, largest
+from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 
 StopCriteria = Literal["early", "heuristic", "never"]
 """When a group with enough finished hypotheses ends: at once; when its best beam cannot beat the worst of them at its present
@@ -26,7 +28,22 @@ Ending = Callable[[Sequence[int]], bool]
 
 
 class BeamMask(Protocol):
-    """What may follow one beam."""
+    """What may follow one beam. ``is_whole``: whether it may end here as a whole answer, not for want of tokens."""
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def clone(self) -> BeamMask:
+        """Return the mask of another beam that begins alike."""
+        ...
+
+    def prepare(self) -> None:
+        """Prepare the next ``process``, while the device runs."""
+        ...
+
+    def accept(self, token: int, /) -> None:
+        """Take the next token of the beam."""
+        ...
 
     def process(self, logits: Logits, /) -> None:
         """Set the entries ``[vocab]`` of tokens that may not follow to -inf."""
@@ -35,6 +52,36 @@ class BeamMask(Protocol):
     def keep_fitting(self, logits: Logits, count: int, /) -> None:
         """Set the entries ``[vocab]`` of tokens after which the answer could not end to -inf; ``count`` others are enough."""
         ...
+
+
+class BeamRules:
+    """Logits processors as the mask of a beam; each beam has copies of its own, since they may keep state."""
+
+    is_whole = False
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = list(processors)
+
+    def clone(self) -> BeamRules:
+        """Return the mask of another beam that begins alike."""
+        return BeamRules(copy.deepcopy(self._processors))
+
+    def prepare(self) -> None:
+        """Nothing can be prepared."""
+
+    def process(self, logits: Logits) -> None:
+        """Change the entries ``[vocab]``; -inf forbids a token."""
+        for processor in self._processors:
+            if processor.is_active:
+                processor.process(logits)
+
+    def keep_fitting(self, logits: Logits, count: int) -> None:
+        """No answer has to end in time."""
+
+    def accept(self, token: int) -> None:
+        """Take the next token of the beam."""
+        for processor in self._processors:
+            processor.accept(token)
 
 
 @dataclass(frozen=True)

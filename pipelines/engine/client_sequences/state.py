@@ -15,8 +15,8 @@ from staticllm.kvcache.sequence import PLAIN, Conditions
 from staticllm.pipelines.costs.model import SMOOTHING, averaged
 from staticllm.pipelines.engine.request import new_id
 from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
+from staticllm.pipelines.generation.beam_search import BeamMask
 from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import SegmentResult
 from staticllm.pipelines.scheduling.interface import IdleView
@@ -252,7 +252,7 @@ class BeamState(ClientState):
     """A beam of a search, which chooses its tokens on the engine's thread. ``mask``: what may follow; None for anything."""
 
     can_wait = False
-    mask: GrammarMask | None = None
+    mask: BeamMask | None = None
 
     @property
     def is_recorded(self) -> bool:
