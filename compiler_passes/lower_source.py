@@ -14,7 +14,7 @@ from openvino import opset13 as ops
 from staticllm.compiler_passes.graph.check_graph import check_static
 from staticllm.compiler_passes.graph.step_graph import StepGraph, named_result, redirect
 from staticllm.compiler_passes.pass_pipeline import PassReport
-from staticllm.compiler_passes.states.lift_cross import lift_cross
+from staticllm.compiler_passes.states.lift_cross import lift_cross, source_of_outputs
 from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES, cross_type
 from staticllm.core import KVState, KVType, SourceShape, SourceVariant
 from staticllm.errors import UnsupportedModelError
@@ -53,16 +53,25 @@ def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> Lower
     length = encoder.outputs[0].get_partial_shape()[1]
     if length.is_dynamic:
         raise UnsupportedModelError(STAGE, "the encoder's output has no fixed number of frames")
-    graph = StepGraph(decoder)
-    lift_cross(graph, length.get_length(), 1)
-    if graph.source is None:
-        raise UnsupportedModelError(STAGE, "the decoder has no cross-attention to an encoder's output")
-    model = _joined(encoder, hidden, graph.source)
-    states = tuple(replace(state, kv_type=cross_type(kv_type)) for state in graph.cross_states)
+    source, found = _source_of(decoder, length.get_length())
+    model = _joined(encoder, hidden, source)
+    states = tuple(replace(state, kv_type=cross_type(kv_type)) for state in found)
     results = [_result(model, state) for state in states]
     joined = ov.Model(results, encoder.get_parameters(), "source")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     joined.validate_nodes_and_infer_types()
     return LoweredSource(joined.clone(), SourceShape(bands, columns, length.get_length(), states))
+
+
+def _source_of(decoder: ov.Model, length: int) -> tuple[ov.Model, list[KVState]]:
+    """Return what a decoder computes of one source, and its states; of an export with or without state."""
+    found = None if decoder.get_sinks() else source_of_outputs(decoder)
+    if found is not None:
+        return found
+    graph = StepGraph(decoder)
+    lift_cross(graph, length, 1)
+    if graph.source is None:
+        raise UnsupportedModelError(STAGE, "the decoder has no cross-attention to an encoder's output")
+    return graph.source, graph.cross_states
 
 
 def _fixed_input(encoder: ov.Model) -> tuple[int, int]:

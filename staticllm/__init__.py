@@ -145,7 +145,8 @@ _LAZY = {
     ),
     **dict.fromkeys(("RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
     **dict.fromkeys(
-        ("WhisperDecodedResultChunk", "WhisperDecodedResults", "WhisperPerfMetrics", "WhisperWordTiming"), "speech.results"
+        ("WhisperDecodedResultChunk", "WhisperDecodedResults", "WhisperPerfMetrics", "WhisperWordTiming"),
+        "speech.results",
     ),
     "WhisperGenerationConfig": "speech.whisper_config",
     "StaticWhisperPipeline": "whisper_pipeline",

@@ -13,15 +13,17 @@ from staticllm.compiler_passes.graph.step_graph import (
     LiftedState,
     StepGraph,
     consumers,
+    name_port,
     named_parameter,
     named_result,
     redirect,
 )
 from staticllm.compiler_passes.states.lift_cross import lift_cross
 from staticllm.errors import UnsupportedModelError
-from staticllm.ports import BEAM_IDX, CROSS
+from staticllm.ports import BEAM_IDX
 
 STAGE = "lift_state"
+KV_RANK = 4
 
 
 def lift_state(graph: StepGraph, source_len: int = 0, num_sources: int = 0) -> None:
@@ -35,11 +37,13 @@ def lift_state(graph: StepGraph, source_len: int = 0, num_sources: int = 0) -> N
     """
     lift_cross(graph, source_len, num_sources)
     reads = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
-    if not reads:
+    _fix_batch(graph.model)
+    if not reads and graph.cross_states:
+        _adopt_past(graph)
+    elif not reads:
         raise UnsupportedModelError(
             STAGE, "the model has no ReadValue/Assign pair: export it with state (optimum-cli export openvino does)"
         )
-    _fix_batch(graph.model)
     sinks = {sink.get_attributes()["variable_id"]: sink for sink in graph.model.get_sinks()}
     for index, read in enumerate(reads):
         variable_id = read.get_attributes()["variable_id"]
@@ -50,19 +54,37 @@ def lift_state(graph: StepGraph, source_len: int = 0, num_sources: int = 0) -> N
         raise UnsupportedModelError(STAGE, f"state {sorted(sinks)[0]!r} is assigned and never read")
     _drop_beams(graph)
     graph.model.validate_nodes_and_infer_types()
-    graph.note(STAGE, f"{len(reads)} states lifted")
+    graph.note(STAGE, f"{len(graph.states)} states lifted")
 
 
 def _fix_batch(model: ov.Model) -> None:
-    """Set the batch to 1 in token inputs, ``[..., batch, tokens]``, and in ``beam_idx [batch]``."""
+    """Set the batch to 1 in token inputs, ``[..., batch, tokens]``, in ``beam_idx [batch]``, and in keys and values."""
     for parameter in model.get_parameters():
         shape = parameter.get_partial_shape()
-        if parameter.get_friendly_name().startswith(CROSS):
-            continue
         if shape.rank.is_static and shape.rank.get_length() > 0:
-            shape[max(shape.rank.get_length() - 2, 0)] = 1
+            rank = shape.rank.get_length()
+            shape[0 if rank == KV_RANK else max(rank - 2, 0)] = 1
             parameter.set_partial_shape(shape)
     model.validate_nodes_and_infer_types()  # a third of the time of Model.reshape
+
+
+def _adopt_past(graph: StepGraph) -> None:
+    """Take the inputs and outputs of a decoder that was exported without state, for later tokens, for lifted states."""
+    results = {result.input_value(0).get_node().get_instance_id(): result for result in graph.model.get_results()}
+    for parameter in graph.model.get_parameters():
+        grown = [each for each in consumers(parameter.output(0)) if each.get_type_name() == "Concat"]
+        if len(parameter.get_partial_shape()) != KV_RANK or not grown:
+            continue
+        name = min(parameter.output(0).get_names())
+        present = results.get(grown[0].get_instance_id())
+        if present is None:
+            raise UnsupportedModelError(
+                STAGE, f"input {name!r} grows, and no output returns it: export the model with state"
+            )
+        index = len(graph.states)
+        name_port(parameter, f"state.{index}")
+        name_port(present, f"state.{index}.next")
+        graph.states.append(LiftedState(name, parameter, present, None))
 
 
 def _lift(model: ov.Model, index: int, variable_id: str, read: ov.Node, assign: ov.Node) -> LiftedState:

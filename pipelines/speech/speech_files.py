@@ -26,11 +26,13 @@ EXPORT = "optimum-cli export openvino --task automatic-speech-recognition-with-p
 class SpeechFiles:
     """The checked files of a speech model.
 
-    ``source_len``: the frames of a window that the decoder sees. ``max_positions``: the most tokens of a window, those of its
-    prompt among them. ``file``: the path of ``generation_config.json``.
+    ``decoder``: the IR that decodes; an export without state has another one for the first tokens, which also computes what it
+    sees of a window. ``source_len``: the frames of a window that the decoder sees. ``max_positions``: the most tokens of a
+    window, those of its prompt among them. ``file``: the path of ``generation_config.json``.
     """
 
     directory: Path
+    decoder: str
     source_len: int
     max_positions: int
     file: Path
@@ -56,14 +58,15 @@ def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:
             f"{str(directory)!r} is no speech model, {missing} is missing: export one with `{EXPORT}`; a model of text is loaded "
             "by StaticLLMPipeline"
         )
-    for name in (ENCODER, DECODER, *TOKENIZER_XML):
+    decoder = DECODER_WITH_PAST if (directory / DECODER_WITH_PAST).is_file() else DECODER
+    for name in (ENCODER, DECODER, decoder, *TOKENIZER_XML):
         check_ir(directory / name)
     config = _config(directory)
     file = directory / "generation_config.json"
     if not file.is_file():
         raise ModelError(f"{str(file)!r} is missing: export the model again; it has the ids of the special tokens")
     lengths = [_length(directory, config, name) for name in ("max_source_positions", "max_target_positions")]
-    return SpeechFiles(directory, *lengths, file)
+    return SpeechFiles(directory, decoder, *lengths, file)
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -168,9 +168,11 @@ def _load_for(
 ) -> SpeechModel:
     config = _checked(candidate.config, files)
     explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
-    own = {name: _own_config(config, files, num_windows, name) for name in (ENCODER, DECODER)}
+    encoder_config, decoder_config = (
+        _own_config(config, files, num_windows, name) for name in (ENCODER, files.decoder)
+    )
     device = check_device(get_core(), candidate.device)
-    job = LoadJob(SourceKind(DECODER), files.directory, device, own[ENCODER], on_progress, explicit)
+    job = LoadJob(SourceKind(DECODER), files.directory, device, encoder_config, on_progress, explicit)
     encoder = load_job(job)
     try:
         if encoder.programs.shape.source_len != files.source_len:
@@ -178,7 +180,7 @@ def _load_for(
                 f"config.json says max_source_positions={files.source_len}, the encoder computes "
                 f"{encoder.programs.shape.source_len} frames: they are of different models"
             )
-        decoder = Candidate(candidate.device, own[DECODER], explicit)
+        decoder = Candidate(candidate.device, decoder_config, explicit)
         launched = launch(files.directory, [decoder], policy, on_progress)
     except BaseException:
         encoder.runner.close()
