@@ -33,6 +33,8 @@ from staticllm.pipelines.speech.results import (
 from staticllm.pipelines.speech.speech_files import speech_files
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech, take_num_windows
 from staticllm.pipelines.speech.transcription import Timings, Transcriber
+from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
+from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
 from staticllm.pipelines.speech.whisper_config import (
     WhisperGenerationConfig,
     WhisperOptions,
@@ -137,13 +139,50 @@ class StaticWhisperPipeline:
             BusyError, ClosedError, DeviceError, NumericalError: as for ``StaticLLMPipeline.generate``.
         """
         check_may_wait()
-        begin = time.perf_counter()
         samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)
-        sink = None if streamer is None else make_sink(streamer)
-        stream = _Stream(sink, self._tools.decode)
-        found = self._transcriber.transcribe(samples, options, priority, stream.push)
+        stream = _Stream(None if streamer is None else make_sink(streamer), self._tools.decode)
+        found = self._run(samples, options, priority, TranscriptionWatch(stream.push))
         stream.end()
+        return found
+
+    def submit(
+        self,
+        raw_speech_input: RawSpeech,
+        generation_config: genai.WhisperGenerationConfig | Mapping[str, object] | None = None,
+        *,
+        on_text: Callable[[str], object] | None = None,
+        on_window: Callable[[WindowHeard], object] = lambda window: None,
+        priority: int = 0,
+        **kwargs: object,
+    ) -> TranscriptionHandle:
+        """Begin to write what is said in a recording, and return its handle.
+
+        Args:
+            raw_speech_input: As for ``generate``, like ``generation_config``, ``priority`` and ``kwargs``.
+            on_text: Receives text as it is certain, on a thread of the transcription; an exception in it ends the transcription.
+            on_window: Receives each window of the recording at its end, on the same thread.
+
+        Raises:
+            PromptError, GenerationConfigError: as for ``generate``; other errors are those of ``TranscriptionHandle.result``.
+        """
+        samples = check_samples(raw_speech_input)
+        options = self._options(generation_config, kwargs)
+        stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
+        watch = TranscriptionWatch(stream.push, on_window)
+
+        def run() -> WhisperDecodedResults:
+            found = self._run(samples, options, priority, watch)
+            stream.end()
+            return found
+
+        return TranscriptionHandle(run, watch.cancellation)
+
+    def _run(
+        self, samples: NDArray[np.float32], options: WhisperOptions, priority: int, watch: TranscriptionWatch
+    ) -> WhisperDecodedResults:
+        begin = time.perf_counter()
+        found = self._transcriber.transcribe(samples, options, priority, watch)
         decode = self._tools.decode
         return WhisperDecodedResults(
             texts=[decode(found.tokens)],
@@ -166,6 +205,22 @@ class StaticWhisperPipeline:
         own = completed(config, self._generation_config)
         own.validate()
         self._generation_config = own
+
+    @property
+    def num_windows(self) -> int:
+        """The windows, of one recording or of several, that are decoded together."""
+        sources = self.config.sources
+        assert sources is not None, "load_speech sets them"
+        return sources.num_sources
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples per second that the model hears."""
+        return self._mel.sampling_rate
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return self._tools.decode(list(tokens))
 
     def get_tokenizer(self) -> genai.Tokenizer:
         """Return the tokenizer."""
@@ -200,6 +255,10 @@ class StaticWhisperPipeline:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
+
+
+def _told(function: Callable[[str], object], text: str) -> None:
+    function(text)
 
 
 class _Stream:

@@ -28,6 +28,7 @@ from staticllm.pipelines.loading.source_kind import SourceKind
 from staticllm.pipelines.programs.source_runner import SourceRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
+from staticllm.pipelines.speech.transcription_watch import Cancellation
 
 MAX_WINDOWS = "MAX_WINDOWS"
 NUM_WINDOWS = 4
@@ -53,13 +54,14 @@ class Chosen:
 class Window:
     """A window that was heard: requests of the engine see it until ``SpeechModel.hear`` ends."""
 
-    def __init__(self, engine: Engine, source: int, seconds: float) -> None:
+    def __init__(self, engine: Engine, source: int, seconds: float, cancellation: Cancellation) -> None:
         self._engine = engine
         self._source = source
+        self._cancellation = cancellation
         self.encode_seconds = seconds
 
     def generate(self, request: EngineRequest, processors: Sequence[LogitsProcessor] = ()) -> Iterator[Chosen]:
-        """Yield the tokens of a request about this window. Leaving the iteration cancels the request.
+        """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
         Raises ``BusyError``, ``ClosedError``, and what ends the request.
         """
@@ -67,16 +69,17 @@ class Window:
         queue = self._engine.submit(request, processors=[list(processors)] if processors else ())
         has_ended = False
         try:
-            while True:
-                output = queue.get()
-                if isinstance(output, Finished):
-                    has_ended = True
-                    if output.error is not None:
-                        raise output.error
-                    return
-                if isinstance(output, TokenOutput):
-                    seconds = output.device_seconds, output.sampling_seconds
-                    yield Chosen(output.id, output.logprob, output.time, *seconds)
+            with self._cancellation.ending(lambda: self._engine.cancel(request.id)):
+                while True:
+                    output = queue.get()
+                    if isinstance(output, Finished):
+                        has_ended = True
+                        if output.error is not None:
+                            raise output.error
+                        return
+                    if isinstance(output, TokenOutput):
+                        seconds = output.device_seconds, output.sampling_seconds
+                        yield Chosen(output.id, output.logprob, output.time, *seconds)
         finally:
             if not has_ended:
                 self._engine.cancel(request.id)
@@ -104,17 +107,26 @@ class SpeechModel:
         return self._encoder.programs.shape.bands, self._encoder.programs.shape.columns
 
     @contextmanager
-    def hear(self, features: NDArray[np.float32], priority: int = 0, deadline: float | None = None) -> Iterator[Window]:
+    def hear(
+        self,
+        features: NDArray[np.float32],
+        priority: int = 0,
+        deadline: float | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> Iterator[Window]:
         """Let the device hear a window, ``[bands, columns]``, for the time of a block.
 
-        Raises ``ClosedError``, ``DeviceError`` and ``NumericalError`` (the window cannot be heard).
+        ``cancellation`` ends the wait for the device, and requests about the window. Raises ``ClosedError``, ``DeviceError`` and
+        ``NumericalError`` (the window cannot be heard), and ``concurrent.futures.CancelledError``.
         """
+        cancellation = cancellation or Cancellation()
         # queries of encoders have priority 1, documents 0: somebody waits for a window, unless its priority is below 0
         heard = self._jobs.submit(features, priority + 1 if priority >= 0 else priority, deadline)
         source = None
         try:
-            source = heard.result()
-            yield Window(self.engine, source, self._encoder.runner.cost)
+            with cancellation.ending(heard.cancel):
+                source = heard.result()
+            yield Window(self.engine, source, self._encoder.runner.cost, cancellation)
         finally:
             if source is None and not heard.cancel():
                 heard.add_done_callback(lambda future: _forget(self._jobs, future))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,19 +14,18 @@ from staticllm.errors import ModelError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
-from staticllm.pipelines.speech.segments import Segment, WindowTimes, segments_of
+from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
 from staticllm.pipelines.speech.speech_model import Chosen, SpeechModel, Window
+from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
 from staticllm.pipelines.speech.whisper_config import WhisperOptions
 from staticllm.pipelines.speech.whisper_prompt import (
     NO_LANGUAGE,
+    ContextTokens,
     WindowPrompt,
     context_tokens,
     window_prompt,
 )
 from staticllm.pipelines.speech.whisper_rules import detected_language, whisper_processors
-
-OnTokens = Callable[[Sequence[int]], bool]
-"""Receives tokens of the text as they come, and returns whether to go on."""
 
 
 @dataclass
@@ -49,6 +49,19 @@ class Transcript:
     logprobs: list[float] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     is_cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One transcription: what was asked for, who follows it, the tokens before its windows, its length, and what was found so far."""
+
+    options: WhisperOptions
+    has_timestamps: bool
+    priority: int
+    watch: TranscriptionWatch
+    context: ContextTokens
+    seconds: float
+    found: Transcript
 
 
 class FirstLogits:
@@ -85,70 +98,75 @@ class Transcriber:
             )
 
     def transcribe(
-        self,
-        samples: NDArray[np.float32],
-        options: WhisperOptions,
-        priority: int = 0,
-        on_tokens: OnTokens = lambda tokens: True,
+        self, samples: NDArray[np.float32], options: WhisperOptions, priority: int, watch: TranscriptionWatch
     ) -> Transcript:
         """Return what is said in a recording, ``[n]`` samples in [-1, 1] at the model's rate.
 
-        A recording of more than one window always gets timestamps, because they say where the next window begins. Raises
-        ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
+        A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that
+        was cancelled, what was heard so far is returned. Raises ``ClosedError``, ``DeviceError``, ``NumericalError``,
+        ``BusyError``.
         """
         found = Transcript()
         begin = time.perf_counter()
         features = log_mel(samples, self._mel)
         found.timings.features = time.perf_counter() - begin
-        num_frames = features.shape[1]
         is_long = len(samples) > self._mel.window_samples
         has_timestamps = is_long or options.return_timestamps or options.word_timestamps
-        times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
-        context = context_tokens(options, self._encode)
+        seconds = len(samples) / self._mel.sampling_rate
+        run = _Run(options, has_timestamps, priority, watch, context_tokens(options, self._encode), seconds, found)
+        found.language = options.language or NO_LANGUAGE
+        num_frames = features.shape[1]
         start = 0
-        language = options.language
         while start < max(num_frames, 1) and not found.is_cancelled:
-            with self._model.hear(window_of(features, start, self._mel.window_frames), priority) as window:
-                found.timings.encode.append(window.encode_seconds)
-                if language is None:
-                    language = self._language(window, options, priority)
-                found.language = language
-                prompt = window_prompt(
-                    context, options, language, start == 0, has_timestamps, self._model.files.max_positions
-                )
-                tokens = self._decode(window, prompt, options, has_timestamps, priority, on_tokens, found)
-            if not has_timestamps:
-                found.tokens += [token for token in tokens if token < options.tokens.eos]
-                break
-            offset = start / self._mel.frames_per_second
-            heard = segments_of(tokens, times, offset)
-            found.segments += heard.segments
-            found.tokens += heard.text_tokens
-            start += heard.advance
+            window = window_of(features, start, self._mel.window_frames)
+            try:
+                start += self._window(window, start, num_frames, run)
+            except CancelledError:
+                found.is_cancelled = True
         return found
 
-    def _language(self, window: Window, options: WhisperOptions, priority: int) -> str:
+    def _window(self, features: NDArray[np.float32], start: int, num_frames: int, run: _Run) -> int:
+        """Add the text of the window that begins at frame ``start``, and return the frames to the next one."""
+        found, options, watch = run.found, run.options, run.watch
+        num_before = len(found.logprobs)
+        with self._model.hear(features, run.priority, cancellation=watch.cancellation) as window:
+            found.timings.encode.append(window.encode_seconds)
+            if start == 0 and options.language is None:
+                found.language = self._language(window, options, run)
+            prompt = window_prompt(
+                run.context, options, found.language, start == 0, run.has_timestamps, self._model.files.max_positions
+            )
+            tokens = self._decode(window, prompt, run)
+        logprobs = found.logprobs[num_before:]
+        times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
+        offset = start / self._mel.frames_per_second
+        heard = segments_of(tokens, times, offset) if run.has_timestamps else WindowSegments(advance=num_frames)
+        found.segments += heard.segments
+        text = heard.text_tokens if run.has_timestamps else [token for token in tokens if token < options.tokens.eos]
+        found.tokens += text
+        if run.has_timestamps and text and not watch.on_tokens(text):
+            found.is_cancelled = True
+        seconds = min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
+        mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
+        watch.on_window(WindowHeard(seconds, offset, heard.segments, mean))
+        return heard.advance
+
+    def _language(self, window: Window, options: WhisperOptions, run: _Run) -> str:
         """Return the language that the model hears."""
         if not options.tokens.is_multilingual:
             return NO_LANGUAGE
         first = FirstLogits()
-        request = EngineRequest((options.tokens.decoder_start,), max_new_tokens=1, priority=priority)
+        request = EngineRequest((options.tokens.decoder_start,), max_new_tokens=1, priority=run.priority)
         for _ in window.generate(request, [first]):
             pass
+        if run.watch.cancellation.is_cancelled:
+            raise CancelledError
         assert first.logits is not None, "one token was chosen"
         return detected_language(first.logits, options.tokens)
 
-    def _decode(
-        self,
-        window: Window,
-        prompt: WindowPrompt,
-        options: WhisperOptions,
-        has_timestamps: bool,
-        priority: int,
-        on_tokens: OnTokens,
-        found: Transcript,
-    ) -> list[int]:
+    def _decode(self, window: Window, prompt: WindowPrompt, run: _Run) -> list[int]:
         """Return the tokens of a window, without its end."""
+        options, found = run.options, run.found
         generation = options.generation
         most = generation.max_tokens_after(len(prompt.tokens), self._model.files.max_positions)
         request = EngineRequest(
@@ -159,19 +177,22 @@ class Transcriber:
             stop_token_ids=generation.stop_token_ids,
             late_token_ids=generation.ignored_token_ids,
             min_new_tokens=generation.min_new_tokens,
-            priority=priority,
+            priority=run.priority,
             beams=generation.beams,
         )
-        processors = whisper_processors(options, self._model.launched.vocab_size, has_timestamps)
+        processors = whisper_processors(options, self._model.launched.vocab_size, run.has_timestamps)
         tokens: list[int] = []
         for chosen in window.generate(request, processors):
             self._count(chosen, found)
             if chosen.id in generation.stop_token_ids:
                 continue
             tokens.append(chosen.id)
-            if chosen.id < options.tokens.eos and not on_tokens([chosen.id]):
+            is_text = chosen.id < options.tokens.eos and not run.has_timestamps
+            if is_text and not run.watch.on_tokens([chosen.id]):
                 found.is_cancelled = True
                 break
+        if run.watch.cancellation.is_cancelled:
+            raise CancelledError
         return tokens
 
     @staticmethod
