@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeAlias
 
+import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
