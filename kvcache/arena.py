@@ -75,6 +75,11 @@ class Arena:
         number, line = place_of(self.groups, index)
         return _view(self._storage[number], self.groups[number], stride)[line : line + 1]
 
+    @property
+    def views(self) -> tuple[Array, ...]:
+        """The slots of each group at the current stride: ``[n, heads, stride, head_dim]``."""
+        return tuple(self._views)
+
     def set_stride(self, stride: int, used_slots: int) -> None:
         """Change the stride in place and keep slots ``0 .. used_slots - 1``. Copies nothing if none is in use."""
         assert used_slots <= min(stride, self.num_slots) and stride <= self.num_slots

@@ -68,6 +68,11 @@ class CrossBank:
         begin = self._places[source] * self._source_len
         return slice(begin, begin + self._source_len)
 
+    def frames(self, source: int) -> list[NDArray[Any]]:
+        """Return the keys and values of a source, views per group of states: ``[n, heads, source_len, head_dim]``."""
+        place = self.frames_of(source)
+        return [view[:, :, place] for view in self._arena.views]
+
     def state_view(self, index: int) -> NDArray[Any]:
         """Return state ``index`` as programs see it: ``[1, heads, frames, head_dim]``, contiguous."""
         return self._arena.state_view(index, self._arena.num_slots)

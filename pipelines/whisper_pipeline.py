@@ -13,7 +13,7 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.config import Scheduler, StaticLLMConfig
+from staticllm.config import Scheduler, StaticLLMConfig, switch
 from staticllm.core import ProgressEvent
 from staticllm.errors import GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
@@ -62,8 +62,8 @@ class StaticWhisperPipeline:
         config: A mapping of properties, or a ``StaticLLMConfig``.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md).
-        properties: GenAI's and OpenVINO's properties, and ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of
-            several, are decoded together (4).
+        properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls may ask for the times of words; and
+            ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of several, are decoded together (4).
 
     Raises:
         ModelError: the directory is missing, half-written or not a speech model.
@@ -88,6 +88,7 @@ class StaticWhisperPipeline:
         begin = time.perf_counter()
         given = dict(config) if isinstance(config, Mapping) else config
         num_windows = take_num_windows(properties, given)
+        has_words = switch("word_timestamps", properties.pop("word_timestamps", False))
         files = speech_files(models_path)
         candidates = resolve_candidates(device, given, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
@@ -95,11 +96,13 @@ class StaticWhisperPipeline:
         self._generation_config = WhisperGenerationConfig(files.file)
         tokenizer = read_tokenizer(files.directory)
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
-        self._model = load_speech(files, candidates, num_windows, policy, on_progress or (lambda event: None))
+        heads = _alignment_heads(self._generation_config) if has_words else ()
+        tell = on_progress or (lambda event: None)
+        self._model = load_speech(files, candidates, num_windows, heads, policy, tell)
         close_when_collected(self, SpeechModel.close, self._model)
         self._mel = mel
         try:
-            self._transcriber = Transcriber(self._model, mel, self._encode)
+            self._transcriber = Transcriber(self._model, mel, self._encode, self._tools.decode)
         except BaseException:
             self._model.close()
             raise
@@ -190,7 +193,8 @@ class StaticWhisperPipeline:
             scores=[1.0],
             language=found.language,
             chunks=chunks_of(found.segments, decode) if options.return_timestamps else None,
-            perf_metrics=_metrics_of(found.timings, len(found.logprobs), begin, self._load_ms),
+            words=found.words if options.word_timestamps else None,
+            perf_metrics=_metrics_of(found.timings, len(found.tokens), begin, self._load_ms),
         )
 
     __call__ = generate
@@ -244,15 +248,22 @@ class StaticWhisperPipeline:
         self.close()
 
     def _options(self, config: object, kwargs: Mapping[str, object]) -> WhisperOptions:
+        base = self._generation_config
+        given = kwargs
         if isinstance(config, Mapping):
-            return whisper_options(self._generation_config, {**config, **kwargs})
-        if config is None:
-            return whisper_options(self._generation_config, kwargs)
-        if not isinstance(config, genai.WhisperGenerationConfig):
+            given = {**config, **kwargs}
+        elif isinstance(config, genai.WhisperGenerationConfig):
+            base = completed(config, self._generation_config)
+        elif config is not None:
             raise GenerationConfigError(
                 f"generation_config is a {type(config).__name__}: must be a WhisperGenerationConfig or a dict"
             )
-        return whisper_options(completed(config, self._generation_config), kwargs)
+        options = whisper_options(base, given)
+        if options.word_timestamps and not self._model.has_alignment:
+            raise GenerationConfigError(
+                "word_timestamps=True for a pipeline that was loaded without: give the constructor word_timestamps=True"
+            )
+        return options
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
@@ -260,6 +271,15 @@ class StaticWhisperPipeline:
 
 def _told(function: Callable[[str], object], text: str) -> None:
     function(text)
+
+
+def _alignment_heads(config: WhisperGenerationConfig) -> tuple[tuple[int, int], ...]:
+    """Return layer and head of each attention that aligns text and speech. Raises ``GenerationConfigError`` (none are named)."""
+    if not config.alignment_heads:
+        raise GenerationConfigError(
+            "word_timestamps=True without alignment_heads: the model's generation_config.json has none; load without it"
+        )
+    return tuple((int(layer), int(head)) for layer, head in config.alignment_heads)
 
 
 class _Stream:
@@ -300,7 +320,7 @@ def _metrics_of(timings: Timings, num_tokens: int, begin: float, load_ms: float)
     )
     own = WhisperRawPerfMetrics(
         features_extraction_durations=[timings.features * us],
-        word_level_timestamps_processing_durations=[0.0],
+        word_level_timestamps_processing_durations=[timings.words * us],
         encode_inference_durations=[seconds * us for seconds in timings.encode],
         decode_inference_durations=[seconds * us for seconds in timings.decode],
     )

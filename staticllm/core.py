@@ -335,6 +335,20 @@ class SourceShape:
     states: tuple[KVState, ...]
 
 
+@dataclass(frozen=True)
+class AlignmentShape:
+    """The sizes of a program that says which frames of a source the tokens of a text look at.
+
+    ``rows``: the most tokens of a text; ``num_heads``: the attentions whose weights it returns. ``states``: those of
+    cross-attention, of one source.
+    """
+
+    rows: Size
+    num_heads: Size
+    source_len: Size
+    states: tuple[KVState, ...]
+
+
 @dataclass(frozen=True, order=True)
 class EncoderVariant:
     """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.

@@ -31,6 +31,8 @@ HIDDEN = -65504.0
 HIDDEN_BELOW = -1e4
 """Less than this hides a cell in the masks of exported models."""
 
+ALIGNMENT = "alignment"
+"""``[1, heads, rows, frames]``: the weights of attentions that align text and speech."""
 INPUT_FEATURES = "input_features"
 """``[1, bands, columns]``: a source as an encoder reads it."""
 

@@ -7,24 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.config import MAX_SEQS, StaticLLMConfig, whole
-from staticllm.core import OnProgress, ProgressEvent, SourceShape, SourceSpec, SourceVariant
+from staticllm.core import AlignmentShape, OnProgress, ProgressEvent, SourceShape, SourceSpec, SourceVariant
 from staticllm.devices import check_device, get_core
 from staticllm.errors import ConfigError, DeviceError, ModelError
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
-from staticllm.pipelines.engine.source_jobs import SourceJobs
+from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, launch
+from staticllm.pipelines.loading.alignment_kind import AlignmentKind
 from staticllm.pipelines.loading.kind import Loaded, LoadJob
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.loading.source_kind import SourceKind
+from staticllm.pipelines.programs.alignment_runner import AlignmentRunner
 from staticllm.pipelines.programs.source_runner import SourceRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
@@ -35,7 +37,10 @@ NUM_WINDOWS = 4
 """The windows that are decoded together, by default. More are decoded in little more time; each takes memory."""
 PROMPT_PARTS = 4
 """Tokens of a prompt beside the text before the window: start, language, task, no timestamps."""
-LoadedEncoder = Loaded[SourceVariant, SourceShape, SourceRunner]
+LoadedAlignment: TypeAlias = Loaded[SourceVariant, AlignmentShape, AlignmentRunner]
+Heads: TypeAlias = Sequence[tuple[int, int]]
+ALIGNMENT = "alignment"
+LoadedEncoder: TypeAlias = Loaded[SourceVariant, SourceShape, SourceRunner]
 _OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
 """Fields of the config that speech does not have."""
 
@@ -54,11 +59,29 @@ class Chosen:
 class Window:
     """A window that was heard: requests of the engine see it until ``SpeechModel.hear`` ends."""
 
-    def __init__(self, engine: Engine, source: int, seconds: float, cancellation: Cancellation) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        source: int,
+        seconds: float,
+        cancellation: Cancellation,
+        alignment: AlignmentJobs | None = None,
+    ) -> None:
         self._engine = engine
         self._source = source
         self._cancellation = cancellation
+        self._alignment = alignment
         self.encode_seconds = seconds
+
+    def align(self, tokens: Sequence[int], priority: int = 0) -> NDArray[np.float32]:
+        """Return which frames a text looks at: the weights ``[heads, tokens, source_len]`` of the alignment heads.
+
+        Raises ``ClosedError``, ``DeviceError`` and ``concurrent.futures.CancelledError``.
+        """
+        assert self._alignment is not None, "loaded without alignment heads"
+        found = self._alignment.align(self._source, tokens, job_priority(priority))
+        with self._cancellation.ending(found.cancel):
+            return found.result()
 
     def generate(self, request: EngineRequest, processors: Sequence[LogitsProcessor] = ()) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
@@ -88,13 +111,23 @@ class Window:
 class SpeechModel:
     """The loaded programs of a speech model. Any thread may call ``hear``; the engine serves all windows together."""
 
-    def __init__(self, files: SpeechFiles, launched: Launched, encoder: LoadedEncoder) -> None:
+    def __init__(
+        self, files: SpeechFiles, launched: Launched, encoder: LoadedEncoder, alignment: LoadedAlignment | None = None
+    ) -> None:
         self.files = files
         self.launched = launched
         self._encoder = encoder
         assert isinstance(launched.engine, Engine)
         self._jobs = SourceJobs(encoder.runner, launched.engine)
         launched.engine.add_jobs(self._jobs)
+        self._alignment = None if alignment is None else AlignmentJobs(alignment.runner, launched.engine)
+        if self._alignment is not None:
+            launched.engine.add_jobs(self._alignment)
+
+    @property
+    def has_alignment(self) -> bool:
+        """Whether windows can ``align``."""
+        return self._alignment is not None
 
     @property
     def engine(self) -> Engine:
@@ -120,13 +153,12 @@ class SpeechModel:
         ``NumericalError`` (the window cannot be heard), and ``concurrent.futures.CancelledError``.
         """
         cancellation = cancellation or Cancellation()
-        # queries of encoders have priority 1, documents 0: somebody waits for a window, unless its priority is below 0
-        heard = self._jobs.submit(features, priority + 1 if priority >= 0 else priority, deadline)
+        heard = self._jobs.hear(features, job_priority(priority), deadline)
         source = None
         try:
             with cancellation.ending(heard.cancel):
                 source = heard.result()
-            yield Window(self.engine, source, self._encoder.runner.cost, cancellation)
+            yield Window(self.engine, source, self._encoder.runner.cost, cancellation, self._alignment)
         finally:
             if source is None and not heard.cancel():
                 heard.add_done_callback(lambda future: _forget(self._jobs, future))
@@ -139,21 +171,33 @@ class SpeechModel:
         self.launched.close()
 
 
+def job_priority(priority: int) -> int:
+    """Return the priority of a job whose request has a priority: documents have 0, and somebody waits for what has 1."""
+    return priority + 1 if priority >= 0 else priority
+
+
 def _forget(jobs: SourceJobs, future: Any) -> None:
     if not future.cancelled() and future.exception() is None:
         jobs.remove(future.result())
 
 
 def load_speech(
-    files: SpeechFiles, candidates: Sequence[Candidate], num_windows: int, policy: Policy, on_progress: OnProgress
+    files: SpeechFiles,
+    candidates: Sequence[Candidate],
+    num_windows: int,
+    heads: Heads,
+    policy: Policy,
+    on_progress: OnProgress,
 ) -> SpeechModel:
     """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
+
+    ``heads``: layer and head of the attentions that align text and speech; none if no words are wanted.
 
     Raises as ``StaticWhisperPipeline``.
     """
     for index, candidate in enumerate(candidates, 1):
         try:
-            return _load_for(files, candidate, num_windows, policy, on_progress)
+            return _load_for(files, candidate, num_windows, heads, policy, on_progress)
         except DeviceError as error:
             if index == len(candidates):
                 raise
@@ -164,7 +208,12 @@ def load_speech(
 
 
 def _load_for(
-    files: SpeechFiles, candidate: Candidate, num_windows: int, policy: Policy, on_progress: OnProgress
+    files: SpeechFiles,
+    candidate: Candidate,
+    num_windows: int,
+    heads: Heads,
+    policy: Policy,
+    on_progress: OnProgress,
 ) -> SpeechModel:
     config = _checked(candidate.config, files)
     explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
@@ -174,6 +223,7 @@ def _load_for(
     device = check_device(get_core(), candidate.device)
     job = LoadJob(SourceKind(DECODER), files.directory, device, encoder_config, on_progress, explicit)
     encoder = load_job(job)
+    alignment: LoadedAlignment | None = None
     try:
         if encoder.programs.shape.source_len != files.source_len:
             raise ModelError(
@@ -181,11 +231,17 @@ def _load_for(
                 f"{encoder.programs.shape.source_len} frames: they are of different models"
             )
         decoder = Candidate(candidate.device, decoder_config, explicit)
+        if heads:
+            own = _own_config(config, files, num_windows, files.decoder, ALIGNMENT)
+            kind = AlignmentKind(tuple(heads), files.max_positions)
+            alignment = load_job(LoadJob(kind, files.directory, device, own, on_progress, explicit))
         launched = launch(files.directory, [decoder], policy, on_progress)
     except BaseException:
         encoder.runner.close()
+        if alignment is not None:
+            alignment.runner.close()
         raise
-    return SpeechModel(files, launched, encoder)
+    return SpeechModel(files, launched, encoder, alignment)
 
 
 def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
@@ -197,15 +253,17 @@ def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
     return replace(config, max_prompt_len=prompt, min_response_len=most - prompt)
 
 
-def _own_config(config: StaticLLMConfig, files: SpeechFiles, num_windows: int, name: str) -> StaticLLMConfig:
-    """Return the config of one of the two models, whose blobs are in a folder of their own."""
+def _own_config(
+    config: StaticLLMConfig, files: SpeechFiles, num_windows: int, name: str, folder_name: str = ""
+) -> StaticLLMConfig:
+    """Return the config of one of the programs, whose blobs are in a folder of their own."""
     config = replace(config, sources=SourceSpec(name, files.source_len, num_windows))
     if config.blob_path is None and not config.export_blob:
         return config
     folder = Path(config.blob_path or files.directory / "openvino_model.blob")
     if config.export_blob:
         folder.mkdir(parents=True, exist_ok=True)
-    return replace(config, blob_path=str(folder / Path(name).stem.removeprefix("openvino_")))
+    return replace(config, blob_path=str(folder / (folder_name or Path(name).stem.removeprefix("openvino_"))))
 
 
 def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> int:

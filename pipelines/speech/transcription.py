@@ -14,6 +14,7 @@ from staticllm.errors import ModelError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
+from staticllm.pipelines.speech.results import WhisperWordTiming
 from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
 from staticllm.pipelines.speech.speech_model import Chosen, SpeechModel, Window
 from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
@@ -23,9 +24,11 @@ from staticllm.pipelines.speech.whisper_prompt import (
     ContextTokens,
     WindowPrompt,
     context_tokens,
+    start_tokens,
     window_prompt,
 )
 from staticllm.pipelines.speech.whisper_rules import detected_language, whisper_processors
+from staticllm.pipelines.speech.words import alignment_tokens, text_tokens_of, token_starts, words_of
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Timings:
     decode: list[float] = field(default_factory=list)
     sampling: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
+    words: float = 0.0
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Transcript:
     language: str = NO_LANGUAGE
     tokens: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    words: list[WhisperWordTiming] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     is_cancelled: bool = False
@@ -86,10 +91,17 @@ class FirstLogits:
 class Transcriber:
     """Transcribes recordings with one speech model. Any thread may call ``transcribe``; recordings share the device."""
 
-    def __init__(self, model: SpeechModel, mel: MelConfig, encode: Callable[[str], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        model: SpeechModel,
+        mel: MelConfig,
+        encode: Callable[[str], Sequence[int]],
+        decode: Callable[[list[int]], str],
+    ) -> None:
         self._model = model
         self._mel = mel
         self._encode = encode
+        self._decode_text = decode
         bands, columns = model.features_shape
         if (bands, columns) != (mel.feature_size, mel.window_frames):
             raise ModelError(
@@ -111,7 +123,7 @@ class Transcriber:
         features = log_mel(samples, self._mel)
         found.timings.features = time.perf_counter() - begin
         is_long = len(samples) > self._mel.window_samples
-        has_timestamps = is_long or options.return_timestamps or options.word_timestamps
+        has_timestamps = is_long or options.return_timestamps
         seconds = len(samples) / self._mel.sampling_rate
         run = _Run(options, has_timestamps, priority, watch, context_tokens(options, self._encode), seconds, found)
         found.language = options.language or NO_LANGUAGE
@@ -137,6 +149,8 @@ class Transcriber:
                 run.context, options, found.language, start == 0, run.has_timestamps, self._model.files.max_positions
             )
             tokens = self._decode(window, prompt, run)
+            if options.word_timestamps:
+                self._find_words(window, tokens, start, run)
         logprobs = found.logprobs[num_before:]
         times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
         offset = start / self._mel.frames_per_second
@@ -163,6 +177,24 @@ class Transcriber:
             raise CancelledError
         assert first.logits is not None, "one token was chosen"
         return detected_language(first.logits, options.tokens)
+
+    def _find_words(self, window: Window, tokens: list[int], start: int, run: _Run) -> None:
+        """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at."""
+        own = run.options.tokens
+        begin = start_tokens(own, run.found.language, run.options.task)
+        text = text_tokens_of(tokens, own)
+        if not text:
+            return
+        weights = window.align(alignment_tokens(begin, text, own), run.priority)
+        clock = time.perf_counter()
+        times = WindowTimes.of(own, self._mel, self._model.files.source_len)
+        num_frames = min(int(run.seconds * self._mel.frames_per_second) - start, self._mel.window_frames)
+        starts = token_starts(weights, len(begin), num_frames // times.frames_per_token)
+        offset = start / self._mel.frames_per_second
+        run.found.words += words_of(
+            text, starts, self._decode_text, run.found.language, offset, times.seconds_per_token
+        )
+        run.found.timings.words += time.perf_counter() - clock
 
     def _decode(self, window: Window, prompt: WindowPrompt, run: _Run) -> list[int]:
         """Return the tokens of a window, without its end."""

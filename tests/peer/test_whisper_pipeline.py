@@ -144,6 +144,7 @@ def test_streams_pass_the_text_and_may_stop(ours, recorded):
     with pytest.raises(KeyError):
         ours.generate(recorded[0], streamer=fail)
     assert str(ours.generate(recorded[0])) == whole
+    ours.engine.run_between_steps(lambda: None)
     assert ours.engine.runner.cache.cross.num_free == ours.engine.runner.cache.cross.num_sources
 
 

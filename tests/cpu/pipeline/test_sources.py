@@ -58,7 +58,7 @@ def serving(original, request):
 
 def answer(engine, jobs, seed, prompt=PROMPT):
     """Return what is said of a source."""
-    number = jobs.submit(features(seed)).result(timeout=60)
+    number = jobs.hear(features(seed)).result(timeout=60)
     queue = engine.submit(EngineRequest(prompt, source=number, max_new_tokens=COUNT))
     tokens = []
     while not isinstance(output := queue.get(timeout=60), Finished):
@@ -87,9 +87,9 @@ def test_more_clients_than_places_hear_their_own_sources(original, serving):
 
 def test_a_source_that_fails_or_is_given_up_leaves_the_others(original, serving):
     engine, jobs = serving
-    held = [jobs.submit(features(seed)).result(timeout=60) for seed in range(NUM_SOURCES)]
-    given_up = jobs.submit(features(5))
-    bad = jobs.submit(np.full_like(features(0), np.inf))
+    held = [jobs.hear(features(seed)).result(timeout=60) for seed in range(NUM_SOURCES)]
+    given_up = jobs.hear(features(5))
+    bad = jobs.hear(np.full_like(features(0), np.inf))
     assert given_up.cancel()
     for number in held:
         jobs.remove(number)
@@ -102,7 +102,7 @@ def test_a_source_that_fails_or_is_given_up_leaves_the_others(original, serving)
 
 def test_a_request_about_a_source_that_is_gone_ends_with_an_error(original, serving):
     engine, jobs = serving
-    number = jobs.submit(features(0)).result(timeout=60)
+    number = jobs.hear(features(0)).result(timeout=60)
     jobs.remove(number)
     engine.run_between_steps(lambda: None)
     queue = engine.submit(EngineRequest(PROMPT, source=number, max_new_tokens=4))
@@ -116,13 +116,13 @@ def test_a_request_about_a_source_that_is_gone_ends_with_an_error(original, serv
 
 def test_closing_ends_what_waits(serving):
     engine, jobs = serving
-    held = [jobs.submit(features(seed)).result(timeout=60) for seed in range(NUM_SOURCES)]
-    waiting = jobs.submit(features(9))
+    held = [jobs.hear(features(seed)).result(timeout=60) for seed in range(NUM_SOURCES)]
+    waiting = jobs.hear(features(9))
     engine.remove_jobs(jobs)
     with pytest.raises(ClosedError):
         waiting.result(timeout=60)
     with pytest.raises(ClosedError):
-        jobs.submit(features(0))
+        jobs.hear(features(0))
     assert held
 
 
