@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset13 as ops
 
 from staticllm.compiler_passes.lower import lower
+from staticllm.compiler_passes.lower_alignment import lower_alignment
 from staticllm.compiler_passes.lower_source import lower_source
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.core import SourceVariant, Variant
@@ -18,6 +20,7 @@ from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import Conditions
 from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
+from staticllm.pipelines.programs.alignment_runner import AlignmentRunner
 from staticllm.pipelines.programs.bind import bind
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.programs.source_runner import SourceRunner
@@ -27,6 +30,7 @@ from speech_model import (
     DECODER,
     ENCODER,
     FRAMES,
+    HEAD_DIM,
     LAYERS,
     OriginalSpeech,
     features,
@@ -113,6 +117,39 @@ def test_programs_keep_the_names_and_number_of_the_states(original):
     source = lower_source(read(folder, ENCODER), read(folder, DECODER), "f32")
     assert {port.get_any_name() for port in source.model.outputs} == cross
     assert not source.model.get_sinks()
+
+
+def test_an_alignment_program_returns_the_weights_of_the_original(original):
+    folder, _ = original
+    heads, tokens = [(0, 1), (1, 0)], [3, 1, 4, 1, 5]
+    lowered = lower_alignment(read(folder, DECODER), heads, 12, FRAMES, "f32")
+    runner = AlignmentRunner(
+        lowered.shape, {SourceVariant(): get_core().compile_model(lowered.specialise(SourceVariant()), "CPU", EXACT)}
+    )
+    _, encoder = runners(folder, 1)
+    found = runner.run(tokens, encoder.run(features(3)))
+    expected = attention_weights(folder, features(3), tokens)
+    for index, (layer, head) in enumerate(heads):
+        np.testing.assert_allclose(found[index], expected[layer][head], atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match=r"\(7, 0\)"):
+        lower_alignment(read(folder, DECODER), [(7, 0)], 12, FRAMES, "f32")
+
+
+def attention_weights(folder, source, tokens):
+    """Return what each cross-attention of the original weighs, ``[heads, tokens, FRAMES]``, from its queries and keys."""
+    hidden = get_core().compile_model(folder / f"{ENCODER}.xml", "CPU", EXACT)(source[None])[0]
+    model = read(folder, DECODER)
+    attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"][1::2]
+    results = [ops.result(node.input_value(port)) for node in attentions for port in (0, 1)]
+    part = ov.Model([*results, *model.get_results()], model.get_sinks(), model.get_parameters())
+    feeds = {"input_ids": np.array([tokens]), "encoder_hidden_states": hidden, "beam_idx": np.zeros(1, np.int32)}
+    values = list(get_core().compile_model(part, "CPU", EXACT).create_infer_request().infer(feeds).values())
+    found = []
+    for query, key in zip(values[0 : 2 * LAYERS : 2], values[1 : 2 * LAYERS : 2], strict=True):
+        scores = query[0] @ key[0].transpose(0, 2, 1) * HEAD_DIM**-0.5
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        found.append(weights / weights.sum(axis=-1, keepdims=True))
+    return found
 
 
 def test_models_that_cannot_be_joined_are_refused(original, tmp_path):
