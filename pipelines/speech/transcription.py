@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from staticllm.errors import ModelError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.filters import Logits
+from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.speech.fall_back import HeardWindow, Verdict, options_at, verdict
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
 from staticllm.pipelines.speech.results import WhisperWordTiming
 from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
@@ -27,7 +29,7 @@ from staticllm.pipelines.speech.whisper_prompt import (
     start_tokens,
     window_prompt,
 )
-from staticllm.pipelines.speech.whisper_rules import detected_language, whisper_processors
+from staticllm.pipelines.speech.whisper_rules import detected_language, no_speech_probability, whisper_processors
 from staticllm.pipelines.speech.words import alignment_tokens, text_tokens_of, token_starts, words_of
 
 
@@ -67,6 +69,11 @@ class _Run:
     context: ContextTokens
     seconds: float
     found: Transcript
+
+    @property
+    def streams_tokens(self) -> bool:
+        """Whether tokens of the text are certain as soon as they are chosen."""
+        return not self.has_timestamps and not self.options.fall_back.may_decode_again
 
 
 class FirstLogits:
@@ -148,7 +155,7 @@ class Transcriber:
             prompt = window_prompt(
                 run.context, options, found.language, start == 0, run.has_timestamps, self._model.files.max_positions
             )
-            tokens = self._decode(window, prompt, run)
+            tokens = self._decode_well(window, prompt, run)
             if options.word_timestamps:
                 self._find_words(window, tokens, start, run)
         logprobs = found.logprobs[num_before:]
@@ -158,7 +165,7 @@ class Transcriber:
         found.segments += heard.segments
         text = heard.text_tokens if run.has_timestamps else [token for token in tokens if token < options.tokens.eos]
         found.tokens += text
-        if run.has_timestamps and text and not watch.on_tokens(text):
+        if not run.streams_tokens and text and not watch.on_tokens(text):
             found.is_cancelled = True
         seconds = min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
         mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
@@ -169,14 +176,8 @@ class Transcriber:
         """Return the language that the model hears."""
         if not options.tokens.is_multilingual:
             return NO_LANGUAGE
-        first = FirstLogits()
         request = EngineRequest((options.tokens.decoder_start,), max_new_tokens=1, priority=run.priority)
-        for _ in window.generate(request, [first]):
-            pass
-        if run.watch.cancellation.is_cancelled:
-            raise CancelledError
-        assert first.logits is not None, "one token was chosen"
-        return detected_language(first.logits, options.tokens)
+        return detected_language(self._first_logits(window, request, run), options.tokens)
 
     def _find_words(self, window: Window, tokens: list[int], start: int, run: _Run) -> None:
         """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at."""
@@ -196,10 +197,41 @@ class Transcriber:
         )
         run.found.timings.words += time.perf_counter() - clock
 
-    def _decode(self, window: Window, prompt: WindowPrompt, run: _Run) -> list[int]:
+    def _decode_well(self, window: Window, prompt: WindowPrompt, run: _Run) -> list[int]:
+        """Return the tokens of a window at the first temperature whose text is good; none if there is no speech in it."""
+        options, found = run.options, run.found
+        params = options.fall_back
+        if not params.may_decode_again:
+            return self._decode(window, prompt, options.generation, run)
+        no_speech = 0.0 if params.no_speech_threshold is None else self._no_speech(window, prompt, run)
+        tokens: list[int] = []
+        for temperature in params.temperatures:
+            num_before = len(found.logprobs)
+            tokens = self._decode(window, prompt, options_at(options.generation, temperature), run)
+            heard = HeardWindow(tokens, sum(found.logprobs[num_before:]), no_speech)
+            found_verdict = verdict(heard, params, self._model.launched.vocab_size)
+            if found_verdict is not Verdict.AGAIN or found.is_cancelled:
+                return [] if found_verdict is Verdict.SILENCE else tokens
+        return tokens
+
+    def _no_speech(self, window: Window, prompt: WindowPrompt, run: _Run) -> float:
+        """Return the probability that there is no speech in a window."""
+        request = EngineRequest(prompt.tokens[: prompt.start + 1], max_new_tokens=1, priority=run.priority)
+        return no_speech_probability(self._first_logits(window, request, run), run.options.tokens)
+
+    def _first_logits(self, window: Window, request: EngineRequest, run: _Run) -> Logits:
+        """Return the logits ``[vocab]`` after the prompt of a request. Raises ``CancelledError``."""
+        first = FirstLogits()
+        for _ in window.generate(request, [first]):
+            pass
+        if run.watch.cancellation.is_cancelled:
+            raise CancelledError
+        assert first.logits is not None, "one token was chosen"
+        return first.logits
+
+    def _decode(self, window: Window, prompt: WindowPrompt, generation: GenerationOptions, run: _Run) -> list[int]:
         """Return the tokens of a window, without its end."""
         options, found = run.options, run.found
-        generation = options.generation
         most = generation.max_tokens_after(len(prompt.tokens), self._model.files.max_positions)
         request = EngineRequest(
             prompt=prompt.tokens,
@@ -219,7 +251,7 @@ class Transcriber:
             if chosen.id in generation.stop_token_ids:
                 continue
             tokens.append(chosen.id)
-            is_text = chosen.id < options.tokens.eos and not run.has_timestamps
+            is_text = chosen.id < options.tokens.eos and run.streams_tokens
             if is_text and not run.watch.on_tokens([chosen.id]):
                 found.is_cancelled = True
                 break

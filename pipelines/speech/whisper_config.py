@@ -76,6 +76,12 @@ class FallBackParams:
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
 
+    @property
+    def may_decode_again(self) -> bool:
+        """Whether a window's text is judged: there are several temperatures, or a threshold."""
+        thresholds = (self.compression_ratio_threshold, self.logprob_threshold, self.no_speech_threshold)
+        return len(self.temperatures) > 1 or any(each is not None for each in thresholds)
+
 
 @dataclass(frozen=True)
 class WhisperOptions:
