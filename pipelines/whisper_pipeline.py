@@ -294,7 +294,7 @@ class _Stream:
         if self._sink is None:
             return True
         text = "".join([self._text.push(token) for token in tokens]) if self._sink.takes_text else ""
-        return self._sink.write(list(tokens), text) == Status.RUNNING
+        return bool(self._sink.write(list(tokens), text) == Status.RUNNING)
 
     def end(self) -> None:
         """End the stream after the last token."""

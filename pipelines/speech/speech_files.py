@@ -65,8 +65,8 @@ def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:
     file = directory / "generation_config.json"
     if not file.is_file():
         raise ModelError(f"{str(file)!r} is missing: export the model again; it has the ids of the special tokens")
-    lengths = [_length(directory, config, name) for name in ("max_source_positions", "max_target_positions")]
-    return SpeechFiles(directory, decoder, *lengths, file)
+    source_len = _length(directory, config, "max_source_positions")
+    return SpeechFiles(directory, decoder, source_len, _length(directory, config, "max_target_positions"), file)
 
 
 def _config(directory: Path) -> dict[str, Any]:
