@@ -80,7 +80,8 @@ def _as_array(raw_speech: object) -> NDArray[Any]:
 
 
 def _checked_range(samples: NDArray[Any]) -> Samples:
-    least, most = float(samples.min()), float(samples.max())  # NaN if there is one
+    least = float(samples.min())  # NaN if there is one
+    most = float(samples.max())
     if not (np.isfinite(least) and np.isfinite(most)):
         place = int(np.flatnonzero(~np.isfinite(samples))[0])
         raise PromptError(f"raw_speech[{place}] is {samples[place]}: all samples must be finite numbers")

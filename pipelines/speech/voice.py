@@ -176,6 +176,7 @@ def speech_windows(
 
 def _quietest(probabilities: Probabilities, start: int, end: int) -> int:
     """Return the middle of the frame with the smallest probability between two samples."""
-    first, last = -(-start // FRAME), end // FRAME
+    first = -(-start // FRAME)
+    last = end // FRAME
     part = probabilities[first:last]
     return (first + int(part.argmin())) * FRAME + FRAME // 2 if len(part) else end

@@ -66,8 +66,8 @@ def _standardised(weights: Weights) -> Weights:
     """Return the weights ``[tokens, frames]`` of one head, normalised per token, then standardised per frame."""
     sums = weights.sum(axis=1, keepdims=True)
     shares = weights / np.where(sums > 0, sums, np.float32(1))
-    mean, deviation = shares.mean(axis=0), shares.std(axis=0)
-    found: Weights = (shares - mean) / np.maximum(deviation, np.float32(LEAST_DEVIATION))
+    deviation = shares.std(axis=0)
+    found: Weights = (shares - shares.mean(axis=0)) / np.maximum(deviation, np.float32(LEAST_DEVIATION))
     return found
 
 
