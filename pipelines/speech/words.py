@@ -125,7 +125,9 @@ def _moves(cost: NDArray[np.float32]) -> NDArray[np.int8]:
     before[0] = 0
     last = np.full(num_rows + 1, np.inf, np.float32)
     for index in range(2, num_rows + num_columns + 1):
-        diagonal, up, left = before[:-1], last[:-1], last[1:]
+        diagonal = before[:-1]
+        up = last[:-1]
+        left = last[1:]
         best = np.minimum(up, left)
         is_diagonal = diagonal < best
         move = np.where(is_diagonal, np.int8(DIAGONAL), np.int8(LEFT))
