@@ -147,7 +147,8 @@ def _runs(probabilities: Probabilities, params: VoiceParams) -> list[tuple[int, 
             silent_since = frame if silent_since is None else silent_since
             if frame - silent_since >= least_silence:
                 found.append((start, silent_since))
-                start = silent_since = None
+                start = None
+                silent_since = None
     if start is not None:
         found.append((start, len(probabilities) if silent_since is None else silent_since))
     return found
@@ -176,6 +177,7 @@ def speech_windows(
 
 def _quietest(probabilities: Probabilities, start: int, end: int) -> int:
     """Return the middle of the frame with the smallest probability between two samples."""
-    first, last = -(-start // FRAME), end // FRAME
+    first = -(-start // FRAME)
+    last = end // FRAME
     part = probabilities[first:last]
     return (first + int(part.argmin())) * FRAME + FRAME // 2 if len(part) else end

@@ -66,8 +66,8 @@ def _standardised(weights: Weights) -> Weights:
     """Return the weights ``[tokens, frames]`` of one head, normalised per token, then standardised per frame."""
     sums = weights.sum(axis=1, keepdims=True)
     shares = weights / np.where(sums > 0, sums, np.float32(1))
-    mean, deviation = shares.mean(axis=0), shares.std(axis=0)
-    found: Weights = (shares - mean) / np.maximum(deviation, np.float32(LEAST_DEVIATION))
+    deviation = shares.std(axis=0)
+    found: Weights = (shares - shares.mean(axis=0)) / np.maximum(deviation, np.float32(LEAST_DEVIATION))
     return found
 
 
@@ -125,7 +125,9 @@ def _moves(cost: NDArray[np.float32]) -> NDArray[np.int8]:
     before[0] = 0
     last = np.full(num_rows + 1, np.inf, np.float32)
     for index in range(2, num_rows + num_columns + 1):
-        diagonal, up, left = before[:-1], last[:-1], last[1:]
+        diagonal = before[:-1]
+        up = last[:-1]
+        left = last[1:]
         best = np.minimum(up, left)
         is_diagonal = diagonal < best
         move = np.where(is_diagonal, np.int8(DIAGONAL), np.int8(LEFT))

@@ -134,7 +134,7 @@ def test_a_processor_takes_less_than_0_3_ms_for_a_vocabulary_of_52000():
     for _ in range(50):
         for index, each in enumerate(processors):
             copied = logits.copy()
-            start = time.perf_counter()
+            start = time.thread_time()
             each.process(copied)
-            best[index] = min(best[index], time.perf_counter() - start)
+            best[index] = min(best[index], time.thread_time() - start)
     assert max(best) < 0.3e-3
