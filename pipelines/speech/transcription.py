@@ -108,7 +108,11 @@ class Transcriber:
         """
         found = Transcript()
         begin = time.perf_counter()
-        features = log_mel(samples, self._mel)
+        try:
+            features = log_mel(samples, self._mel, watch.cancellation.check)
+        except CancelledError:
+            found.is_cancelled = True
+            return found
         found.timings.features = time.perf_counter() - begin
         is_long = len(samples) > self._mel.window_samples
         has_timestamps = is_long or options.return_timestamps or options.word_timestamps
@@ -159,8 +163,7 @@ class Transcriber:
         request = EngineRequest((options.tokens.decoder_start,), max_new_tokens=1, priority=run.priority)
         for _ in window.generate(request, [first]):
             pass
-        if run.watch.cancellation.is_cancelled:
-            raise CancelledError
+        run.watch.cancellation.check()
         assert first.logits is not None, "one token was chosen"
         return detected_language(first.logits, options.tokens)
 
@@ -191,8 +194,7 @@ class Transcriber:
             if is_text and not run.watch.on_tokens([chosen.id]):
                 found.is_cancelled = True
                 break
-        if run.watch.cancellation.is_cancelled:
-            raise CancelledError
+        run.watch.cancellation.check()
         return tokens
 
     @staticmethod
