@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from staticllm.errors import ConfigError
+from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.server import catalog
 from staticllm.server.catalog import describe, model_list
 from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint
@@ -187,7 +188,7 @@ def _scheduler(state: ServerState) -> Answer:
                 {"name": each.spec.name, "type": each.spec.kind, "status": state.hub.status(each)}
                 for each in state.hub.models.values()
             ],
-            "encoders": [encoder_of(each) for each in state.hub.loaded if each.spec.kind != "chat"],
+            "encoders": [encoder_of(each) for each in state.hub.loaded if isinstance(each.pipeline, EncoderPipeline)],
         }
         response = await state.observers.run_within(LOOK_SECONDS, lambda: json_response({**head, **document()}))
         response.headers["Cache-Control"] = "no-store"
