@@ -144,7 +144,9 @@ class _UnreadableError(Exception):
 def _name_of(source: Source) -> str:
     if isinstance(source, bytes):
         return "the audio"
-    return str(getattr(source, "name", "the file")) if isinstance(source, io.BufferedIOBase) else repr(os.fspath(source))
+    return (
+        str(getattr(source, "name", "the file")) if isinstance(source, io.BufferedIOBase) else repr(os.fspath(source))
+    )
 
 
 def _opened(source: Source, name: str) -> io.BufferedIOBase:

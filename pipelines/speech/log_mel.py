@@ -102,8 +102,8 @@ def log_mel(samples: Samples, config: MelConfig, on_block: Callable[[], object] 
     """Return the features ``[mels, frames]`` of a whole recording, float32.
 
     ``samples [n]`` are in [-1, 1] at ``sampling_rate``. A recording of less than a window is filled up with silence. The memory
-    beside the samples is that of the result, 32 kB per second with 80 bands, and 10 MB. ``on_block`` is called every few seconds of
-    the recording; an exception in it ends the computation.
+    beside the samples is that of the result, 32 kB per second with 80 bands, and 10 MB. ``on_block`` is called for every few
+    seconds of the recording; an exception in it ends the computation.
     """
     num_frames = config.num_frames(len(samples))
     found = np.full((config.feature_size, num_frames), np.log10(LEAST_POWER), np.float32)

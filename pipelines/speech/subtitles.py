@@ -20,7 +20,7 @@ class Cue:
 
 
 def cues_of(chunks: Iterable[WhisperDecodedResultChunk], seconds: float) -> list[Cue]:
-    """Return the cues of chunks. One whose end is not known lasts to the end of the recording, ``seconds``; empty ones are left out."""
+    """Return the cues of chunks. One without an end lasts to that of the recording, ``seconds``; empty ones are left out."""
     found = []
     for chunk in chunks:
         text = " ".join(chunk.text.split())

@@ -22,6 +22,7 @@ class TranscriptionHandle:
         """Begin ``run`` on a thread; it returns early once ``cancellation`` was cancelled."""
         self._cancellation = cancellation
         self._future: Future[WhisperDecodedResults] = Future()
+        self._future.set_running_or_notify_cancel()  # it ends when its thread does, and not before
         self._run = run
         start_thread(self._work, "staticllm-transcription")
 
@@ -45,7 +46,7 @@ class TranscriptionHandle:
         return self._future
 
     def __await__(self) -> Generator[Any, None, WhisperDecodedResults]:
-        yield from asyncio.wait([asyncio.wrap_future(self._future)]).__await__()
+        yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
         return self.result(0)
 
     def _work(self) -> None:

@@ -169,7 +169,9 @@ class Transcriptions:
         self._shown.show("transcribing, s of sound", int(done), max(2, int(total)))
 
 
-def _write(found: Transcribed, target: Path | None, options: dict[str, Any], is_one_of_many: bool, shown: Progress) -> None:
+def _write(
+    found: Transcribed, target: Path | None, options: dict[str, Any], is_one_of_many: bool, shown: Progress
+) -> None:
     text = _text_of(found, options)
     if target is not None:
         try:

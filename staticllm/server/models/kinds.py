@@ -276,7 +276,9 @@ def found_model(path: str) -> tuple[Path, str]:
     kind = SERVED["speech"]
     directory = kind.check(found.directory)
     if not kind.fits(read_model(get_core(), directory, model_file=ENCODER), directory):
-        raise ModelError(f"{str(directory)!r} is no speech model: {ENCODER} reads no features of sound; export it again")
+        raise ModelError(
+            f"{str(directory)!r} is no speech model: {ENCODER} reads no features of sound; export it again"
+        )
     return directory, kind.name
 
 
