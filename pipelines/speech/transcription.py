@@ -53,7 +53,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class _Run:
-    """One transcription: what was asked for, who follows it, the tokens before its windows, its length, and what was found so far."""
+    """One transcription: what was asked for, who follows it, the text before windows, its length, and what was found."""
 
     options: WhisperOptions
     has_timestamps: bool

@@ -46,7 +46,9 @@ class TranscriptionHandle:
         return self._future
 
     def __await__(self) -> Generator[Any, None, WhisperDecodedResults]:
-        yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        ended = asyncio.wrap_future(self._future)
+        ended.add_done_callback(_retrieved)
+        yield from asyncio.wait([ended]).__await__()
         return self.result(0)
 
     def _work(self) -> None:
@@ -59,3 +61,9 @@ class TranscriptionHandle:
         else:
             self._future.set_result(found)
         del self._run  # which holds the pipeline and the samples
+
+
+def _retrieved(future: asyncio.Future[WhisperDecodedResults]) -> None:
+    """Take the exception of a future of which nobody may read it any more, so that asyncio does not complain."""
+    if not future.cancelled():
+        future.exception()

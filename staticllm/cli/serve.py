@@ -45,7 +45,13 @@ GROUPS = {
 RARE = {
     **PROGRAM_GROUP,
     "Connections": (
-        "max_body_mb", "max_upload_mb", "max_audio_minutes", "header_seconds", "body_seconds", "send_seconds", "max_connections",
+        "max_body_mb",
+        "max_upload_mb",
+        "max_audio_minutes",
+        "header_seconds",
+        "body_seconds",
+        "send_seconds",
+        "max_connections",
     ),
     "Logs": ("access_log", "otel"),
     "Part of an application": ("random_key", "ready_fd", "ready_file", "parent_pid"),
@@ -126,7 +132,8 @@ class _PortInUse(click.ClickException):
 @option_file
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
-    """Serve MODELS, directories of chat models, embedders, rerankers and speech models, by name. Without any, the embedded model is served.
+    """Serve MODELS, directories of chat models, embedders, rerankers and speech models, by name. Without any, the
+    embedded model is served.
 
     A PATH may be a GGUF file or a name on Hugging Face, which is downloaded once. -p NAME=VALUE is for all models that know
     the option, -p MODEL:NAME=VALUE for one.

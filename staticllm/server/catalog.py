@@ -202,15 +202,17 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
         if spec.kind == "chat":
             options = options_of(spec, settings)
             return resolve_candidates(options.device, dict(options.properties), {})[0].config.max_seq_len
-        if spec.kind == "speech":
-            return None
-        if isinstance(pipeline, EncoderPipeline):
-            return pipeline.max_length
-        if type(longest := options_of(spec, settings).properties.get("max_length")) is int:
-            return longest
-        return read_encoder_files(spec.path).max_length
+        return None if spec.kind == "speech" else _text_length(model, settings)
     except StaticLLMError:
         return None
+
+
+def _text_length(model: ServedModel, settings: ServerSettings) -> int:
+    """Return the most tokens of a text of an encoder. Raises ``StaticLLMError`` (its files are gone or damaged)."""
+    if isinstance(model.pipeline, EncoderPipeline):
+        return model.pipeline.max_length
+    longest = options_of(model.spec, settings).properties.get("max_length")
+    return longest if type(longest) is int else read_encoder_files(model.spec.path).max_length
 
 
 def model_list(state: ServerState) -> dict[str, Any]:

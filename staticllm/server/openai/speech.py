@@ -37,7 +37,7 @@ class TranslationRequest(IgnoredFields, TierFields):
 
 
 class TranscriptionRequest(TranslationRequest):
-    """The fields of a request to write what is said in ``file``. ``chunking_strategy`` has no effect: windows are cut as needed."""
+    """The fields of a request to write what is said in ``file``. ``chunking_strategy`` has no effect."""
 
     model_config = ConfigDict(title="TranscriptionRequest", strict=False)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from starlette.datastructures import UploadFile
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ClosedError, ConfigError
 from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
 from staticllm.pipelines.speech.audio_stream import read_cancellable
 from staticllm.pipelines.speech.log_mel import Samples
@@ -120,9 +122,12 @@ class SpeechTurn:
             yield text
 
     async def heard(self) -> Heard:
-        """Return the transcription at its end. Raises ``StaticLLMError`` (it failed)."""
+        """Return the transcription at its end. Raises ``StaticLLMError`` (it failed, or the server is stopping)."""
         assert self._handle is not None, "submit was not called"
-        results = await asyncio.shield(asyncio.wrap_future(self._handle.future))
+        try:
+            results = await self._handle
+        except CancelledError:
+            raise ClosedError("the server is stopping") from None
         name, metrics = self._model.spec.name, self._state.metrics
         num_tokens = results.perf_metrics.get_num_generated_tokens()
         metrics.audio_seconds.labels(name).inc(self._seconds)
@@ -139,7 +144,8 @@ class SpeechTurn:
             if handle is not None:
                 handle.cancel()
                 self._state.lifecycle.remove(handle)
-                await asyncio.wait([asyncio.wrap_future(handle.future)])
+                with contextlib.suppress(Exception):  # nobody reads it any more
+                    await handle
         finally:
             self._samples = None
             if admission is not None:

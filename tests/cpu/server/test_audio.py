@@ -251,7 +251,10 @@ BAD_BODIES = {
     "no end": (FILE_PART, "multipart/form-data; boundary=x"),
     "no parts": (b"--x--\r\n", "multipart/form-data; boundary=x"),
     "nothing": (b"", "multipart/form-data; boundary=x"),
-    "headers without an end": (b"--x\r\nContent-Disposition: form-data; name=" + b"a" * 100_000, "multipart/form-data; boundary=x"),
+    "headers without an end": (
+        b"--x\r\nContent-Disposition: form-data; name=" + b"a" * 100_000,
+        "multipart/form-data; boundary=x",
+    ),
     "two files": (FILE_PART * 2 + b"--x--\r\n", "multipart/form-data; boundary=x"),
     "many fields": (
         b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n' * 200 + FILE_PART + b"--x--\r\n",
