@@ -22,6 +22,8 @@ RATE = 16000
 """The rate of all Whisper models, samples per second."""
 LEAST_SAMPLES = 201
 """The fewest samples, as in GenAI: half a frame is reflected at the beginning."""
+LEAST_RATE, MOST_RATE = 1000, 1 << 20
+"""The rates that files may have."""
 MAX_SECONDS = 8 * 3600.0
 """The longest recording in one call: its samples and features take 3 GB."""
 MAX_PEAK = 1000.0
@@ -78,7 +80,8 @@ def _as_array(raw_speech: object) -> NDArray[Any]:
 
 
 def _checked_range(samples: NDArray[Any]) -> Samples:
-    least, most = float(samples.min()), float(samples.max())  # NaN if there is one
+    least = float(samples.min())  # NaN if there is one
+    most = float(samples.max())
     if not (np.isfinite(least) and np.isfinite(most)):
         place = int(np.flatnonzero(~np.isfinite(samples))[0])
         raise PromptError(f"raw_speech[{place}] is {samples[place]}: all samples must be finite numbers")
@@ -144,9 +147,9 @@ class _UnreadableError(Exception):
 def _name_of(source: Source) -> str:
     if isinstance(source, bytes):
         return "the audio"
-    return (
-        str(getattr(source, "name", "the file")) if isinstance(source, io.BufferedIOBase) else repr(os.fspath(source))
-    )
+    if isinstance(source, io.BufferedIOBase):
+        return str(getattr(source, "name", "the file"))
+    return repr(os.fspath(source))
 
 
 def _opened(source: Source, name: str) -> io.BufferedIOBase:
@@ -192,15 +195,21 @@ def _by_soundfile(content: io.BufferedIOBase, name: str, max_seconds: float) -> 
     except (RuntimeError, TypeError, ValueError, OSError) as error:
         raise _UnreadableError(f"soundfile: {_reason(error)}") from None
     with file:
-        if not 0 < file.samplerate <= 1 << 20:
-            raise _UnreadableError(f"soundfile: {file.samplerate} samples per second")
+        _check_rate(file.samplerate)
+        _check_length(file.frames / file.samplerate, name, max_seconds)
         resampled = _resampler(file.samplerate)
         try:
             while len(block := file.read(max(1, BLOCK // file.channels), "float32", always_2d=True)):
                 yield resampled(block.mean(axis=1, dtype=np.float32), False)
-        except RuntimeError as error:
+        except Exception as error:  # as for av
             raise _UnreadableError(f"soundfile: {_reason(error)}") from None
         yield resampled(np.zeros(0, np.float32), True)
+
+
+def _check_rate(rate: int) -> None:
+    """Check that resampling does not make a short file a long one."""
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise _UnreadableError(f"it has {rate} samples per second, not {LEAST_RATE} to {MOST_RATE}")
 
 
 def _resampler(rate: int) -> Callable[[Samples, bool], Samples]:
@@ -221,15 +230,16 @@ def _by_av(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterato
         with av.open(content, mode="r", options=options, metadata_errors="ignore") as file:
             if not file.streams.audio:
                 raise _UnreadableError("av: it has no sound")
+            _check_rate(file.streams.audio[0].rate)
             if file.duration:
                 _check_length(file.duration / av.time_base, name, max_seconds)
             resampler = av.AudioResampler(format="fltp", rate=RATE)
             for frame in file.decode(audio=0):
                 yield from _means(resampler.resample(frame))
             yield from _means(resampler.resample(None))
-    except PromptError:
+    except (PromptError, _UnreadableError):
         raise
-    except (av.FFmpegError, ValueError, OSError) as error:
+    except Exception as error:  # av has no list of what it raises for damaged files: IndexError is among it
         raise _UnreadableError(f"av: {_reason(error)}") from None
 
 

@@ -184,6 +184,15 @@ def test_too_long_and_too_short_files():
     assert "a length of 5" in refused(read_audio, encoded("WAV", RATE, np.zeros(5)))
 
 
+def test_a_file_with_few_samples_per_second_is_not_made_a_long_one():
+    content = io.BytesIO()
+    with wave.open(content, "wb") as file:
+        file.setparams((1, 2, 1, 0, "NONE", ""))
+        file.writeframes(bytes(1 << 20))
+    pytest.importorskip("soundfile")
+    assert "it has 1 samples per second" in refused(read_audio, content.getvalue())
+
+
 def test_numbers_in_a_file_that_are_not_finite():
     soundfile = pytest.importorskip("soundfile")
     content = io.BytesIO()
