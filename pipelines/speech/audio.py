@@ -34,7 +34,7 @@ FORMATS = (
     "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,w64,wav"
 )
 """The formats that FFmpeg may take a file for. Playlists are not among them: they name other files and addresses to read."""
-Source: TypeAlias = str | os.PathLike[str] | bytes
+Source: TypeAlias = str | os.PathLike[str] | bytes | io.BufferedIOBase
 
 
 def check_samples(raw_speech: object, sampling_rate: float = RATE, max_seconds: float = MAX_SECONDS) -> Samples:
@@ -110,14 +110,14 @@ def read_audio(source: Source, max_seconds: float = MAX_SECONDS) -> Samples:
     """Return the samples ``[n]`` of a file at 16 kHz, the mean of its channels, float32.
 
     Args:
-        source: A path, or the content of a file.
+        source: A path, the content of a file, or an open file that can be sought in, which is closed.
         max_seconds: The longest recording.
 
     Raises:
         PromptError: the file is missing, is not audio or damaged, or is too short or too long.
         ConfigError: the packages that read files are not installed.
     """
-    name = "the audio" if isinstance(source, bytes) else repr(os.fspath(source))
+    name = _name_of(source)
     content = _opened(source, name)
     reasons = []
     readers: tuple[Callable[..., Iterator[Samples]], ...] = (_by_soundfile, _by_av)
@@ -144,9 +144,19 @@ class _UnreadableError(Exception):
     """One reader does not know the file."""
 
 
+def _name_of(source: Source) -> str:
+    if isinstance(source, bytes):
+        return "the audio"
+    if isinstance(source, io.BufferedIOBase):
+        return str(getattr(source, "name", "the file"))
+    return repr(os.fspath(source))
+
+
 def _opened(source: Source, name: str) -> io.BufferedIOBase:
     if isinstance(source, bytes):
         return io.BytesIO(source)
+    if isinstance(source, io.BufferedIOBase):
+        return source
     path = Path(source)
     if path.exists() and not path.is_file():
         raise PromptError(f"{name} is no file: pass the path of a recording")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -97,16 +98,18 @@ def read_mel_config(models_path: str | os.PathLike[str]) -> MelConfig:
         raise ModelError(f"{str(path)!r}: {error}") from error
 
 
-def log_mel(samples: Samples, config: MelConfig) -> Features:
+def log_mel(samples: Samples, config: MelConfig, on_block: Callable[[], object] = lambda: None) -> Features:
     """Return the features ``[mels, frames]`` of a whole recording, float32.
 
     ``samples [n]`` are in [-1, 1] at ``sampling_rate``. A recording of less than a window is filled up with silence. The memory
-    beside the samples is that of the result, 32 kB per second with 80 bands, and 10 MB.
+    beside the samples is that of the result, 32 kB per second with 80 bands, and 10 MB. ``on_block`` is called for every few
+    seconds of the recording; an exception in it ends the computation.
     """
     num_frames = config.num_frames(len(samples))
     found = np.full((config.feature_size, num_frames), np.log10(LEAST_POWER), np.float32)
     num_heard = min(num_frames, _ceil(len(samples) + config.n_fft // 2, config.hop_length))
     for start in range(0, num_heard, BLOCK):
+        on_block()
         end = min(start + BLOCK, num_heard)
         found[:, start:end] = _log_power(_frames(samples, start, end, config), config)
     if not num_frames:

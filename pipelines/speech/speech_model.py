@@ -41,7 +41,7 @@ LoadedAlignment: TypeAlias = Loaded[SourceVariant, AlignmentShape, AlignmentRunn
 Heads: TypeAlias = Sequence[tuple[int, int]]
 ALIGNMENT = "alignment"
 LoadedEncoder: TypeAlias = Loaded[SourceVariant, SourceShape, SourceRunner]
-_OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
+OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
 """Fields of the config that speech does not have."""
 
 
@@ -244,10 +244,15 @@ def _load_for(
     return SpeechModel(files, launched, encoder, alignment)
 
 
+def check_speech_config(config: StaticLLMConfig) -> None:
+    """Raise ``ConfigError`` if a field has no meaning for speech."""
+    if wrong := sorted(config.non_default & set(OF_TEXT)):
+        raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
+
+
 def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
     """Return the config with lengths for windows. Raises ``ConfigError``: a field has no meaning for speech."""
-    if wrong := sorted(config.non_default & set(_OF_TEXT)):
-        raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
+    check_speech_config(config)
     most = files.max_positions
     prompt = min(most - 1, most // 2 + PROMPT_PARTS)
     return replace(config, max_prompt_len=prompt, min_response_len=most - prompt)

@@ -98,6 +98,12 @@ def _tsv(results: WhisperDecodedResults, layout: Layout) -> str:
     return "start\tend\ttext\n" + "".join(rows)
 
 
+def lines(results: WhisperDecodedResults, layout: Layout = Layout()) -> str:
+    """Return a line per chunk, which begins with its times."""
+    cues = _cues(results.chunks or (), layout)
+    return "".join(f"[{time_of(cue.start)} {ARROW} {time_of(cue.end)}] {cue.text}\n" for cue in cues)
+
+
 def _txt(results: WhisperDecodedResults, layout: Layout) -> str:
     text = results.texts[0].strip()
     return (_lines(text, layout) + "\n") if text else ""

@@ -60,7 +60,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class _Run:
-    """One transcription: what was asked for, who follows it, the tokens before its windows, its length, and what was found."""
+    """One transcription: what was asked for, who follows it, the text before windows, its length, and what was found."""
 
     options: WhisperOptions
     has_timestamps: bool
@@ -127,7 +127,11 @@ class Transcriber:
         """
         found = Transcript()
         begin = time.perf_counter()
-        features = log_mel(samples, self._mel)
+        try:
+            features = log_mel(samples, self._mel, watch.cancellation.check)
+        except CancelledError:
+            found.is_cancelled = True
+            return found
         found.timings.features = time.perf_counter() - begin
         is_long = len(samples) > self._mel.window_samples
         has_timestamps = is_long or options.return_timestamps
@@ -227,8 +231,7 @@ class Transcriber:
         first = FirstLogits()
         for _ in window.generate(request, [first]):
             pass
-        if run.watch.cancellation.is_cancelled:
-            raise CancelledError
+        run.watch.cancellation.check()
         assert first.logits is not None, "one token was chosen"
         return first.logits
 
@@ -259,8 +262,7 @@ class Transcriber:
             if is_text and not run.watch.on_tokens([chosen.id]):
                 found.is_cancelled = True
                 break
-        if run.watch.cancellation.is_cancelled:
-            raise CancelledError
+        run.watch.cancellation.check()
         return tokens
 
     @staticmethod

@@ -22,6 +22,7 @@ class TranscriptionHandle:
         """Begin ``run`` on a thread; it returns early once ``cancellation`` was cancelled."""
         self._cancellation = cancellation
         self._future: Future[WhisperDecodedResults] = Future()
+        self._future.set_running_or_notify_cancel()  # it ends when its thread does, and not before
         self._run = run
         start_thread(self._work, "staticllm-transcription")
 
@@ -45,7 +46,9 @@ class TranscriptionHandle:
         return self._future
 
     def __await__(self) -> Generator[Any, None, WhisperDecodedResults]:
-        yield from asyncio.wait([asyncio.wrap_future(self._future)]).__await__()
+        ended = asyncio.wrap_future(self._future)
+        ended.add_done_callback(_retrieved)
+        yield from asyncio.wait([ended]).__await__()
         return self.result(0)
 
     def _work(self) -> None:
@@ -58,3 +61,9 @@ class TranscriptionHandle:
         else:
             self._future.set_result(found)
         del self._run  # which holds the pipeline and the samples
+
+
+def _retrieved(future: asyncio.Future[WhisperDecodedResults]) -> None:
+    """Take the exception of a future of which nobody may read it any more, so that asyncio does not complain."""
+    if not future.cancelled():
+        future.exception()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -43,6 +44,11 @@ class Cancellation:
     def is_cancelled(self) -> bool:
         """Whether ``cancel`` was called."""
         return self._is_cancelled
+
+    def check(self) -> None:
+        """Raise ``concurrent.futures.CancelledError`` if ``cancel`` was called."""
+        if self._is_cancelled:
+            raise CancelledError
 
     def cancel(self) -> None:
         """End the transcription. A second call does nothing."""

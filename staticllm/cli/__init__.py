@@ -25,6 +25,7 @@ _SECTIONS = {
         "serve": ("serve.command", "Serve models over HTTP, with OpenAI's API."),
         "embed": ("embed.embed", "Turn texts into vectors."),
         "rerank": ("embed.rerank", "Sort texts by a query."),
+        "transcribe": ("transcribe.transcribe", "Write what is said in recordings."),
         "export": ("export.command", "Make a model directory of a Hugging Face model."),
     },
     "Keep models": {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "STATICLLM_API_KEY"
 ONE_MACHINE = (
     "max_waiting", "max_per_client", "memory_limit_mb", "idle_unload", "lazy",
-    "header_seconds", "body_seconds", "send_seconds", "max_connections",
+    "max_upload_mb", "max_audio_minutes", "header_seconds", "body_seconds", "send_seconds", "max_connections",
     "supervise", "daemon", "random_key", "ready_fd", "ready_file", "parent_pid", "access_log", "otel", "config",
 )  # fmt: skip
 """Options of a server of one machine: a cluster decides about the first ones by replicas, and belongs to no application."""
@@ -44,7 +44,15 @@ GROUPS = {
 }  # fmt: skip
 RARE = {
     **PROGRAM_GROUP,
-    "Connections": ("max_body_mb", "header_seconds", "body_seconds", "send_seconds", "max_connections"),
+    "Connections": (
+        "max_body_mb",
+        "max_upload_mb",
+        "max_audio_minutes",
+        "header_seconds",
+        "body_seconds",
+        "send_seconds",
+        "max_connections",
+    ),
     "Logs": ("access_log", "otel"),
     "Part of an application": ("random_key", "ready_fd", "ready_file", "parent_pid"),
     "Many machines": ("ray", "ray_address", "replicas", "target_requests", "models_per_replica"),
@@ -95,6 +103,8 @@ class _PortInUse(click.ClickException):
 @flag("--lazy", "Load the first model by its first request, too.")
 @value("--grace", Number(0), "Seconds for running answers at the end.", 10.0)
 @value("--max-body-mb", click.IntRange(1, 1024), "Largest request.", 16)
+@value("--max-upload-mb", click.IntRange(1, 1024), "Largest recording.", 25)
+@value("--max-audio-minutes", Number(0.1, 480), "Longest recording.", 60.0)
 @value("--header-seconds", Number(0.1), "Time for the headers of a request.", 10.0)
 @value("--body-seconds", Number(0.1), "Time for its body.", 60.0)
 @value("--send-seconds", Number(0.1), "Close the connection of a client that takes nothing for so long.", 120.0)
@@ -122,7 +132,8 @@ class _PortInUse(click.ClickException):
 @option_file
 @layout_options
 def command(models: tuple[str, ...], **options: Any) -> None:
-    """Serve MODELS, directories of chat models, embedders and rerankers, by name. Without any, the embedded model is served.
+    """Serve MODELS, directories of chat models, embedders, rerankers and speech models, by name. Without any, the
+    embedded model is served.
 
     A PATH may be a GGUF file or a name on Hugging Face, which is downloaded once. -p NAME=VALUE is for all models that know
     the option, -p MODEL:NAME=VALUE for one.
@@ -218,6 +229,8 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
         is_lazy=options["lazy"],
         runs_in="worker" if options["supervise"] else "daemon" if options["daemon"] else "process",
         max_body=options["max_body_mb"] << 20,
+        max_upload=options["max_upload_mb"] << 20,
+        max_audio=options["max_audio_minutes"] * 60,
         has_spans=options["otel"],
     )
 

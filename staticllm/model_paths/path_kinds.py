@@ -53,7 +53,11 @@ LANGUAGE_PART = PathKind(
     "holds a model for images and text, whose language model takes token ids",
     "for text alone rename openvino_language_model.xml and .bin to openvino_model.xml and .bin",
 )
-SPEECH = PathKind("speech", "holds a speech model (encoder and decoder)", "load it with openvino_genai.WhisperPipeline")
+SPEECH = PathKind(
+    "speech",
+    "holds a speech model (encoder and decoder)",
+    "load it with StaticWhisperPipeline, or give it to `staticllm transcribe FILE -m {model}` or `staticllm serve {model}`",
+)
 TRANSLATION = PathKind(
     "translation",
     "holds a model with an encoder and a decoder, as for translation",
@@ -73,7 +77,7 @@ HUGGING_FACE_IMAGES = PathKind(
 HUGGING_FACE_SPEECH = PathKind(
     "hugging face",
     "holds a Hugging Face model for speech ({found})",
-    "export it and load it with openvino_genai.WhisperPipeline",
+    "export it and load it with StaticWhisperPipeline",
 )
 HUGGING_FACE_TRANSLATION = PathKind(
     "hugging face",

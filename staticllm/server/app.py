@@ -16,18 +16,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from staticllm.errors import ConfigError
+from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.server import catalog
 from staticllm.server.catalog import describe, model_list
-from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint
+from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint, form_endpoint
 from staticllm.server.feed import encoder_of
 from staticllm.server.http.access import AccessMiddleware, Origins, Preflights
 from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.http.forms import Uploads
 from staticllm.server.http.lifecycle import LifecycleMiddleware
 from staticllm.server.http.limits import PathMiddleware
 from staticllm.server.ollama import routes as ollama
 from staticllm.server.openai.chat import ChatRequest, chat_completions
 from staticllm.server.openai.completions import CompletionRequest, completions
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
+from staticllm.server.openai.speech import TranscriptionRequest, TranslationRequest, transcriptions, translations
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from staticllm.server.page_files import ASSETS, add_page_files
 from staticllm.server.responses.fields import ResponsesRequest
@@ -47,6 +50,11 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/detokenize", DetokenizeRequest, detokenize),
 )
 POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (*OPENAI_POSTS, *ollama.POSTS)
+FORMS: tuple[tuple[str, type[BaseModel], Any], ...] = (
+    ("/v1/audio/transcriptions", TranscriptionRequest, transcriptions),
+    ("/v1/audio/translations", TranslationRequest, translations),
+)
+"""The endpoints whose body is a form with a file."""
 MODELS = "/v1/models"
 HEALTH = "/health"
 METRICS = "/metrics"
@@ -88,6 +96,10 @@ def create_app(state: ServerState) -> FastAPI:
             openapi_extra=_body_schema(kind),
             response_model=None,
         )
+    uploads = Uploads(state.settings.max_waiting)
+    for path, kind, handler in FORMS:
+        answer = form_endpoint(state, kind, handler, uploads)
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=_form_schema(kind), response_model=None)
     gets = {**_gets(state), **catalog.gets(state), **ollama.gets(state)}
     for path, answer in gets.items():
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
@@ -106,7 +118,14 @@ def create_app(state: ServerState) -> FastAPI:
     )
     _add_heads(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    paths = [path for path, *_ in POSTS] + [*gets, SCHEMA, *ollama.REFUSED, *responses_paths, *ASSETS, SCHEDULER]
+    paths = [path for path, *_ in (*POSTS, *FORMS)] + [
+        *gets,
+        SCHEMA,
+        *ollama.REFUSED,
+        *responses_paths,
+        *ASSETS,
+        SCHEDULER,
+    ]
     _add_layers(app, state, sinks, paths)
     return app
 
@@ -187,7 +206,7 @@ def _scheduler(state: ServerState) -> Answer:
                 {"name": each.spec.name, "type": each.spec.kind, "status": state.hub.status(each)}
                 for each in state.hub.models.values()
             ],
-            "encoders": [encoder_of(each) for each in state.hub.loaded if each.spec.kind != "chat"],
+            "encoders": [encoder_of(each) for each in state.hub.loaded if isinstance(each.pipeline, EncoderPipeline)],
         }
         response = await state.observers.run_within(LOOK_SECONDS, lambda: json_response({**head, **document()}))
         response.headers["Cache-Control"] = "no-store"
@@ -245,12 +264,21 @@ def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
+def _form_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the part of a route's description that names the schema of its form: a file, and fields beside it."""
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    file = {"type": "object", "properties": {"file": {"type": "string", "format": "binary"}}, "required": ["file"]}
+    return {
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {"allOf": [file, reference]}}}}
+    }
+
+
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI description, with the schemas of all bodies."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
-        kinds: list[type[BaseModel]] = [*(kind for _, kind, _ in POSTS), ResponsesRequest]
+        kinds: list[type[BaseModel]] = [*(kind for _, kind, _ in (*POSTS, *FORMS)), ResponsesRequest]
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

@@ -19,14 +19,15 @@ from starlette.responses import Response
 
 from staticllm.errors import ClosedError, ModelError, StaticLLMError
 from staticllm.model_dir import weights_of
-from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.conversation.formats import find_format, shows_tools
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
+from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.generation.options.table import UNLIMITED
 from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_template, resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.endpoint import Answer, bodiless
 from staticllm.server.http.errors import ApiError, json_response, model_missing
+from staticllm.server.models.kinds import SERVED
 from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
@@ -104,25 +105,29 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
     are damaged).
     """
     try:
-        stat = (spec.path / MODEL_XML).stat()
-        weights = weights_of(spec.path).stat()
-        return _read(spec, (stat.st_mtime_ns, stat.st_size, weights.st_mtime_ns, weights.st_size))
+        graphs = [(spec.path / name).stat() for name in SERVED[spec.kind].model_files]
+        weights = [weights_of(spec.path, model_file=name).stat() for name in SERVED[spec.kind].model_files]
+        stamps = [(each.st_mtime_ns, each.st_size) for each in (*graphs, *weights)]
+        modified = max(stamp[0] for stamp in stamps)
+        return _read(spec, (modified, sum(each.st_size for each in weights), hash(tuple(stamps))))
     except OSError:
         raise model_missing(spec.name) from None
 
 
 @lru_cache(64)
-def _read(spec: ModelSpec, stamp: tuple[int, int, int, int]) -> ModelFacts:
-    xml = read_regular(spec.path / MODEL_XML, MAX_XML)
+def _read(spec: ModelSpec, stamp: tuple[int, int, int]) -> ModelFacts:
+    """``stamp``: when its files were changed last, ns, the bytes of its weights, and what changes with any of its files."""
+    graphs = [read_regular(spec.path / name, MAX_XML) for name in SERVED[spec.kind].model_files]
     config = _config_of(spec.path)
     hidden = config.get("hidden_size")
-    matrices = [constant for constant in read_ir(xml).constants.values() if len(constant.shape) > 1]
+    constants = [constant for xml in graphs for constant in read_ir(xml).constants.values()]
+    matrices = [constant for constant in constants if len(constant.shape) > 1]
     return ModelFacts(
         num_parameters=sum(math.prod(constant.shape) for constant in matrices),
         precision=_main_type(matrices),
-        num_bytes=stamp[3],
-        digest=hashlib.sha256(xml + b"%d" % stamp[3]).hexdigest(),
-        modified=max(stamp[0], stamp[2]) / 1e9,
+        num_bytes=stamp[1],
+        digest=hashlib.sha256(b"".join(graphs) + b"%d" % stamp[1]).hexdigest(),
+        modified=stamp[0] / 1e9,
         hidden_size=hidden if type(hidden) is int and hidden > 0 else None,
         template=_template_of(spec),
         tool_template=read_tool_template(spec.path) if spec.kind == "chat" else "",
@@ -197,13 +202,17 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
         if spec.kind == "chat":
             options = options_of(spec, settings)
             return resolve_candidates(options.device, dict(options.properties), {})[0].config.max_seq_len
-        if pipeline is not None:
-            return pipeline.max_length
-        if type(longest := options_of(spec, settings).properties.get("max_length")) is int:
-            return longest
-        return read_encoder_files(spec.path).max_length
+        return None if spec.kind == "speech" else _text_length(model, settings)
     except StaticLLMError:
         return None
+
+
+def _text_length(model: ServedModel, settings: ServerSettings) -> int:
+    """Return the most tokens of a text of an encoder. Raises ``StaticLLMError`` (its files are gone or damaged)."""
+    if isinstance(model.pipeline, EncoderPipeline):
+        return model.pipeline.max_length
+    longest = options_of(model.spec, settings).properties.get("max_length")
+    return longest if type(longest) is int else read_encoder_files(model.spec.path).max_length
 
 
 def model_list(state: ServerState) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from staticllm.server.http.access import CLIENT
 from staticllm.server.http.errors import ApiError, api_error_of, forget_frames
+from staticllm.server.http.forms import Uploads, checked_form, read_form
 from staticllm.server.http.limits import check_json, read_body, wait_for_disconnect
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
@@ -89,6 +91,33 @@ def endpoint(state: ServerState, kind: type[Body], handler: Handler[Body]) -> An
     return run
 
 
+FormHandler = Callable[[ApiCall, Body, UploadFile], Awaitable[Response]]
+
+
+def form_endpoint(state: ServerState, kind: type[Body], handler: FormHandler[Body], uploads: Uploads) -> Answer:
+    """Return the function of a route that takes a form with a file, and other fields of this ``kind``."""
+
+    async def run(request: Request) -> Response:
+        call = ApiCall(state, request)
+
+        async def answer() -> Response:
+            settings = state.settings
+            with uploads.counted():
+                parts = await read_form(request, settings.max_upload, settings.body_seconds)
+                try:
+                    form = checked_form(parts, settings.max_upload)
+                    body = checked(kind, form.values)
+                    current_record().note_parameters(body)
+                    return await handler(call, body, form.file)
+                finally:
+                    await parts.close()
+
+        return await guarded(state, request, answer())
+
+    run.__name__ = handler.__name__
+    return run
+
+
 def bodiless(state: ServerState, answer: Answer) -> Answer:
     """Return the function of a route without a body, which answers as ``answer`` does, also to its exceptions."""
 
@@ -143,6 +172,11 @@ def parsed(kind: type[Body], data: bytes) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return checked(kind, values)
+
+
+def checked(kind: type[Body], values: dict[str, Any]) -> Body:
+    """Return the checked fields of a request. Raises ``ApiError`` (one is unknown, or has an impossible value)."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.server.models.served import ServedModel
 from staticllm.server.models.tenants import TenantShares
 
@@ -42,6 +43,7 @@ class ServerMetrics:
         self.cached_tokens = counter(
             "staticllm_cached_tokens", "Tokens of prompts that the prefix cache had.", ["model"]
         )
+        self.audio_seconds = counter("staticllm_audio_seconds", "Seconds of sound that were transcribed.", ["model"])
         self.requests = counter("staticllm_http_requests", "Requests by path and status.", ["path", "status"])
         self.rejected = counter(
             "staticllm_rejected_requests",
@@ -121,7 +123,7 @@ class _Engines(Collector):
             admissions = model.admissions
             if admissions:
                 waiting.add_metric([name], sum(each.num_waiting for each in admissions))
-            if not isinstance(pipeline, StaticLLMPipeline):
+            if not isinstance(pipeline, (StaticLLMPipeline, StaticWhisperPipeline)):
                 continue
             try:
                 stats = pipeline.stats()

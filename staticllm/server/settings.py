@@ -51,6 +51,8 @@ class ServerSettings:
         is_lazy: Whether the first model is loaded by its first request, not at the start.
         grace: Seconds that running answers have after a signal to stop; then they are cut off.
         max_body: Bytes of the body of a request.
+        max_upload: Bytes of a recording.
+        max_audio: Seconds of a recording.
         header_seconds, body_seconds: Seconds that a client has to send the headers, and the body, of a request.
         send_seconds: Seconds that a client has to take what was sent, before the connection is closed.
         ping_seconds: Seconds between the comment lines of a stream that has nothing to say.
@@ -76,6 +78,8 @@ class ServerSettings:
     is_lazy: bool = False
     grace: float = 10.0
     max_body: int = 16 << 20
+    max_upload: int = 25 << 20
+    max_audio: float = 3600.0
     header_seconds: float = 10.0
     body_seconds: float = 60.0
     send_seconds: float = 120.0

@@ -33,6 +33,8 @@ OPERATIONS = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
     "/rerank": "rerank",
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/audio/translations": "transcription",
 }
 """What the endpoints that use a model do, in the words of OpenTelemetry's conventions, where they have one."""
 MAX_PATH = 200

@@ -73,19 +73,32 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     Raises ``ApiError`` (its headers contradict each other (400), it is too large (413), or takes too long (408)) and
     ``ClientDisconnect`` (the client has gone).
     """
+    check_headers(request, max_bytes)
+    try:
+        return await asyncio.wait_for(_collected(request, max_bytes), seconds)
+    except TimeoutError:
+        raise too_slow(seconds) from None
+
+
+def check_headers(request: Request, max_bytes: int, knob: str = "--max-body-mb") -> None:
+    """Check what the headers say of the length of a body. ``knob``: the option of the server that limits it.
+
+    Raises ``ApiError`` (they contradict each other (400), or it is too large (413)).
+    """
     if "transfer-encoding" in request.headers and "content-length" in request.headers:  # behind another server's parser
         message = "a request with both Content-Length and Transfer-Encoding says two lengths: send one of them"
         raise ApiError(400, message, code="invalid_headers", headers={"Connection": "close"})
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
-    try:
-        return await asyncio.wait_for(_collected(request, max_bytes), seconds)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {seconds:g} seconds: send it faster, or serve with larger --body-seconds",
-            code="timeout", headers={"Connection": "close"}, knob="--body-seconds",
-        ) from None  # fmt: skip
+        raise too_large(max_bytes, knob)
+
+
+def too_slow(seconds: float) -> ApiError:
+    """Return the answer to a body that takes longer than ``seconds``."""
+    return ApiError(
+        408, f"the body did not arrive within {seconds:g} seconds: send it faster, or serve with larger --body-seconds",
+        code="timeout", headers={"Connection": "close"}, knob="--body-seconds",
+    )  # fmt: skip
 
 
 async def _collected(request: Request, max_bytes: int) -> bytes:
@@ -94,18 +107,19 @@ async def _collected(request: Request, max_bytes: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise too_large(max_bytes)
         parts.append(part)
     return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def too_large(max_bytes: int, knob: str = "--max-body-mb") -> ApiError:
+    """Return the answer to a body that is larger than ``max_bytes``. ``knob``: the option of the server that limits it."""
     return ApiError(
         413,
-        f"the request is larger than {max_bytes} bytes: send less, or serve with a larger --max-body-mb",
+        f"the request is larger than {max_bytes} bytes: send less, or serve with a larger {knob}",
         code="request_too_large",
         headers={"Connection": "close"},
-        knob="--max-body-mb",
+        knob=knob,
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from staticllm.core import ProgressEvent
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
-from staticllm.model_dir import has_files
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
 from staticllm.server.models.admission import Admission, AdmissionLimits
@@ -197,7 +196,7 @@ class ModelHub:
                 await self._reload(model)
             if model.loaded is not None:
                 return
-            if not await self._in_thread(lambda: has_files(model.spec.path)):
+            if not await self._in_thread(lambda: model.kind.has_files(model.spec.path)):
                 raise model_missing(model.spec.name)
             if settings.memory_limit is not None:
                 await self._make_room(model, settings.memory_limit)

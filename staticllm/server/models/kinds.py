@@ -14,7 +14,9 @@ from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
 from staticllm.devices import check_device, default_mode, get_core, is_present, known_properties, named_devices
 from staticllm.errors import ModelError, StaticLLMError
-from staticllm.model_dir import read_model
+from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_paths.path_kind import MODEL_XML
+from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.embedding.embedding_config import resolved_config
@@ -28,12 +30,17 @@ from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
+from staticllm.pipelines.loading.source_kind import SourceKind
+from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, speech_files
+from staticllm.pipelines.speech.speech_model import MAX_WINDOWS, OF_TEXT, check_speech_config, take_num_windows
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
+from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.properties import DECODER_OPTIONS
 from staticllm.server.models.device_engines import DeviceEngines
+from staticllm.sources.hub import located
 
-Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline
+Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline | StaticWhisperPipeline
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
 LIMITED_REQUESTS = 4096
@@ -67,6 +74,17 @@ class ServedKind(ABC):
     has_engine: ClassVar[bool] = False
     """Whether an engine runs it, which can be in the daemon; else ``is_apart`` gives it a worker process."""
     needs_tokenizer: ClassVar[bool] = True
+    model_files: ClassVar[tuple[str, ...]] = (MODEL_XML,)
+    """The IRs in the directory of such a model."""
+
+    def check(self, directory: Path) -> Path:
+        """Return the directory of a model of this kind. Raises ``ModelError`` (a file is missing or damaged)."""
+        return check_model_dir(directory, self.needs_tokenizer)
+
+    def has_files(self, directory: Path) -> bool:
+        """Return whether the IRs are still there."""
+        files = [directory / name for name in self.model_files]
+        return all(file.is_file() and file.with_suffix(".bin").is_file() for file in files)
 
     @abstractmethod
     def fits(self, model: ov.Model, directory: Path) -> bool:
@@ -102,6 +120,11 @@ class ServedKind(ABC):
         del properties
         return job_in(path, device, {})
 
+    def estimate(self, path: Path, device: str, properties: Mapping[str, object]) -> int:
+        """Return the bytes that a model needs on a device, by estimate. Raises ``StaticLLMError`` (it cannot be lowered)."""
+        job = self.job(path, device, properties)
+        return diagnosis_of(job.kind.name).estimate(job).needed
+
 
 class ChatKind(ServedKind):
     """Decoders."""
@@ -134,6 +157,43 @@ class ChatKind(ServedKind):
     def job(self, path: Path, device: str, properties: Mapping[str, object]) -> LoadJob[Any]:
         resolved = resolve_candidates(device, dict(properties), {})[0]
         return job_of(path, device, resolved.config, explicit=resolved.explicit)
+
+
+class SpeechKind(ServedKind):
+    """Speech models, each with an engine of its own, like each chat model."""
+
+    model_files = (ENCODER, DECODER)
+
+    def check(self, directory: Path) -> Path:
+        return speech_files(directory).directory
+
+    def fits(self, model: ov.Model, directory: Path) -> bool:
+        """Return whether the model is an encoder of sounds, with a decoder beside it that sees its output."""
+        return SourceKind.fits(model, directory)
+
+    def load(self, wanted: Wanted) -> StaticWhisperPipeline:
+        config = dict(wanted.properties)
+        return StaticWhisperPipeline(wanted.path, wanted.device, config=config, on_progress=wanted.on_progress)
+
+    def option_names(self, device: str) -> frozenset[str]:
+        lengths = {"MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"}  # which follow from the model's windows
+        own = {*DECODER_OPTIONS, MAX_WINDOWS} - {name.upper() for name in OF_TEXT} - lengths
+        return frozenset(own) | _names_of(device)
+
+    def check_options(self, device: str, properties: Mapping[str, object]) -> None:
+        rest = dict(properties)
+        take_num_windows(rest, None)
+        for candidate in resolve_candidates(device, rest, {}):
+            check_speech_config(candidate.config)
+
+    def num_seqs(self, pipeline: StaticWhisperPipeline, device: str) -> int:
+        del device
+        return pipeline.num_windows
+
+    def estimate(self, path: Path, device: str, properties: Mapping[str, object]) -> int:
+        """Return the bytes of the weights: those of keys and values are few beside them."""
+        del device, properties
+        return sum((path / name).with_suffix(".bin").stat().st_size for name in self.model_files)
 
 
 @dataclass(frozen=True)
@@ -197,9 +257,29 @@ SERVED: dict[str, ServedKind] = {
             "rerank", "a reranker", StaticRerankPipeline, True, (*EncoderServed.options, "activation", "score_words")
         ),
         ChatKind("chat", "a chat model"),
+        SpeechKind("speech", "a speech model"),
     )
 }
 """By name. A model is of the first kind that fits."""
+
+
+def found_model(path: str) -> tuple[Path, str]:
+    """Return the directory of the model at a path, or of a name in the cache of Hugging Face, and the name of its kind.
+
+    Raises ``ModelError`` (there is none, none of the kinds fits, or a file is missing or damaged).
+    """
+    found = located(path)
+    if found.kind is not SPEECH:
+        directory = check_model_dir(path, False)
+        name = served_kind(directory)
+        return SERVED[name].check(directory), name
+    kind = SERVED["speech"]
+    directory = kind.check(found.directory)
+    if not kind.fits(read_model(get_core(), directory, model_file=ENCODER), directory):
+        raise ModelError(
+            f"{str(directory)!r} is no speech model: {ENCODER} reads no features of sound; export it again"
+        )
+    return directory, kind.name
 
 
 def served_kind(directory: Path) -> str:
@@ -216,8 +296,7 @@ def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mappin
 
     Raises ``StaticLLMError`` (it cannot be lowered).
     """
-    job = kind.job(path, first_device(device.partition("#")[0]), properties)
-    return diagnosis_of(job.kind.name).estimate(job).needed
+    return kind.estimate(path, first_device(device.partition("#")[0]), properties)
 
 
 def devices_of(device: str, options: PoolOptions) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError, ConfigError
-from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.embedding.queue.device_queue import DeviceState
@@ -20,10 +20,11 @@ from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
+from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.server.models.admission import Admission
 from staticllm.server.models.device_engines import DeviceEngine, DeviceEngines
 from staticllm.server.models.homes import ModelHome
-from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, served_kind
+from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, found_model
 from staticllm.sources.hub import located
 
 LoadPipeline: TypeAlias = Callable[..., Pipeline]
@@ -60,9 +61,7 @@ def model_spec(argument: str) -> ModelSpec:
         name = located(expanded(path)).name
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
-    directory = check_model_dir(expanded(path), False)  # shells leave the ~ of NAME=~/folder as it is
-    kind = served_kind(directory)
-    return ModelSpec(name, check_model_dir(directory, SERVED[kind].needs_tokenizer), kind)
+    return ModelSpec(name, *found_model(expanded(path)))  # shells leave the ~ of NAME=~/folder as it is
 
 
 def demo_spec() -> ModelSpec:
@@ -241,6 +240,11 @@ class ServedModel:
     def rerank(self) -> StaticRerankPipeline:
         """The pipeline of a reranker that is loaded."""
         return cast(StaticRerankPipeline, self._loaded())
+
+    @property
+    def speech(self) -> StaticWhisperPipeline:
+        """The pipeline of a speech model that is loaded."""
+        return cast(StaticWhisperPipeline, self._loaded())
 
     def _loaded(self) -> Pipeline:
         loaded = self.loaded

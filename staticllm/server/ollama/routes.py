@@ -30,7 +30,7 @@ from staticllm.server.ollama.fields import (
 from staticllm.server.ollama.generation import chat, generate
 from staticllm.server.state import ServerState
 
-CAPABILITIES = {"chat": "completion", "embedding": "embedding", "rerank": "rerank"}
+CAPABILITIES = {"chat": "completion", "embedding": "embedding", "rerank": "rerank", "speech": "transcription"}
 API_VERSION = "0.13.0"
 """The version of Ollama whose API these endpoints follow: clients refuse older ones."""
 REFUSED = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest}")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from staticllm.errors import ConfigError
 from staticllm.server.models.served import ModelSpec, demo_spec, model_spec
 from staticllm.server.settings import ServerSettings
 
@@ -75,9 +76,14 @@ class ClusterSettings(BaseModel):
     def specs(self) -> Sequence[ModelSpec]:
         """Return the served models.
 
-        Raises ``StaticLLMError`` (the directory of one is missing on this machine, or holds no model).
+        Raises ``StaticLLMError`` (the directory of one is missing on this machine, holds no model, or one of speech).
         """
-        return [model_spec(model) for model in self.models] or [demo_spec()]
+        found = [model_spec(model) for model in self.models] or [demo_spec()]
+        if speech := next((spec for spec in found if spec.kind == "speech"), None):
+            raise ConfigError(
+                f"{speech.name!r} is a speech model, which a cluster does not serve: serve it on one machine"
+            )
+        return found
 
     def of_replica(self) -> ServerSettings:
         """Return the settings of the server inside a replica.

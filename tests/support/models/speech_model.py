@@ -51,7 +51,7 @@ def write_encoder(folder, seed=0):
     ov.save_model(model, str(folder / f"{ENCODER}.xml"), compress_to_fp16=False)
 
 
-def write_decoder(folder, seed=1, cross_mask=0.0):
+def write_decoder(folder, seed=1, cross_mask=0.0, vocab=VOCAB):
     """Tokens, hidden states of the encoder and ``beam_idx`` → logits; ``cross_mask`` is added to the scores of every frame."""
     writer = Writer(seed)
     ids = named(ops.parameter([-1, -1], np.int64), "input_ids")
@@ -59,7 +59,7 @@ def write_decoder(folder, seed=1, cross_mask=0.0):
     beams = named(ops.parameter([-1], np.int32), "beam_idx")
     batch = ops.gather(ops.shape_of(ids), ops.constant([0]), ops.constant(0))
     empty = ops.broadcast(ops.constant(np.float32(0)), ops.concat([batch, ops.constant([HEADS, 0, HEAD_DIM])], 0))
-    values = ops.gather(writer.weights(VOCAB, HIDDEN), ids, ops.constant(0))
+    values = ops.gather(writer.weights(vocab, HIDDEN), ids, ops.constant(0))
     sinks, mask = [], None
     for layer in range(LAYERS):
         states = []
@@ -90,15 +90,15 @@ def write_decoder(folder, seed=1, cross_mask=0.0):
         visible = ops.constant(np.full((1, 1, 1, 1), cross_mask, np.float32))
         values = ops.add(values, writer.attention(writer.linear(values), *crossed, visible))
         values = ops.add(values, writer.linear(ops.tanh(writer.linear(values, 2 * HIDDEN))))
-    logits = named(ops.result(writer.linear(values, VOCAB)), "logits")
+    logits = named(ops.result(writer.linear(values, vocab)), "logits")
     model = ov.Model([logits], sinks, [ids, hidden, beams], "decoder")
     ov.save_model(model, str(folder / f"{DECODER}.xml"), compress_to_fp16=False)
 
 
-def write_speech_model(folder, seed=0):
+def write_speech_model(folder, seed=0, vocab=VOCAB):
     """Write both IRs into a folder, and return it."""
     write_encoder(folder, seed)
-    write_decoder(folder, seed + 1)
+    write_decoder(folder, seed + 1, vocab=vocab)
     return folder
 
 

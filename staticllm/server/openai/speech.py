@@ -1,0 +1,174 @@
+"""``/v1/audio/transcriptions`` and ``/v1/audio/translations``: recordings become text or subtitles."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from starlette.datastructures import UploadFile
+from starlette.responses import PlainTextResponse, Response
+
+from staticllm.pipelines.speech.subtitles import Layout, written
+from staticllm.server.answers.fields import IgnoredFields, Text
+from staticllm.server.answers.stream import ChunkStream
+from staticllm.server.answers.work import TierFields, is_proactive
+from staticllm.server.endpoint import ApiCall
+from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.models.served import ServedModel
+from staticllm.server.openai.speech_turn import Heard, SpeechTurn
+
+Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
+TIMED = ("srt", "verbose_json", "vtt")
+MAX_PROMPT_CHARS = 1 << 16
+ENGLISH = "en"
+
+
+class TranslationRequest(IgnoredFields, TierFields):
+    """The fields of a request to write in English what is said in ``file``. In a form all values are text."""
+
+    model_config = ConfigDict(title="TranslationRequest", strict=False)
+
+    model: Text | None = None
+    prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
+    response_format: Format = "json"
+    temperature: float = Field(0.0, ge=0, le=1)
+
+
+class TranscriptionRequest(TranslationRequest):
+    """The fields of a request to write what is said in ``file``. ``chunking_strategy`` has no effect."""
+
+    model_config = ConfigDict(title="TranscriptionRequest", strict=False)
+
+    language: Text | None = None
+    timestamp_granularities: Annotated[list[Literal["segment", "word"]], Field(max_length=2)] | None = Field(
+        None, alias="timestamp_granularities[]"
+    )
+    stream: bool = False
+    chunking_strategy: Any = None
+
+
+async def translations(call: ApiCall, body: TranslationRequest, file: UploadFile) -> Response:
+    """Write in English what is said."""
+    return await _respond(call, body, file, {"task": "translate"})
+
+
+async def transcriptions(call: ApiCall, body: TranscriptionRequest, file: UploadFile) -> Response:
+    """Write what is said."""
+    granularities = body.timestamp_granularities or []
+    if "word" in granularities:
+        raise ApiError(
+            400, "timestamp_granularities has 'word': only segments have times; leave it out",
+            param="timestamp_granularities", code="unsupported_parameter",
+        )  # fmt: skip
+    if granularities and body.response_format != "verbose_json":
+        raise ApiError(
+            400, f"timestamp_granularities with response_format {body.response_format!r}: give verbose_json",
+            param="timestamp_granularities",
+        )  # fmt: skip
+    if body.stream and body.response_format not in ("json", "text"):
+        raise ApiError(400, f"stream with response_format {body.response_format!r}: give json", param="response_format")
+    return await _respond(call, body, file, {} if body.language is None else {"language": body.language.lower()})
+
+
+async def _respond(call: ApiCall, body: TranslationRequest, file: UploadFile, asked: dict[str, Any]) -> Response:
+    """Answer in the request's turn. A turn that is not handed over to a stream ends here, however the request ends."""
+    model = call.state.hub.find(body.model, "speech")
+    turn = SpeechTurn(call, model, is_proactive(call, model, body.service_tier))
+    is_handed_over = False
+    try:
+        await call.connected(turn.begin())
+        await call.connected(turn.read(file))
+        options = {**_options(body), **_of_model(model, asked)}
+        await turn.submit(options)
+        if isinstance(body, TranscriptionRequest) and body.stream:
+            response: Response = ChunkStream(call, _events(turn), turn.close)
+            is_handed_over = True
+            return response
+        heard = await call.connected(turn.heard())
+        task = "translate" if "task" in asked else "transcribe"
+        return await call.state.workers.run(lambda: _answer(body, model, heard, task))
+    finally:
+        if not is_handed_over:
+            await turn.close()
+
+
+def _options(body: TranslationRequest) -> dict[str, Any]:
+    """Return the options of ``StaticWhisperPipeline.submit``. Temperature 0 is greedy decoding."""
+    options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED}
+    if body.prompt:
+        options["initial_prompt"] = body.prompt
+    if body.temperature > 0:
+        options |= {"do_sample": True, "temperature": body.temperature}
+    return options
+
+
+def _of_model(model: ServedModel, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return language and task. A model that knows English only takes none; clients that name English get what they ask for."""
+    is_multilingual = model.speech.get_generation_config().is_multilingual
+    return {} if not is_multilingual and asked.get("language") == ENGLISH else asked
+
+
+async def _events(turn: SpeechTurn) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Yield the events of a stream: text as it is certain, and all of it at the end."""
+    has_text = False
+    async for text in turn.texts():
+        delta = text if has_text else text.lstrip()
+        has_text = has_text or bool(delta)
+        if delta:
+            yield [{"type": "transcript.text.delta", "delta": delta}]
+    heard = await turn.heard()
+    yield [{"type": "transcript.text.done", "text": _text_of(heard), "usage": _usage(heard)}]
+
+
+def _answer(body: TranslationRequest, model: ServedModel, heard: Heard, task: str) -> Response:
+    if body.response_format == "text":
+        return PlainTextResponse(_text_of(heard) + "\n")
+    if body.response_format in ("srt", "vtt"):
+        return PlainTextResponse(written(heard.results, body.response_format, Layout(duration=heard.seconds)))
+    if body.response_format == "json":
+        return json_response({"text": _text_of(heard), "usage": _usage(heard)})
+    return json_response(
+        {
+            "task": task,
+            "language": heard.results.language,
+            "duration": round(heard.seconds, 3),
+            "text": _text_of(heard),
+            "segments": _segments(model, heard, body.temperature),
+            "usage": _usage(heard),
+        }
+    )
+
+
+def _text_of(heard: Heard) -> str:
+    return str(heard.results).strip()
+
+
+def _usage(heard: Heard) -> dict[str, Any]:
+    return {"type": "duration", "seconds": round(heard.seconds, 3)}
+
+
+def _segments(model: ServedModel, heard: Heard, temperature: float) -> list[dict[str, Any]]:
+    """Return the segments as OpenAI has them. ``seek`` is that of the window, in hundredths of a second, and so is the mean
+    log-probability; the probability of no speech is not computed."""
+    found: list[dict[str, Any]] = []
+    for window in heard.windows:
+        for segment in window.segments:
+            text = model.speech.decode(segment.tokens)
+            data = text.encode()
+            found.append(
+                {
+                    "id": len(found),
+                    "seek": round(window.start * 100),
+                    "start": round(segment.start, 3),
+                    "end": round(heard.seconds if segment.end is None else segment.end, 3),
+                    "text": text,
+                    "tokens": list(segment.tokens),
+                    "temperature": temperature,
+                    "avg_logprob": window.avg_logprob,
+                    "compression_ratio": len(data) / len(zlib.compress(data)) if data else 0.0,
+                    "no_speech_prob": None,
+                }
+            )
+    return found
