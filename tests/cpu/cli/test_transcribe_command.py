@@ -61,10 +61,11 @@ def moments(text):
 
 
 def expected_segments(results, seconds):
-    """Return begin, end and text of the chunks that have any."""
+    """Return begin, end and text of the chunks that have any. One without an end lasts to the next one, or to the end."""
+    starts = [chunk.start_ts for chunk in results.chunks[1:]] + [seconds]
     return [
-        (chunk.start_ts, seconds if chunk.end_ts < 0 else chunk.end_ts, " ".join(chunk.text.split()))
-        for chunk in results.chunks
+        (chunk.start_ts, following if chunk.end_ts < 0 else chunk.end_ts, " ".join(chunk.text.split()))
+        for chunk, following in zip(results.chunks, starts, strict=True)
         if chunk.text.split()
     ]
 
@@ -129,7 +130,7 @@ MISTAKES = {
     "NaN": (lambda: wav(np.full(RATE, np.nan, np.float32), subtype="FLOAT"), "not finite"),
     "no samples": (lambda: wav(np.zeros(0, np.float32)), "0 "),
     "truncated": (lambda: wav(sound(1.0))[:30], "cannot be read as audio"),
-    "ten hours": (lambda: wav(np.zeros(10 * 3600 * 100, np.float32), 100, "FLAC"), "hours"),
+    "ten hours": (lambda: wav(np.zeros(10 * 3600 * 1000, np.float32), 1000, "FLAC"), "hours"),
 }
 
 
