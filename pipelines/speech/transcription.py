@@ -131,7 +131,9 @@ class Transcriber:
 
     def _window(self, features: NDArray[np.float32], start: int, num_frames: int, run: _Run) -> int:
         """Add the text of the window that begins at frame ``start``, and return the frames to the next one."""
-        found, options, watch = run.found, run.options, run.watch
+        found = run.found
+        options = run.options
+        watch = run.watch
         num_before = len(found.logprobs)
         with self._model.hear(features, run.priority, cancellation=watch.cancellation) as window:
             found.timings.encode.append(window.encode_seconds)
@@ -169,7 +171,8 @@ class Transcriber:
 
     def _decode(self, window: Window, prompt: WindowPrompt, run: _Run) -> list[int]:
         """Return the tokens of a window, without its end."""
-        options, found = run.options, run.found
+        options = run.options
+        found = run.found
         generation = options.generation
         most = generation.max_tokens_after(len(prompt.tokens), self._model.files.max_positions)
         request = EngineRequest(

@@ -82,7 +82,10 @@ def recordings(rng):
 
 def sent(url, content, rng):
     """Send one file in a form, and return the status."""
-    data = {"model": rng.choice(["whisper", "whisper", "none"]), "response_format": rng.choice(["json", "srt", "nothing"])}
+    data = {
+        "model": rng.choice(["whisper", "whisper", "none"]),
+        "response_format": rng.choice(["json", "srt", "nothing"]),
+    }
     return httpx.post(url + PATH, files={"file": ("a.wav", content)}, data=data, timeout=60).status_code
 
 
@@ -102,12 +105,17 @@ def raw_answer(url, head, body):
 
 def forms(rng):
     """Yield the kinds of hostile requests: headers, and a body."""
-    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + rng.randbytes(100) + b"\r\n"
+    part = (
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + rng.randbytes(100) + b"\r\n"
+    )
     kind = "Content-Type: multipart/form-data; boundary=x"
-    yield f"{kind}\r\nContent-Length: {10**rng.randrange(3, 25)}", part
+    yield f"{kind}\r\nContent-Length: {10 ** rng.randrange(3, 25)}", part
     yield f"{kind}\r\nContent-Length: -5", part
     yield f"{kind}\r\nContent-Length: {len(part)}", part
-    yield f"Content-Type: multipart/form-data; boundary={rng.choice(['y', '', chr(34), 'x' * 5000])}\r\nContent-Length: 99", part
+    yield (
+        f"Content-Type: multipart/form-data; boundary={rng.choice(['y', '', chr(34), 'x' * 5000])}\r\nContent-Length: 99",
+        part,
+    )
     yield f"{kind}\r\nContent-Length: {len(part) + 5}\r\nTransfer-Encoding: chunked", part
     yield f"{kind}\r\nTransfer-Encoding: chunked", b"fffffff\r\n" + part
     yield f"Content-Type: multipart/form-data\r\nContent-Length: {len(part)}", part
