@@ -70,7 +70,8 @@ def _targets(paths: list[Path], options: dict[str, Any]) -> list[Path | None]:
 
     Raises ``UsageError`` (options contradict each other) and ``ConfigError`` (the folder cannot be written).
     """
-    form, output = options["form"], options["output"]
+    form = options["form"]
+    output = options["output"]
     if options["timestamps"] and form != "text":
         raise click.UsageError(f"--timestamps is for text, --{form} has times anyway: leave it out")
     if output is None:
@@ -165,7 +166,8 @@ class Transcriptions:
         with self._lock:
             self._heard[index] = heard
             self._lengths[index] = seconds
-            done, total = sum(self._heard.values()), sum(self._lengths.values())
+            done = sum(self._heard.values())
+            total = sum(self._lengths.values())
         self._shown.show("transcribing, s of sound", int(done), max(2, int(total)))
 
 

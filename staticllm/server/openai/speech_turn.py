@@ -78,7 +78,8 @@ class SpeechTurn:
 
         Raises ``PromptError`` (it is no recording, damaged or too long) and ``ApiError`` (a package is missing (501)).
         """
-        content, limit = cast(IO[bytes], file.file), self._state.settings.max_audio
+        content = cast(IO[bytes], file.file)
+        limit = self._state.settings.max_audio
         try:
             samples = await self._state.workers.run(
                 lambda: read_cancellable(content, self._cancellation, limit), owner=self._model.spec.name
@@ -93,8 +94,9 @@ class SpeechTurn:
 
     async def submit(self, options: Mapping[str, Any]) -> None:
         """Begin to transcribe. Raises ``StaticLLMError`` (an option is impossible)."""
-        samples, self._samples = self._samples, None
+        samples = self._samples
         assert samples is not None, "read was not called"
+        self._samples = None
         loop = asyncio.get_running_loop()
         priority = PROACTIVE_PRIORITY if self._is_proactive else 0
 
@@ -128,7 +130,8 @@ class SpeechTurn:
             results = await self._handle
         except CancelledError:
             raise ClosedError("the server is stopping") from None
-        name, metrics = self._model.spec.name, self._state.metrics
+        name = self._model.spec.name
+        metrics = self._state.metrics
         num_tokens = results.perf_metrics.get_num_generated_tokens()
         metrics.audio_seconds.labels(name).inc(self._seconds)
         metrics.output_tokens.labels(name).inc(num_tokens)
@@ -138,8 +141,10 @@ class SpeechTurn:
     async def close(self) -> None:
         """Give up what still runs, and return the turn once its thread has ended. A second call does nothing."""
         self._cancellation.cancel()
-        handle, self._handle = self._handle, None
-        admission, self._admission = self._admission, None
+        handle = self._handle
+        admission = self._admission
+        self._handle = None
+        self._admission = None
         try:
             if handle is not None:
                 handle.cancel()

@@ -2,6 +2,7 @@
 
 import { Chat } from "./chat.js";
 import { Conversations, SETTINGS } from "./conversations.js";
+import { Dictation } from "./dictation.js";
 import { announce, byId, el, iconButton, setText } from "./dom.js";
 import { SchedulerView } from "./scheduler.js";
 import { apiKey, getJson } from "./server.js";
@@ -13,6 +14,7 @@ const NARROW = matchMedia("(max-width: 760px)");
 const store = new Conversations({ onChange: showChanged, isBusy: (id) => chat.runs.has(id) });
 const chat = new Chat(store, { changed: () => showList(), needsKey: () => openSettings("api-key"), notify });
 const scheduler = new SchedulerView({ needsKey: () => openSettings("api-key") });
+const dictation = new Dictation(byId("dictate"), byId("message"), { notify });
 let models = [];
 
 // ---- models
@@ -23,6 +25,7 @@ async function loadModels() {
   try {
     const { data } = await getJson("v1/models");
     models = data.filter((each) => each.type === "chat");
+    dictation.offer(data.find((each) => each.type === "speech")?.id);
     byId("model-error").hidden = true;
     if (!models.length) showModelError("No chat model is served.");
   } catch (error) {

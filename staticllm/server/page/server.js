@@ -51,6 +51,16 @@ export async function getJson(path, { anyStatus = false, signal } = {}) {
   return response.json();
 }
 
+/** Return what a speech model hears in a recording. */
+export async function transcribe(recording, model) {
+  const body = new FormData();
+  body.append("model", model);
+  body.append("file", recording, "dictation.wav");
+  const response = await send("v1/audio/transcriptions", { method: "POST", body });
+  if (!response.ok) throw await errorOf(response);
+  return (await response.json()).text;
+}
+
 /** Post a chat request, and call `onChunk` with each chunk of its stream. */
 export async function streamChat(body, { signal, onChunk }) {
   const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };

@@ -93,12 +93,12 @@ def raw_answer(url, head, body):
     """Send bytes as they are, close the writing half, and return the status; None if the server closed the connection."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
-        connection.sendall(f"POST {parts.path}{PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\n{head}\r\n\r\n".encode())
-        connection.sendall(body)
-        connection.shutdown(socket.SHUT_WR)
         try:
+            connection.sendall(f"POST {parts.path}{PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\n{head}\r\n\r\n".encode())
+            connection.sendall(body)
+            connection.shutdown(socket.SHUT_WR)
             line = connection.makefile("rb").readline()
-        except OSError:
+        except OSError:  # the server has closed it before all was sent
             return None
     return int(line.split()[1]) if line else None
 
