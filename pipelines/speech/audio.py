@@ -4,6 +4,7 @@ Files are read by ``soundfile`` (WAV, FLAC, Ogg, MP3 …) and resampled by ``sox
 that is by FFmpeg. All three are in the extra ``speech``.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import io

@@ -5,6 +5,7 @@ real time. ``silero-vad`` needs torch, so it is in no extra; where it is install
 200 times faster than real time. The probabilities are the same within 0.05.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -136,7 +136,8 @@ def _moves(cost: NDArray[np.float32]) -> NDArray[np.int8]:
         chosen = np.where(is_diagonal, diagonal, np.where(move == UP, up, left))
         current[1:] = skewed[index, 1:] + chosen
         moves[index, 1:] = move
-        before, last = last, current
+        before = last
+        last = current
     return moves
 
 
