@@ -5,7 +5,8 @@
     python scripts/bench_desk.py --peers shared=http://127.0.0.1:8000,http://127.0.0.1:8000 other=CHAT_URL,DOCUMENTS_URL
 
 ``shared`` is one ``staticllm serve`` with both models, ``separate`` two of them, one for each model: pipelines that do not know
-each other. All run during the whole measurement, and rest while others have their turn. In each round every setup takes a turn,
+each other. All run during the whole measurement, and rest while others have their turn: it begins when they have measured the
+costs of their calls, which takes the processors from others. In each round every setup takes a turn,
 and each round begins with another one. A turn is each kind of work alone, then all together: a chat every 20 s, a completion
 every 5 s (both divided by ``--scale``), an index of 2,000 paragraphs, and an agent with 3 conversations. Documents and agents
 ask for ``service_tier`` "flex". ``--peers`` measures servers that run already, by the names of their models. The package index
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from bench_embedding_texts import texts
 from bench_machine import this_machine
 from make_bench_model import cache_dir
@@ -49,6 +51,7 @@ CHAT_TOKENS, COMPLETION_TOKENS, AGENT_TOKENS = 64, 16, 80
 CONVERSATIONS, TURNS = 3, 3
 BATCH = 64
 SECONDS_TO_START = 120
+REST_SECONDS, IS_RESTING = 2.0, 0.05
 FLEX = {"service_tier": "flex"}
 MIN_BOUND = 0.1
 NUM_BOUND_STEPS = 4
@@ -94,7 +97,7 @@ def main() -> None:
         setups = {name: Setup(*urls.split(",")) for name, urls in (peer.split("=", 1) for peer in options.peers)}
         if not setups:
             setups = started(stack, options)
-        time.sleep(options.idle)
+        wait_until_quiet(options.idle)
         found: dict[tuple[str, str], Notes] = {}
         for number in range(options.rounds):
             names = list(setups)
@@ -112,7 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--alone", type=float, default=15.0, help="seconds of each kind of work alone  [15]")
     parser.add_argument("--scale", type=float, default=5.0, help="how much faster the clock of chats runs  [5]")
     parser.add_argument("--paragraphs", type=int, default=2000)
-    parser.add_argument("--idle", type=float, default=20.0, help="seconds before timing  [20]")
+    parser.add_argument("--idle", type=float, default=60.0, help="seconds for servers to measure costs  [60]")
     parser.add_argument("--encoder", type=Path, default=cache_dir() / "minilm", help="make_bench_encoder.py makes it")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=CHAT_URL,DOCUMENTS_URL[,CHAT,DOCUMENTS]")
@@ -159,6 +162,25 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
             pass
         time.sleep(0.2)
     sys.exit(f"no server at {url} after {SECONDS_TO_START} s, or it ended with {process.poll()}")
+
+
+def wait_until_quiet(seconds: float) -> None:
+    """Wait until the servers that were started here use less than a twentieth of a processor, at most so many seconds."""
+    until = time.monotonic() + seconds
+    servers = psutil.Process().children(recursive=True)
+    used = processor_seconds(servers)
+    while time.monotonic() < until:
+        time.sleep(REST_SECONDS)
+        before = used
+        used = processor_seconds(servers)
+        if used - before < IS_RESTING * REST_SECONDS:
+            return
+    if servers:
+        print(f"the servers still measure costs after {seconds:.0f} s", file=sys.stderr)
+
+
+def processor_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def turn_into_use(setup: Setup) -> None:
