@@ -1,21 +1,24 @@
 """Measures a day on one device: somebody chats, an index grows, an agent works and an editor asks, in one server or in two.
 
-    python scripts/bench_desk.py                              # two rounds, about 7 minutes
-    python scripts/bench_desk.py --rounds 1 --day 15 --alone 6 --paragraphs 100   # a minute, to see that it runs
+    python scripts/bench_desk.py                              # two rounds, about 11 minutes
+    python scripts/bench_desk.py --rounds 1 --day 15 --alone 6 --scale 5   # a minute, to see that it runs
     python scripts/bench_desk.py --peers shared=http://127.0.0.1:8000,http://127.0.0.1:8000 other=CHAT_URL,DOCUMENTS_URL
 
-``shared`` is one ``staticllm serve`` with both models, ``separate`` two of them, one for each model: pipelines that do not know
-each other. All run during the whole measurement, and rest while others have their turn. In each round every setup takes a turn,
-and each round begins with another one. A turn is each kind of work alone, then all together: a chat every 20 s, a completion
-every 5 s (both divided by ``--scale``), an index of 2,000 paragraphs, and an agent with 3 conversations. Documents and agents
-ask for ``service_tier`` "flex". ``--peers`` measures servers that run already, by the names of their models. The package index
-has none of ollama's or llama.cpp's that would do: llama-cpp-cffi answers one request at a time and does not embed, gpt4all has
-no server, llama-cpp-py-sync needs glibc 2.38.
+``shared`` is one ``staticllm serve`` with both models, ``separate`` two of them, one for each model: pipelines that do not
+know each other. All run during the whole measurement, and rest while others have their turn: it begins when they have
+measured the costs of their calls, which takes the processors from others. In each round every setup takes a turn, and each
+round begins with another one. A turn is the reactive work alone, documents alone, agents alone, then all together: a chat
+every 20 s, a completion every 5 s (both divided by ``--scale``), an index of paragraphs that grows all the time, and an agent
+with 3 conversations. Documents and agents ask for ``service_tier`` "flex". ``--peers`` measures servers that run already, by
+the names of their models. The package index has none of ollama's or llama.cpp's that would do: llama-cpp-cffi answers one
+request at a time and does not embed, gpt4all has no server, llama-cpp-py-sync needs glibc 2.38.
 
-Figures are over all rounds. A gap is the time between two pieces of a streamed answer; its bound is 4 steps alone or 100 ms,
-whichever is longer (docs/scheduling.md), doubled while two prompts wait. Documents and agents are rates until the day's end, or
-until the index is complete. What the device has left for agents is what the documents do not take: 1 - documents / documents
-alone.
+Figures are over all rounds. "Alone" is without documents and agents: chats and completions are both reactive, and delay each
+other (on a virtual clock, two prompts at once make the p95 of completions 2.5 times as long as without chats). A gap is the
+time between two pieces of a streamed answer; its bound is 4 steps alone or 100 ms, whichever is longer (docs/scheduling.md),
+doubled while two prompts wait. Documents and agents are rates until the day's end. What the device has left for agents is
+what neither documents nor reactive work take: 1 - documents / documents alone - reactive time, as the server's ``/metrics``
+count the device time of reactive work alone. With a large ``--scale`` reactive work alone may fill the device.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from bench_embedding_texts import texts
 from bench_machine import this_machine
 from make_bench_model import cache_dir
@@ -47,8 +51,9 @@ from real_models import fetch
 CHAT_SECONDS, COMPLETION_SECONDS = 20.0, 5.0
 CHAT_TOKENS, COMPLETION_TOKENS, AGENT_TOKENS = 64, 16, 80
 CONVERSATIONS, TURNS = 3, 3
-BATCH = 64
+NUM_PARAGRAPHS, BATCH = 2000, 64
 SECONDS_TO_START = 120
+REST_SECONDS, IS_RESTING = 2.0, 0.05
 FLEX = {"service_tier": "flex"}
 MIN_BOUND = 0.1
 NUM_BOUND_STEPS = 4
@@ -70,7 +75,7 @@ class Notes:
 
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    amount: int = 0
+    amount: float = 0
     seconds: float = 0.0
 
     @property
@@ -94,7 +99,7 @@ def main() -> None:
         setups = {name: Setup(*urls.split(",")) for name, urls in (peer.split("=", 1) for peer in options.peers)}
         if not setups:
             setups = started(stack, options)
-        time.sleep(options.idle)
+        wait_until_quiet(options.idle)
         found: dict[tuple[str, str], Notes] = {}
         for number in range(options.rounds):
             names = list(setups)
@@ -108,11 +113,12 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--day", type=float, default=45.0, help="seconds of all work together  [45]")
-    parser.add_argument("--alone", type=float, default=15.0, help="seconds of each kind of work alone  [15]")
-    parser.add_argument("--scale", type=float, default=5.0, help="how much faster the clock of chats runs  [5]")
-    parser.add_argument("--paragraphs", type=int, default=2000)
-    parser.add_argument("--idle", type=float, default=20.0, help="seconds before timing  [20]")
+    parser.add_argument(
+        "--day", type=float, default=60.0, help="seconds of reactive work alone, and of all work together  [60]"
+    )
+    parser.add_argument("--alone", type=float, default=15.0, help="seconds of documents and of agents alone  [15]")
+    parser.add_argument("--scale", type=float, default=1.0, help="how much faster the clock of chats runs  [1]")
+    parser.add_argument("--idle", type=float, default=60.0, help="seconds for servers to measure costs  [60]")
     parser.add_argument("--encoder", type=Path, default=cache_dir() / "minilm", help="make_bench_encoder.py makes it")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=CHAT_URL,DOCUMENTS_URL[,CHAT,DOCUMENTS]")
@@ -161,6 +167,25 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
     sys.exit(f"no server at {url} after {SECONDS_TO_START} s, or it ended with {process.poll()}")
 
 
+def wait_until_quiet(seconds: float) -> None:
+    """Wait until the servers that were started here use less than a twentieth of a processor, at most so many seconds."""
+    until = time.monotonic() + seconds
+    servers = psutil.Process().children(recursive=True)
+    used = processor_seconds(servers)
+    while time.monotonic() < until:
+        time.sleep(REST_SECONDS)
+        before = used
+        used = processor_seconds(servers)
+        if used - before < IS_RESTING * REST_SECONDS:
+            return
+    if servers:
+        print(f"the servers still measure costs after {seconds:.0f} s", file=sys.stderr)
+
+
+def processor_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def turn_into_use(setup: Setup) -> None:
     """Load both models."""
     embed(setup, ["a text"])
@@ -168,20 +193,37 @@ def turn_into_use(setup: Setup) -> None:
 
 
 def turn(setup: Setup, options: argparse.Namespace, seed: int) -> dict[str, Notes]:
-    """Run each kind of work alone, then all together; return what each found, by its name."""
+    """Run the reactive work alone, the other kinds each alone, then all together; return what each found, by its name."""
     found = {}
-    for kind, work in WORKS.items():
+    before = reactive_seconds(setup)
+    begin = time.perf_counter()
+    for kind, notes in together(REACTIVE, setup, begin + options.day, options, 10 * seed).items():
+        found[f"{kind} alone"] = notes
+    used = reactive_seconds(setup) - before
+    found["reactive time"] = Notes(amount=used, seconds=time.perf_counter() - begin)
+    for kind, work in PROACTIVE.items():
         found[f"{kind} alone"] = work(setup, time.perf_counter() + options.alone, options, 10 * seed)
-    for kind, notes in together(setup, time.perf_counter() + options.day, options, 10 * seed + 5).items():
+    all_works = {**REACTIVE, **PROACTIVE}
+    for kind, notes in together(all_works, setup, time.perf_counter() + options.day, options, 10 * seed + 5).items():
         found[f"{kind} together"] = notes
     return found
 
 
-def together(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> dict[str, Notes]:
-    """Run all kinds of work in threads. Raises what one of them raised, after all have ended."""
-    with ThreadPoolExecutor(len(WORKS)) as pool:
-        futures = {kind: pool.submit(work, setup, until, options, seed) for kind, work in WORKS.items()}
+def together(
+    works: dict[str, Work], setup: Setup, until: float, options: argparse.Namespace, seed: int
+) -> dict[str, Notes]:
+    """Run several kinds of work in threads. Raises what one of them raised, after all have ended."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = {kind: pool.submit(work, setup, until, options, seed) for kind, work in works.items()}
     return {kind: future.result() for kind, future in futures.items()}
+
+
+def reactive_seconds(setup: Setup) -> float:
+    """Return the device time of reactive requests since the chat model was loaded, s; 0 if the server does not tell."""
+    answer = httpx.get(f"{setup.chat_url}/metrics", timeout=30)
+    wanted = "staticllm_class_seconds_total{"
+    lines = [line for line in answer.text.splitlines() if line.startswith(wanted) and '"reactive"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def chats(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
@@ -218,14 +260,13 @@ def every(seconds: float, until: float, ask: Callable[[int], Notes]) -> Notes:
 
 
 def index(setup: Setup, until: float, options: argparse.Namespace, seed: int) -> Notes:
-    """Embed paragraphs, one request after another, until all are done."""
-    paragraphs = texts(options.paragraphs, seed)
+    """Embed paragraphs, one request after another; after the last one, the first one again."""
+    paragraphs = texts(NUM_PARAGRAPHS, seed)
     found = Notes()
     begin = time.perf_counter()
-    for start in range(0, len(paragraphs), BATCH):
-        if time.perf_counter() >= until:
-            break
-        part = paragraphs[start : start + BATCH]
+    parts = itertools.cycle(paragraphs[start : start + BATCH] for start in range(0, NUM_PARAGRAPHS, BATCH))
+    while time.perf_counter() < until:
+        part = next(parts)
         embed(setup, part)
         found.amount += len(part)
     found.seconds = time.perf_counter() - begin
@@ -255,7 +296,8 @@ def agents(setup: Setup, until: float, options: argparse.Namespace, seed: int) -
     return Notes(amount=sum(each.amount for each in found), seconds=time.perf_counter() - begin)
 
 
-WORKS: dict[str, Work] = {"chats": chats, "completions": completions, "documents": index, "agents": agents}
+REACTIVE: dict[str, Work] = {"chats": chats, "completions": completions}
+PROACTIVE: dict[str, Work] = {"documents": index, "agents": agents}
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -311,7 +353,7 @@ def report(setups: list[str], found: dict[tuple[str, str], Notes], options: argp
 def figures(notes: dict[str, Notes]) -> dict[str, str]:
     """Return the figures of a setup, by their names."""
     shown = {}
-    for kind in ("chats", "completions"):
+    for kind in REACTIVE:
         alone, day = notes[f"{kind} alone"].ttfts, notes[f"{kind} together"].ttfts
         for share in (50, 95):
             before, after = quantile(alone, share), quantile(day, share)
@@ -320,17 +362,20 @@ def figures(notes: dict[str, Notes]) -> dict[str, str]:
         shown[f"number of {kind}: alone, together"] = f"{len(alone)}, {len(day)}"
     step = quantile(notes["chats alone"].gaps, 50)
     bound = max(MIN_BOUND, NUM_BOUND_STEPS * step)
-    gaps = notes["chats together"].gaps + notes["completions together"].gaps
+    before, gaps = (notes[f"chats {when}"].gaps + notes[f"completions {when}"].gaps for when in ("alone", "together"))
     shown["longest gap, ms: alone, together, bound"] = (
-        f"{1e3 * max(notes['chats alone'].gaps):.0f}, {1e3 * max(gaps):.0f}, {1e3 * bound:.0f}"
+        f"{1e3 * max(before):.0f}, {1e3 * max(gaps):.0f}, {1e3 * bound:.0f}"
     )
-    shown["gaps above the bound"] = f"{sum(gap > bound for gap in gaps)} of {len(gaps)}"
+    for when, found in (("alone", before), ("together", gaps)):
+        shown[f"gaps above the bound, {when}"] = f"{sum(gap > bound for gap in found)} of {len(found)}"
+    share = {kind: notes[f"{kind} together"].rate / notes[f"{kind} alone"].rate for kind in PROACTIVE}
     for kind, unit in (("documents", "documents"), ("agents", "tokens of agents")):
-        before, after = notes[f"{kind} alone"].rate, notes[f"{kind} together"].rate
-        shown[f"{unit} per second: alone, together, ratio"] = f"{before:.1f}, {after:.1f}, {after / before:.2f}"
-    share = {kind: notes[f"{kind} together"].rate / notes[f"{kind} alone"].rate for kind in ("documents", "agents")}
-    left = 1 - min(share["documents"], 1.0)
-    shown["agents of what documents leave"] = f"{share['agents'] / left:.2f}" if left > 0.05 else "-"
+        alone, day = notes[f"{kind} alone"].rate, notes[f"{kind} together"].rate
+        shown[f"{unit} per second: alone, together, ratio"] = f"{alone:.1f}, {day:.1f}, {share[kind]:.2f}"
+    reactive = notes["reactive time"].rate
+    left = 1 - share["documents"] - reactive
+    shown["share of the device of reactive work alone"] = f"{reactive:.2f}"
+    shown["agents of what documents and reactive work leave"] = f"{share['agents'] / left:.2f}" if left > 0.05 else "-"
     return shown
 
 

@@ -33,12 +33,16 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.system.processor_use import OtherProcesses
 from staticllm.system.threads import check_may_wait, check_process, owned_device, start_thread
 
 Result = TypeVar("Result")
 
 IDLE_SECONDS = 0.5
 """Seconds without work after which the engine measures costs."""
+BUSY, SHARE_WHILE_BUSY = 0.25, 0.1
+"""Other processes that use more than the first share of the processors leave the second share of the time to measurements, which
+would slow them, and measure wrong."""
 
 
 class Callbacks:
@@ -118,6 +122,8 @@ class Engine:
         self._is_draining = False
         self._has_news = False  # since the last step began
         self._has_rested = False
+        self._rest_seconds = IDLE_SECONDS  # before the next measurement
+        self._others = OtherProcesses()
         self._pid = os.getpid()
         self._device_use = SoleUse()
         self._text = text
@@ -405,9 +411,15 @@ class Engine:
         return self._device_use.turn(self._core, self._core.device.options.limits)
 
     def _measure_next(self) -> None:
-        """Measure one cost, unless others use the device."""
+        """Measure one cost, unless others use the device. While other processes are busy, a longer rest follows."""
+        is_busy = self._others.share() > BUSY
         with self._device_use.measure():
+            begin = time.perf_counter()
             self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted)
+            seconds = time.perf_counter() - begin
+        if is_busy:
+            self._has_rested = False
+            self._rest_seconds = max(IDLE_SECONDS, seconds * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY)
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""
@@ -437,11 +449,21 @@ class Engine:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
             elif not (self._has_rested and core.has_unknown_costs):
-                self._has_rested = not self._wake.wait(IDLE_SECONDS if core.has_unknown_costs else None)
+                self._has_rested = self._rests()
             self._has_rested = self._has_rested and not self._is_needed
             if self._is_closing and not (self._is_draining and not self.is_idle):
                 return None
         return self._measure_next if self._has_rested else self.step
+
+    def _rests(self) -> bool:
+        """Wait for news, and return whether none came in the time of a rest. The caller holds the lock."""
+        if not self._core.has_unknown_costs:
+            self._wake.wait()
+            return False
+        seconds = max(IDLE_SECONDS, self._rest_seconds)
+        self._rest_seconds = IDLE_SECONDS
+        self._others.begin()
+        return not self._wake.wait(seconds)
 
     def _end_rest(self) -> None:
         """End what is left, and close the core."""

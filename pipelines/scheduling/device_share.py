@@ -27,6 +27,10 @@ class TimeCredit:
         """Count work of this duration that goes first; ``is_followed``: other work waits behind it."""
         self._seconds = self._seconds + BEHIND_SHARE / (1 - BEHIND_SHARE) * seconds if is_followed else 0.0
 
+    def clear(self) -> None:
+        """Owe nothing: the work behind has had the device for itself."""
+        self._seconds = 0.0
+
     def pay(self, seconds: float) -> None:
         """Count work of this duration that was due and runs."""
         self._seconds = max(0.0, self._seconds - seconds)

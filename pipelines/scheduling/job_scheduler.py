@@ -186,7 +186,7 @@ class JobScheduler:
 
     def _keeps_bound(self, view: View, job: JobView) -> bool:
         running = [request for request in view.running if not _is_behind(request, job)]
-        return not running or job.seconds <= slack_of(view) - waited(view)
+        return not running or job.seconds <= job_slack_of(view) - waited(view)
 
     def _has_waited_its_share(self, view: View, job: JobView) -> bool:
         """Return whether the job has waited long enough for ``MIN_SHARE``, and this is a good moment.
@@ -199,7 +199,7 @@ class JobScheduler:
         since = view.now - max(end, min(each.arrival for each in view.jobs))
         if since < waits_for:
             return False
-        is_good = self._keeps_bound(view, job) or (job.seconds > slack_of(view) and has_just_decoded(view, end))
+        is_good = self._keeps_bound(view, job) or (job.seconds > job_slack_of(view) and has_just_decoded(view, end))
         return is_good or since >= LATE * waits_for
 
 
@@ -215,7 +215,7 @@ def longest_job(view: View, most: float = float("inf")) -> float:
     """
     if not view.running:
         return min(most, MAX_JOB_SECONDS)
-    slack = slack_of(view)
+    slack = job_slack_of(view)
     num_prompts = len(view.waiting) + len(view.prefilling)
     longest = min(most, MAX_JOB_SECONDS if num_prompts else max(MAX_JOB_SECONDS, slack / JOBS_PER_TOKEN))
     return JOB_FILL * slack / ceil(slack / longest) if slack > 0 else longest
@@ -233,15 +233,27 @@ def _is_behind(request: RequestView, job: JobView) -> bool:
 
 def step_of(view: View) -> float:
     """Return the seconds of a decode step of the requests that have a bound; 0 without any."""
-    num = min(len(bounded(view)), view.device.max_decoding)
-    variant = view.device.call(num, num) if num else None
-    return view.device.seconds(variant) if variant is not None else 0.0
+    return _decode_seconds(view, len(bounded(view)))
 
 
 def slack_of(view: View) -> float:
-    """Return the seconds that jobs may take between two tokens of the requests that have a bound."""
+    """Return the seconds that other calls may take between two tokens of the requests that have a bound."""
     step = step_of(view)
     return view.token_bound.of(step, view.tpot_ms) * BOUND_USED - step
+
+
+def job_slack_of(view: View) -> float:
+    """Return the seconds that jobs may take between two tokens of the requests that have a bound.
+
+    They leave room for the rows of proactive requests in the decode step: a row there takes much less time than in a call alone.
+    """
+    return slack_of(view) + step_of(view) - _decode_seconds(view, len(view.running))
+
+
+def _decode_seconds(view: View, num_requests: int) -> float:
+    num = min(num_requests, view.device.max_decoding)
+    variant = view.device.call(num, num) if num else None
+    return view.device.seconds(variant) if variant is not None else 0.0
 
 
 def waited(view: View) -> float:

@@ -82,12 +82,14 @@ class Planner:
         """
         self._restore_policy(view)
         plans_jobs = self._plans_jobs and self.policy is self._own
-        if not plans_jobs:
-            if (moment := self._jobs.hold_until(view)) is not None:
-                return Plan(wait_until=moment)
-            if (job := self._jobs.choose(view)) is not None:
-                return Plan(job=job.id)
         self._last = Plan()
+        if not plans_jobs and (moment := self._jobs.hold_until(view)) is not None:
+            return Plan(wait_until=moment)
+        if self._has_others_first(view) and (due := self._proactive.due(view)) is not None:
+            return due
+        if not plans_jobs and (job := self._jobs.choose(self._view_for_jobs(view))) is not None:
+            self._proactive.note_job(job, view)
+            return Plan(job=job.id)
         if self._is_shipped and self._batch_wait is not None and (moment := self._batch_wait.until(view)) is not None:
             return Plan(wait_until=moment)
         try:
@@ -105,8 +107,6 @@ class Planner:
         """
         plans_classes = self._plans_classes and self.policy is self._own
         has_both = not plans_classes and view.has_both_classes
-        if has_both and (due := self._proactive.due(view)) is not None:
-            return check(due, view)
         seen = reactive_view(view) if has_both else view
         seen = seen if plans_jobs else self._jobs.view_for_policy(seen)
         plan = self._checked(self._asked(seen), seen)
@@ -140,7 +140,24 @@ class Planner:
 
     def longest_job(self, view: View) -> float:
         """Return the longest time that the jobs of a view should take, s; asked before they are composed."""
-        return self._jobs.longest_job(view)
+        return self._jobs.longest_job(self._view_for_jobs(view))
+
+    def _has_others_first(self, view: View) -> bool:
+        """Return whether reactive requests or jobs go before proactive requests, and the policy leaves that to the planner."""
+        if self._plans_classes and self.policy is self._own:
+            return False
+        has_jobs = bool(view.jobs) and not (self._plans_jobs and self.policy is self._own)
+        return view.has_both_classes or (has_jobs and any(request.is_proactive for request in view.requests))
+
+    def _view_for_jobs(self, view: View) -> View:
+        """Return the view without requests that go behind all jobs: the proactive ones, unless the policy plans both classes.
+
+        Those that are running stay if reactive ones are, because they have rows in the same decode steps.
+        """
+        if self._plans_classes and self.policy is self._own:
+            return view
+        reactive = reactive_view(view)
+        return replace(reactive, running=view.running) if reactive.running else reactive
 
     def repeated(self, table: RequestTable, free_slots: int, max_decoding: int) -> Plan | None:
         """Return the last plan of a shipped policy again, without a view, if it was a decode step of all requests in ``table``.

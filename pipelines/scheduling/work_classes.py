@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from staticllm.core import Variant
 from staticllm.pipelines.scheduling.device_share import TimeCredit
-from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
+from staticllm.pipelines.scheduling.interface import JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.job_scheduler import (
     BOUND_USED,
     LATE,
@@ -30,6 +30,8 @@ from staticllm.pipelines.scheduling.plans import (
 
 LEAST_RATE = 0.5
 """The least rate of prompt tokens of a call of proactive requests alone, as a share of the best one."""
+HARDLY_LONGER = 1.25
+"""More proactive rows may make a decode step this many times as long, even where the step alone takes too long for others."""
 MIN_SECONDS = 1e-9
 """Lower bound of divisors."""
 
@@ -42,7 +44,8 @@ class ProactiveRequests:
     - While a reactive request waits for its first token, or for a place, proactive rows take only padding of its calls.
     - Beside reactive requests that decode, a call takes as many proactive rows, of decode steps and prompts, as keep the time
       between two reactive tokens within ``token_bound``. If no program holds both, proactive calls run between their steps.
-    - If no row is left, proactive requests have ``BEHIND_SHARE`` of the device time, in calls of their own.
+    - If no row is left, proactive requests have ``BEHIND_SHARE`` of the device time, in calls of their own. The same holds while
+      jobs wait, which all go before them.
 
     A call that holds a proactive row and no reactive prompt takes at most ``longest_call``, so that a new prompt finds the
     device free soon; or it is the smallest one that has half of the best rate of tokens.
@@ -55,18 +58,24 @@ class ProactiveRequests:
 
     def due(self, view: View) -> Plan | None:
         """Return a call of proactive requests alone if their share of the device time is due; else None."""
-        found = self._alone(view, min(slack_of(view), self._longest_call(view)))
+        has_bound = any(not each.is_proactive for each in view.running)
+        longest = self._longest_call(view)
+        found = self._alone(view, min(slack_of(view), longest) if has_bound else longest)
         if found is None or not self._credit.covers(found.seconds):
             return None
-        slack = slack_of(view) - waited(view)
-        keeps_bound = found.delay_seconds <= slack or not any(not each.is_proactive for each in view.running)
+        keeps_bound = not has_bound or found.delay_seconds <= slack_of(view) - waited(view)
         is_late = self._credit.covers(LATE * found.seconds) and found.delay_seconds > slack_of(view)
         if not keeps_bound and not (is_late and has_just_decoded(view, view.now - step_of(view))):
             return None
         return self._begin(found)
 
+    def note_job(self, job: JobView, view: View) -> None:
+        """Count a job that goes before the proactive requests of a view."""
+        self._credit.lead(job.seconds, is_followed=any(request.is_proactive for request in view.requests))
+
     def shortened(self, plan: Plan, view: View) -> Plan:
         """Return a plan without reactive requests whose prompts take no longer than ``longest_call``, if others are active."""
+        self._credit.clear()
         limit = self._longest_shared_call(view)
         if not plan.prefill or _seconds(view, plan) <= limit:
             return plan
@@ -125,7 +134,8 @@ class ProactiveRequests:
         if plan.prefill or reactive.waiting or reactive.prefilling or reactive.swapped or plan.swap_out or plan.preempt:
             return 0.0
         slack = slack_of(view) + step_of(view) - waited(view)
-        return max(0.0, min(slack, self._longest_call(view)))
+        longest = max(self._longest_call(view), HARDLY_LONGER * _seconds(view, plan))
+        return max(0.0, min(slack, longest))
 
     def _with_rows(self, plan: Plan, rest: View, limit: float) -> Plan:
         """Return the plan with as many rows of the proactive requests in ``rest`` as one call of ``limit`` seconds holds."""
@@ -374,11 +384,13 @@ def _short(calls: list[tuple[Plan, float]], limit: float) -> Plan | None:
 
 
 def _shortest(view: View, plan: Plan | None, limit: float) -> Plan | None:
-    """Return a decode step with as many of its rows as ``limit`` seconds hold, but at least one."""
+    """Return a decode step with as many of its rows as ``limit`` seconds hold, or as take hardly longer than a single one."""
     if plan is None:
         return None
+    first = replace(plan, decode=plan.decode[:1])
+    longest = max(limit, HARDLY_LONGER * _seconds(view, first))
     for count in range(len(plan.decode), 1, -1):
         trial = replace(plan, decode=plan.decode[:count])
-        if _seconds(view, trial) <= limit:
+        if _seconds(view, trial) <= longest:
             return trial
-    return replace(plan, decode=plan.decode[:1])
+    return first

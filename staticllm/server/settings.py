@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 
 WORK_CLASSES = ("reactive", "proactive")
 RunsIn = Literal["process", "worker", "daemon"]
@@ -97,6 +97,11 @@ class ServerSettings:
             )
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise ConfigError("an API key is empty or has spaces or characters outside ASCII: choose another")
+        for each in self.clients:
+            if not each.name.strip() or not each.name.isprintable():
+                raise ConfigError(
+                    f"the client's name {shown(each.name)} is blank or has control characters: choose another"
+                )
         for name, values in (("name", [each.name for each in self.clients]), ("key", self.keys)):
             if len(set(values)) < len(values):
                 raise ConfigError(f"two clients have the same {name}: choose another")

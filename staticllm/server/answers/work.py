@@ -33,8 +33,9 @@ def stated_class(call: ApiCall, model: ServedModel, tier: Tier | None = None) ->
     The first of these that says it decides: ``service_tier``, the header, the client's entry in the config file, the option
     ``WORK_CLASS`` of the model. Raises ``ApiError`` (the header has another value).
     """
-    given = call.request.headers.get(HEADER)
-    if given is not None and given.lower() not in WORK_CLASSES:
+    values = set(map(str.lower, call.request.headers.getlist(HEADER)))
+    given = ", ".join(sorted(values)) if values else None
+    if given is not None and given not in WORK_CLASSES:
         raise ApiError(
             400,
             f"the header X-Staticllm-Class is {shown(given)}: must be reactive or proactive",

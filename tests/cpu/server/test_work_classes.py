@@ -234,3 +234,17 @@ def test_two_clients_may_not_share_a_name_or_a_key():
             ServerSettings(clients=clients).check()
     with pytest.raises(ConfigError, match="the same key"):
         ServerSettings(api_keys=("x",), clients=(ApiClient("a", "x"),)).check()
+
+
+def test_two_headers_must_agree(desk):
+    for values, expected in ((("proactive", "Proactive"), 200), (("proactive", "reactive"), 400)):
+        headers = [("Authorization", "Bearer desk-key"), *(("X-Staticllm-Class", value) for value in values)]
+        answer = httpx.post(f"{desk.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+        assert answer.status_code == expected, answer.text
+    assert "is 'proactive, reactive': must be reactive or proactive" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", [" ", "a\nb", "\x00", "a\u202eb"])
+def test_a_clients_name_can_be_shown(name):
+    with pytest.raises(ConfigError, match="blank or has control characters"):
+        ServerSettings(clients=(ApiClient(name, "key"),)).check()

@@ -1,6 +1,7 @@
 """Costs that are measured while the engine has nothing to do."""
 
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -291,3 +292,28 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
     assert second.tokens == fake_answer([4, 5, 6], 3)
     engine.close()
     assert not engine._thread.is_alive()
+
+
+@pytest.mark.parametrize(("others", "least"), [(1.0, 9.0), (0.0, 0.0)])
+def test_beside_busy_processes_a_tenth_of_the_time_is_measured(monkeypatch, others, least):
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
+    engine = fake_engine(make_policy("fcfs"))
+    core = engine._core
+    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    monkeypatch.setattr(engine._others, "share", lambda: others)
+    times, is_done = [], threading.Event()
+
+    def measure_next(is_needed):
+        times.append(time.perf_counter())
+        time.sleep(0.02)
+        times.append(time.perf_counter())
+        if len(times) == 6:
+            is_done.set()
+
+    monkeypatch.setattr(core, "measure_next", measure_next)
+    engine.submit_state(fake_request([1, 2, 3], 2))
+    assert is_done.wait(20)
+    engine.close()
+    rests = [begin - end for end, begin in zip(times[1:5:2], times[2:5:2], strict=True)]
+    assert all(rest >= least * 0.02 for rest in rests)
+    assert least or all(rest < 9 * 0.02 for rest in rests)

@@ -15,6 +15,7 @@ from staticllm.pipelines.scheduling.job_scheduler import BOUND_USED
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.pipelines.simulator.cluster import Scenario, configured_model
 from staticllm.pipelines.simulator.cost_model import AnalyticCosts, Blocks, HostCost
+from staticllm.pipelines.simulator.simulated_clients import BulkJobs
 from staticllm.pipelines.simulator.workload import Arrival
 
 COSTS = AnalyticCosts(weights=0.010, row=0.0005, fixed=0.001)
@@ -35,10 +36,23 @@ def device(
 
 def run(model, policy, *arrivals):
     """Return the records by the number of the arrival, and the calls. A plan that breaks a rule raises."""
+    found = run_all(model, policy, *arrivals)
+    return {record.id: record for record in found.requests}, found.steps[0]
+
+
+def run_all(model, policy, *arrivals):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = Scenario(model, tuple(sorted(arrivals, key=lambda each: each.time))).run(policy)
-    return {record.id: record for record in found.requests}, found.steps[0]
+        return Scenario(model, tuple(sorted(arrivals, key=lambda each: each.time))).run(policy)
+
+
+def documents(model, end):
+    """Return the model with documents of which a call always waits until the moment ``end``."""
+    return replace(model, jobs=BulkJobs(0.1, end))
+
+
+def share_of(calls, end):
+    return sum(min(call.start + call.seconds, end) - call.start for call in calls if call.start < end) / end
 
 
 def chats(count, every=1.0, prompt=40, output=30):
@@ -156,3 +170,60 @@ def test_prompts_in_blocks_let_reactive_tokens_through(policy):
     times = records[0].token_times
     assert max(b - a for a, b in pairwise(times)) <= BOUND
     assert any(step.prefill and step.prefill[0][0] >= 1000 for step in steps if step.start < times[-1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_agents", [1, 4, 40])
+def test_documents_leave_proactive_requests_a_tenth(policy, mode, num_agents):
+    found = run_all(documents(device(mode=mode), 20.0), policy, *agents(num_agents, output=64))
+    ended = max(record.token_times[-1] for record in found.requests)
+    end = min(ended, 20.0)
+    assert share_of(found.steps[0], end) == pytest.approx(BEHIND_SHARE, abs=0.02)
+    assert share_of(found.jobs[0], end) == pytest.approx(1 - BEHIND_SHARE, abs=0.02)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_streams_and_documents_no_proactive_request_starves(policy, mode):
+    """Two minutes: a reactive answer always decodes, and documents always wait. New agents need calls for their prompts, too."""
+    end = 120.0
+    streams = [Arrival(number, 4.0 * number, 20, 60) for number in range(30)]
+    working = [replace(each, time=2.0 * number) for number, each in enumerate(agents(30, output=30))]
+    found = run_all(documents(device(mode=mode), end), policy, *streams, *working)
+    records = {record.id: record for record in found.requests}
+    times = [record.token_times for id, record in records.items() if id >= 1000]
+    assert all(len(tokens) == 30 for tokens in times)
+    assert all(tokens[-1] - records[1000].arrival < end for tokens in times), (
+        "none of them waits for the end of documents"
+    )
+    gaps = [max(b - a for a, b in pairwise(record.token_times)) for id, record in records.items() if id < 1000]
+    assert max(gaps) <= BOUND * 1.5, "doubled at most, while a second prompt waits"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_documents_leave_room_for_proactive_rows_in_reactive_steps(policy, mode):
+    stream = Arrival(0, 4.0, 20, 60)
+    found = run_all(documents(device(mode=mode), 30.0), policy, stream, *agents(3, prompt=10, output=110))
+    last = next(record for record in found.requests if record.id == 0).token_times[-1]
+    steps = [step for step in found.steps[0] if 0 in step.decode and step.end <= last]
+    assert sum(len(step.decode) == 4 for step in steps) > 0.9 * len(steps)
+    assert share_of(found.jobs[0], last) > 0.6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_a_desk_documents_have_most_of_what_reactive_work_leaves_and_agents_the_rest(policy):
+    """A chat every 20 s and a completion every 5 s. ``left``: what neither reactive work nor documents take."""
+    end = 40.0
+    reactive = [*chats(2, every=20.0, prompt=60, output=60), *(Arrival(100 + n, 5.0 * n, 30, 16) for n in range(8))]
+    working = agents(3, output=200)
+    model = device(longest=300, kv_slots=2048)
+    alone = run_all(model, policy, *working)
+    rate_alone = sum(len(record.token_times) for record in alone.requests) / alone.steps[0][-1].end
+    share_alone = share_of(run_all(model, policy, *reactive).steps[0], end)
+    found = run_all(documents(model, end), policy, *reactive, *working)
+    of_documents = share_of(found.jobs[0], end)
+    rate = sum(moment < end for record in found.requests if record.id >= 1000 for moment in record.token_times) / end
+    assert of_documents >= 0.7
+    assert rate / rate_alone >= 0.6 * (1 - of_documents - share_alone)

@@ -1,0 +1,49 @@
+"""How much other processes use the processors of this one."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+SHORTEST = 0.1
+"""The shortest time, in seconds, of which the use can be told: systems count it in steps of about 10 ms."""
+BUSY_FIELDS = ("user", "nice", "system", "steal")
+
+
+class OtherProcesses:
+    """Measures which share of the processors that this process may use other processes have had. For one thread."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._start = time.perf_counter()
+        self._busy = _busy_seconds(own_processors())
+        self._own = time.process_time()
+
+    def share(self) -> float:
+        """Return the share, 0 to 1, since ``begin`` or the last answer; 0 if that was less than ``SHORTEST`` ago."""
+        elapsed = time.perf_counter() - self._start
+        if elapsed < SHORTEST:
+            return 0.0
+        processors = own_processors()
+        used = _busy_seconds(processors) - self._busy - (time.process_time() - self._own)
+        self.begin()
+        return min(1.0, max(0.0, used / (elapsed * max(1, len(processors)))))
+
+
+def own_processors() -> frozenset[int]:
+    """Return the numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _busy_seconds(processors: frozenset[int]) -> float:
+    """Return how long these processors have been busy, with any process, since the machine was started."""
+    times = psutil.cpu_times(percpu=True)
+    chosen = [each for number, each in enumerate(times) if number in processors] or times
+    return float(sum(getattr(each, name, 0.0) for each in chosen for name in BUSY_FIELDS))

@@ -1,0 +1,37 @@
+"""Tests that the use of the processors by other processes is told apart from our own."""
+
+import subprocess
+import sys
+import time
+
+from staticllm.system import processor_use
+from staticllm.system.processor_use import OtherProcesses, own_processors
+
+
+def test_a_busy_process_is_seen():
+    others = OtherProcesses()
+    spin = "import time; end = time.process_time() + 60\nprint(flush=True)\nwhile time.process_time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            others.begin()
+            time.sleep(1.0)
+            assert others.share() >= 0.3 / len(own_processors())
+            assert others.share() == 0.0, "too short ago"
+        finally:
+            process.kill()
+
+
+def test_our_own_work_is_none_of_others(monkeypatch):
+    busy = [100.0]
+    own = [5.0]
+    monkeypatch.setattr(processor_use, "_busy_seconds", lambda processors: busy[0])
+    monkeypatch.setattr(processor_use.time, "process_time", lambda: own[0])
+    others = OtherProcesses()
+    time.sleep(0.11)
+    busy[0] += 0.1
+    own[0] += 0.1
+    assert others.share() < 1e-6
+    time.sleep(0.11)
+    busy[0] += 0.1
+    assert others.share() > 0.0
