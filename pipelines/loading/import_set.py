@@ -74,7 +74,7 @@ def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
 
 def _read_checked(
     job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
-) -> dict[str, bytes]:
+) -> dict[str, ov.Tensor]:
     """Read the blobs by name while ``fingerprint`` reads the model's files. Raises ``BlobError`` (damaged, or another model)."""
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPoolExecutor(1) as pool:
@@ -108,7 +108,7 @@ def _import_each(
     job: LoadJob[Any],
     manifest: Manifest,
     files: Mapping[V, str],
-    blobs: Mapping[str, bytes],
+    blobs: Mapping[str, ov.Tensor],
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
     """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it. Raises ``BlobError`` (refused)."""
@@ -136,24 +136,24 @@ def _import_chains(
     job: LoadJob[Any],
     manifest: Manifest,
     files: Mapping[V, str],
-    blobs: Mapping[str, bytes],
+    blobs: Mapping[str, ov.Tensor],
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
     """Import each part once, and make the chains of all variants over one bank of weights. Raises ``BlobError`` (refused)."""
     names = stems_of(list(blobs))
 
-    def contents(stem: str) -> bytes:
+    def contents(stem: str) -> memoryview:
         if stem not in names:
             raise BlobError(f"the set has no file {stem[:60]!r}: export it again")
-        return blobs[names[stem]]
+        return memoryview(blobs[names[stem]].data)
 
-    bank = read_bank(contents(BANK), contents(WEIGHTS), device_allocator(get_core(), job.device))
+    bank = read_bank(bytes(contents(BANK)), contents(WEIGHTS), device_allocator(get_core(), job.device))
     known = dict[str, CompiledPart]()
     asked = set[str]()
     found = dict[V, CompiledChain]()
     for index, (variant, file) in enumerate(files.items(), 1):
         with _told(job, index, len(files), variant):
-            stored = read_chain(blobs[file], bank)
+            stored = read_chain(blobs[file].data.tobytes(), bank)
             target = ImportTarget(job.device, options.program_group(variant).properties)
             for requirements in stored.requirements:
                 if requirements not in asked and (requirements or manifest.fingerprint.is_elsewhere):
@@ -161,7 +161,7 @@ def _import_chains(
                     asked.add(requirements)
             for stem, place in zip(stored.files, stored.plan.places, strict=True):
                 if stem not in known:
-                    known[stem] = import_part(contents(stem), place, target)
+                    known[stem] = import_part(bytes(contents(stem)), place, target)
             found[variant] = CompiledChain(stored.plan, [known[stem] for stem in stored.files], bank)
     bank.move({entry for chain in found.values() for entry in chain.entries_of_device})
     return {**found}

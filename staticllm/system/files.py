@@ -51,6 +51,20 @@ def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     return data
 
 
+def fill_from(path: Path, buffer: memoryview, follow: bool = True) -> None:
+    """Fill a buffer with the bytes of an ordinary file of its size.
+
+    Raises ``OSError`` (the file cannot be read, is not an ordinary file, or has another size).
+    """
+    with open_regular(path, follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        filled = 0
+        while size == len(buffer) > filled and (count := file.readinto(buffer[filled:])):
+            filled += count
+    if not size == len(buffer) == filled:
+        raise OSError(f"{path.name} has {size} bytes, {len(buffer)} were expected: it was changed meanwhile")
+
+
 @contextmanager
 def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file next to ``path``, which is renamed to ``path`` when the block ends without an exception.
