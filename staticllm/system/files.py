@@ -8,6 +8,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +16,7 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
-def open_regular(path: Path, follow: bool = True) -> BinaryIO:
+def open_regular(path: Path, follow: bool = True) -> BufferedReader:
     """Open a file for reading. Pipes and devices, which could block, are refused; without ``follow`` links as well.
 
     Raises ``OSError`` (it cannot be opened, or is not an ordinary file).
