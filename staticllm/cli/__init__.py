@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from staticllm.cli.signals import ended_while_importing
 from staticllm.errors import StaticLLMError
 
 _SECTIONS = {
@@ -72,7 +73,8 @@ class _Group(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
-        command: click.Command = getattr(import_module(f"staticllm.cli.{module}"), name)
+        with ended_while_importing():
+            command: click.Command = getattr(import_module(f"staticllm.cli.{module}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -34,7 +34,9 @@ def test_ctrl_c_works_after_pipelines_were_closed():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to a child")
-@pytest.mark.parametrize("imported", ["staticllm.errors", "click.core", "numpy", "openvino._pyopenvino"])
+@pytest.mark.parametrize(
+    "imported", ["staticllm.errors", "click.core", "numpy", "openvino._pyopenvino", "staticllm.core"]
+)
 def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(imported):
     """The interpreter tells on stderr what it has imported; the signal arrives after that, among the next imports."""
     command = [sys.executable, "-X", "importtime", "-m", "staticllm", "run", "hi"]
