@@ -240,11 +240,11 @@ def _read_verified(path: Path, entry: StoredBlob) -> ov.Tensor:
         if size > psutil.virtual_memory().available:
             raise OSError(f"it has {size / 1e9:.1f} GB, more than the free memory")
         data = _empty(size)
-        fill_from(path, memoryview(data.data), follow=False)
+        fill_from(path, data.data.data, follow=False)
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or error or "not enough memory"
         raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
-    if bytes_digest(memoryview(data.data)) != entry.digest:
+    if bytes_digest(data.data.data) != entry.digest:
         raise BlobError(f"{str(path)!r} is damaged: its contents do not match its digest; export it again")
     return data
 
