@@ -6,31 +6,30 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staticllm.config import StaticLLMConfig
-from staticllm.core import FinishReason, ProgressEvent, Variant
-from staticllm.errors import (
-    AdapterError,
-    BlobError,
-    BusyError,
-    ClosedError,
-    ConfigError,
-    DeviceError,
-    GenerationConfigError,
-    ModelError,
-    NumericalError,
-    ProcessLostError,
-    PromptError,
-    PromptTooLongError,
-    SnapshotError,
-    StaticLLMError,
-    UnsupportedModelError,
-)
-from staticllm.metrics import PerfMetrics
-from staticllm.model_dir import demo_model_path
-from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText, ToolCall
 from staticllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from staticllm.config import StaticLLMConfig
+    from staticllm.core import FinishReason, ProgressEvent, Variant
+    from staticllm.errors import (
+        AdapterError,
+        BlobError,
+        BusyError,
+        ClosedError,
+        ConfigError,
+        DeviceError,
+        GenerationConfigError,
+        ModelError,
+        NumericalError,
+        ProcessLostError,
+        PromptError,
+        PromptTooLongError,
+        SnapshotError,
+        StaticLLMError,
+        UnsupportedModelError,
+    )
+    from staticllm.metrics import PerfMetrics
+    from staticllm.model_dir import demo_model_path
     from staticllm.pipelines.conversation.events import (
         ArgumentsDelta,
         CallBegin,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.text_embedding_pipeline import EmbeddingHandle, StaticEmbeddingPipeline
     from staticllm.pipelines.text_rerank_pipeline import RerankHandle, StaticRerankPipeline
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
+    from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText, ToolCall
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
@@ -131,36 +131,46 @@ __all__ = [
 
 
 _LAZY = {
-    "draft_model": "launch.draft_source",
-    **dict.fromkeys(("Adapter", "AdapterConfig"), "generation.genai_adapters"),
-    "GenerationHandle": "text.handle",
-    "LogitsProcessor": "generation.logits_processors",
-    "StaticLLMPipeline": "llm_pipeline",
-    "Stats": "profiling.stats",
-    "Trace": "profiling.trace",
-    "VariantIndex": "programs.variant_index",
+    "StaticLLMConfig": "config",
+    **dict.fromkeys(("FinishReason", "ProgressEvent", "Variant"), "core"),
+    **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
+    "PerfMetrics": "metrics",
+    "demo_model_path": "model_dir",
+    **dict.fromkeys(("AssistantMessage", "DecodedResults", "EncodedResults", "GeneratedText", "ToolCall"), "results"),
+    "draft_model": "pipelines.launch.draft_source",
+    **dict.fromkeys(("Adapter", "AdapterConfig"), "pipelines.generation.genai_adapters"),
+    "GenerationHandle": "pipelines.text.handle",
+    "LogitsProcessor": "pipelines.generation.logits_processors",
+    "StaticLLMPipeline": "pipelines.llm_pipeline",
+    "Stats": "pipelines.profiling.stats",
+    "Trace": "pipelines.profiling.trace",
+    "VariantIndex": "pipelines.programs.variant_index",
     **dict.fromkeys(
         ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
-        "conversation.events",
+        "pipelines.conversation.events",
     ),
-    **dict.fromkeys(("RerankHandle", "StaticRerankPipeline"), "text_rerank_pipeline"),
+    **dict.fromkeys(("RerankHandle", "StaticRerankPipeline"), "pipelines.text_rerank_pipeline"),
+    **dict.fromkeys(("EmbeddingConfig", "RerankConfig"), "pipelines.embedding.embedding_config"),
+    **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "pipelines.text_embedding_pipeline"),
+    **dict.fromkeys(
+        ("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "pipelines.scheduling.interface"
+    ),
     **dict.fromkeys(
         ("WhisperDecodedResultChunk", "WhisperDecodedResults", "WhisperPerfMetrics", "WhisperWordTiming"),
-        "speech.results",
+        "pipelines.speech.results",
     ),
-    "WhisperGenerationConfig": "speech.whisper_config",
-    "StaticWhisperPipeline": "whisper_pipeline",
-    **dict.fromkeys(("EmbeddingConfig", "RerankConfig"), "embedding.embedding_config"),
-    **dict.fromkeys(("EmbeddingHandle", "StaticEmbeddingPipeline"), "text_embedding_pipeline"),
-    **dict.fromkeys(("Device", "Plan", "Policy", "RequestStatus", "RequestView", "View"), "scheduling.interface"),
+    "WhisperGenerationConfig": "pipelines.speech.whisper_config",
+    "StaticWhisperPipeline": "pipelines.whisper_pipeline",
 }
 """Names that are imported only when they are used, and their modules."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the pipeline, and OpenVINO with it, only when it is used."""
+    """Import what is used: all of it takes a second, in which Ctrl-C could print a traceback (``__main__``)."""
     if name in _LAZY:
-        return getattr(import_module(f"staticllm.pipelines.{_LAZY[name]}"), name)
+        return getattr(import_module(f"staticllm.{_LAZY[name]}"), name)
+    if name in _LAZY.values():  # a module
+        return import_module(f"staticllm.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,5 +1,26 @@
-"""``python -m staticllm``."""
+"""The ``staticllm`` command, and ``python -m staticllm``."""
 
-from staticllm.cli import main
+from __future__ import annotations
 
-main()
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """Run the command line; the entry point of the console script. Ctrl-C while it is imported ends it quietly."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else it is ignored, and stays so
+        signal.signal(signal.SIGINT, _leave)
+    from staticllm.cli import main as run
+
+    signal.signal(signal.SIGINT, before)
+    run()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

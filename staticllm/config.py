@@ -276,7 +276,8 @@ class StaticLLMConfig:
             with another signature or none are refused (``INTEGRITY_KEY``, docs/security.md).
         weights_path: The weights file, if it is not beside the IR (``WEIGHTS_PATH``).
         background_compile: Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but
-            on a CPU only for the program for few rows, and only if no blobs are written (``BACKGROUND_COMPILE``).
+            on a CPU only for the program for few rows, and only if no blobs are written; and of a blob set a program that only
+            calls of several requests need (``BACKGROUND_COMPILE``).
         serve_from_cpu: Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``).
         device_properties: OpenVINO properties for every program.
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).

@@ -8,16 +8,17 @@ would run a blob with a flipped bit, and a truncated file would kill the process
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import openvino as ov
 import psutil
 from filelock import Timeout
@@ -44,7 +45,7 @@ from staticllm.pipelines.artifacts.manifest import (
 )
 from staticllm.pipelines.programs.kinds import KINDS
 from staticllm.system.file_lock import acquire
-from staticllm.system.files import read_regular, whole_file
+from staticllm.system.files import fill_from, read_regular, whole_file
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 COSTS = "costs.json"
@@ -55,6 +56,8 @@ SCRATCH = ".staticllm-"
 """Prefix of the names of temporary files."""
 LOCK_TIMEOUT = 60.0
 """How long to wait for another writer of the same set, in seconds."""
+NUM_READS = 2
+"""Blobs that are read and verified in parallel."""
 READ_TRIES = 3
 """Attempts to read a set, or to lock its folder, while other processes replace it."""
 _WRITTEN = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}\.blob")
@@ -201,8 +204,12 @@ def json_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, kept) else type_name(value) for name, value in properties.items()}
 
 
-def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, bytes]:
-    """Read, verify and decrypt every blob, by file name. Raises ``BlobError`` (damaged, or unexpectedly encrypted or plain)."""
+def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, ov.Tensor]:
+    """Read, verify and decrypt every blob, by file name, ``NUM_READS`` at a time: bytes ``[size]``.
+
+    A program that is imported from a tensor shares its memory, so that nothing is copied. Raises ``BlobError`` (damaged, or
+    unexpectedly encrypted or plain).
+    """
     if manifest.is_encrypted != (decrypt is not None):
         what = (
             "encrypted: give CACHE_ENCRYPTION_CALLBACKS"
@@ -210,29 +217,40 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
             else "not encrypted: leave CACHE_ENCRYPTION_CALLBACKS out"
         )
         raise BlobError(f"the blobs in {str(folder)!r} are {what}")
-    return {
-        name: data if decrypt is None else _decrypted(folder / name, data, decrypt)
-        for name, data in read_stored(folder, manifest)
-    }
+
+    def read(name: str) -> ov.Tensor:
+        data = _read_verified(folder / name, manifest.blobs[name])
+        return data if decrypt is None else tensor_of(_decrypted(folder / name, data.data.tobytes(), decrypt))
+
+    with ThreadPoolExecutor(NUM_READS) as pool:
+        return dict(zip(manifest.blobs, pool.map(read, manifest.blobs), strict=True))
 
 
 def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
     """Yield name and stored bytes of every blob, verified. Raises ``BlobError`` (missing, changed, or too large for memory)."""
     for name, entry in manifest.blobs.items():
-        path = folder / name
-        try:
-            size = path.lstat().st_size
-            if size != entry.num_bytes:
-                raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry.num_bytes}: export it again")
-            if size > psutil.virtual_memory().available:
-                raise OSError(f"it has {size / 1e9:.1f} GB, more than the free memory")
-            data = read_regular(path, size, follow=False)
-        except (OSError, MemoryError) as error:
-            reason = getattr(error, "strerror", None) or error or "not enough memory"
-            raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
-        if bytes_digest(data) != entry.digest:
-            raise BlobError(f"{str(path)!r} is damaged: its contents do not match its digest; export it again")
-        yield name, data
+        yield name, _read_verified(folder / name, entry).data.tobytes()
+
+
+def _read_verified(path: Path, entry: StoredBlob) -> ov.Tensor:
+    try:
+        size = path.lstat().st_size
+        if size != entry.num_bytes:
+            raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry.num_bytes}: export it again")
+        if size > psutil.virtual_memory().available:
+            raise OSError(f"it has {size / 1e9:.1f} GB, more than the free memory")
+        data = _empty(size)
+        fill_from(path, data.data.data, follow=False)
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or error or "not enough memory"
+        raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
+    if bytes_digest(data.data.data) != entry.digest:
+        raise BlobError(f"{str(path)!r} is damaged: its contents do not match its digest; export it again")
+    return data
+
+
+def _empty(size: int) -> ov.Tensor:
+    return ov.Tensor(ov.Type.u8, ov.Shape([size]))
 
 
 def _decrypted(path: Path, data: bytes, decrypt: Crypt) -> bytes:
@@ -251,11 +269,18 @@ class ImportTarget:
     weights: Path | None = None
 
 
-def import_blob(core: ov.Core, blob: bytes, target: ImportTarget) -> ov.CompiledModel:
-    """Import one program from its blob. Raises ``BlobError`` (the device refused it)."""
+def tensor_of(data: bytes) -> ov.Tensor:
+    """Return a copy of bytes as a tensor ``[size]`` of u8, whose memory an imported program can share."""
+    tensor = _empty(len(data))
+    tensor.data[:] = np.frombuffer(data, np.uint8)
+    return tensor
+
+
+def import_blob(core: ov.Core, blob: ov.Tensor, target: ImportTarget) -> ov.CompiledModel:
+    """Import one program from its blob, whose memory it shares. Raises ``BlobError`` (the device refused it)."""
     extra = {"WEIGHTS_PATH": str(target.weights)} if target.weights is not None else {}
     try:
-        return core.import_model(io.BytesIO(blob), target.device, {**target.properties, **extra})
+        return core.import_model(blob, target.device, {**target.properties, **extra})
     except RuntimeError as error:
         raise BlobError(f"{target.device} refused a blob: {last_line(error)}") from error
 

@@ -21,7 +21,7 @@ from staticllm.compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWi
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, DeviceError, last_line
 from staticllm.kvcache.arena import Allocate
-from staticllm.pipelines.artifacts.blob_set import ImportTarget, Piece, import_blob
+from staticllm.pipelines.artifacts.blob_set import ImportTarget, Piece, import_blob, tensor_of
 from staticllm.pipelines.programs.chain import (
     ChainPlan,
     CompiledChain,
@@ -269,7 +269,7 @@ def _require(condition: bool, what: str, value: object) -> None:
         raise BlobError(f"a chain names a {what} that does not exist, {str(value)[:60]!r}: export it again")
 
 
-def read_bank(index: bytes, weights: bytes, allocate: Allocate | None = None) -> WeightBank:
+def read_bank(index: bytes, weights: bytes | memoryview, allocate: Allocate | None = None) -> WeightBank:
     """Return the bank of a set; ``allocate`` gives memory of the device.
 
     Raises ``BlobError`` (an entry is outside of the weights).
@@ -310,7 +310,7 @@ def export_part(part: CompiledPart) -> bytes:
 def import_part(data: bytes, place: Place, target: ImportTarget) -> CompiledPart:
     """Import a part from its bytes. Raises ``BlobError`` (it was refused)."""
     if place == "device":
-        return import_blob(get_core(), data, target)
+        return import_blob(get_core(), tensor_of(data), target)
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     graph = data[LENGTH_BYTES : LENGTH_BYTES + length]
     constants = data[LENGTH_BYTES + length :]

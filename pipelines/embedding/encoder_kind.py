@@ -31,6 +31,7 @@ from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind, 
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.layout import fixed_layout
 from staticllm.ports import INPUT_IDS
+from staticllm.sources.converted import given_as
 
 EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))
@@ -169,6 +170,12 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     def check_graph(self, model: ov.Model, directory: Path) -> None:
         """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled."""
         check_kind(model, directory, "encoder", self.can_embed)
+        given = given_as(directory)
+        if given != str(directory):
+            raise ModelError(
+                f"{given!r} is a GGUF file, and GGUF files are read for generation only: for vectors or scores, make an OpenVINO "
+                "model of the original with `staticllm export`"
+            )
 
     def lower(self, job: AnyJob, source: OpenedModel, start: StartWith) -> EncoderPlan:
         """Lower the model, and choose its variants; all of its programs are there from the start."""

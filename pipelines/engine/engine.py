@@ -373,7 +373,12 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether the engine has neither requests nor jobs."""
-        return not self._inbox and not self._core.requests and not self._core.jobs.has_jobs
+        return not self.num_requests and not self._core.jobs.has_jobs
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._inbox) + len(self._core.requests)
 
     @property
     def profiler(self) -> Profiler:

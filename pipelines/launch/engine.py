@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,11 @@ DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
 ReadText: TypeAlias = Callable[[], EngineText | None]
 """Returns what an engine needs of the tokenizer once its programs are loaded; None without a tokenizer."""
 PRECISION = "INFERENCE_PRECISION_HINT"
+PAUSE_SECONDS = 0.02
+REST_SECONDS = 0.2
+"""How long an engine rests before programs of a blob set that its first answer does not need are imported."""
+PATIENCE_SECONDS = 10.0
+"""The longest wait for that rest: an engine that always serves one request gets its other programs too."""
 
 
 @dataclass
@@ -199,16 +204,30 @@ class DeferredCompiler:
         self._compiled = dict(programs.compiled)
         engine.runner.probe.pause()  # costs are not measured beside a compilation
 
-    def parts(self) -> list[Callable[[], None]]:
+    def parts(self) -> Iterator[Callable[[], None]]:
         """Return one part per program, then one that writes all programs to the requested blob set."""
-        with self._deferred.weights.released():  # a probe may read them
+        if self._deferred.waits_for_rest:
+            yield from self._pauses()
+        with self._deferred.released():  # a probe may read them
             self._deferred.choose()
         together = self._deferred.programs
-        return [*(partial(self.compile, variants) for variants in together), self._resume, self.store]
+        yield from (partial(self.compile, variants) for variants in together)
+        yield self._resume
+        yield self.store
+
+    def _pauses(self) -> Iterator[Callable[[], None]]:
+        """Yield pauses until the engine has rested or has several requests, for at most ``PATIENCE_SECONDS``."""
+        begin = busy = time.perf_counter()
+        while (now := time.perf_counter()) < min(begin + PATIENCE_SECONDS, busy + REST_SECONDS):
+            if not self._engine.is_idle:
+                busy = now
+                if self._engine.num_requests > 1:
+                    return
+            yield partial(time.sleep, PAUSE_SECONDS)
 
     def compile(self, variants: Sequence[Variant]) -> None:
         """Compile the variants of one program, run it once apart from the engine, and install it between two steps."""
-        with self._deferred.weights.released():
+        with self._deferred.released():
             found = {variant: self._deferred.compile(variant) for variant in variants}
             program = found[variants[0]]
             is_first = program not in self._compiled.values()
@@ -221,7 +240,7 @@ class DeferredCompiler:
         runner = self._engine.runner
         for variant in variants:
             _add_program(runner, variant, self._compiled[variant])
-            runner.costs.doubt(variant)
+        self._deferred.note_costs(runner.costs, variants)
         runner.refresh_variants()
 
     def _resume(self) -> None:
@@ -314,7 +333,7 @@ def _config_of_cpu(candidates: Sequence[Candidate]) -> StaticLLMConfig:
 
 def _completed(loaded: LoadedDecoder, deferred: DeferredDecoder) -> LoadedDecoder:
     """Compile the deferred programs of a staged model before it serves, and return it complete; the CPU serves meanwhile."""
-    with deferred.weights.released():
+    with deferred.released():
         deferred.choose()
     compiled = {**loaded.programs.compiled, **{variant: deferred.compile(variant) for variant in deferred.variants}}
     programs = replace(loaded.programs, compiled=compiled)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Generic, Protocol
+from typing import ClassVar, Generic, Protocol
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError
+from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from staticllm.system.file_lock import Lease
@@ -23,8 +25,8 @@ CLOSE_TIMEOUT = 5.0
 class BackgroundWork(Protocol):
     """The work of a ``BackgroundLoader``: it runs the parts in order, and the release at the end, also after an error."""
 
-    def parts(self) -> list[Callable[[], None]]:
-        """Return the parts of the work, in order."""
+    def parts(self) -> Iterable[Callable[[], None]]:
+        """Return the parts of the work, in order. The next one is asked for when the previous one has run."""
         ...
 
     def release(self) -> None:
@@ -103,10 +105,12 @@ class ProgramStore(Protocol[V, S]):
 class DeferredPrograms(Generic[V, S]):
     """Variants that are compiled while the model serves.
 
-    ``weights`` are those of the plan. One thread calls ``choose``, then ``compile`` for each of ``variants``, then ``store`` with
+    One thread calls ``choose``, then ``compile`` for each of ``variants``, both in blocks of ``released``, then ``store`` with
     all programs of the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is
-    locked until then.
+    locked until then. ``waits_for_rest``: whether that begins when the engine rests, or has several requests.
     """
+
+    waits_for_rest: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -116,7 +120,6 @@ class DeferredPrograms(Generic[V, S]):
         store: ProgramStore[V, S] | None = None,
     ) -> None:
         self.variants = tuple(variants)
-        self.weights = plan.weights
         self._plan = plan
         self._on_progress = on_progress
         self._store = store
@@ -125,6 +128,15 @@ class DeferredPrograms(Generic[V, S]):
 
     def choose(self) -> None:
         """Choose ``variants``, if that was left for later. The compiling thread calls this first."""
+
+    def released(self) -> AbstractContextManager[None]:
+        """Return a block in which weights are read, and their pages given up."""
+        return self._plan.weights.released()
+
+    def note_costs(self, costs: CostModel[V], variants: Iterable[V]) -> None:
+        """Tell a cost model what is known of ``variants``, whose program was installed: their costs are measured again."""
+        for variant in variants:
+            costs.doubt(variant)
 
     @property
     def programs(self) -> list[tuple[V, ...]]:
@@ -170,3 +182,53 @@ class SecondProgram(DeferredPrograms[V, S]):
         self._plan = replace(self._plan, options=options, later=None)
         apart = (variant for variant in self._plan.variants if options.program_group(variant).part)
         self.variants = tuple(variant for variant in apart if options.program_group(variant).part != "prefill")
+
+
+class DeferredImports(DeferredPrograms[V, S]):
+    """Programs of a blob set that are imported while those that any prompt needs serve. Their blobs were verified before.
+
+    They wait for a rest: the first answer would run slower beside an import, and a short program ends without one.
+    ``files`` are the variants of each file, ``import_file`` imports one. ``costs`` (seconds per call) are known of an earlier
+    process, and ``kept_costs`` are stable ones.
+    """
+
+    waits_for_rest = True
+
+    def __init__(
+        self,
+        files: Mapping[str, tuple[V, ...]],
+        import_file: Callable[[str], AnyProgram],
+        costs: Mapping[V, float],
+        kept_costs: Mapping[V, float],
+    ) -> None:
+        self.variants = tuple(variant for variants in files.values() for variant in variants)
+        self._files = files
+        self._import_file = import_file
+        self._costs = costs
+        self._kept_costs = kept_costs
+        self._store = None
+        self._lease = None
+        self._compiled = {}
+
+    @property
+    def programs(self) -> list[tuple[V, ...]]:
+        """The variants of each program that will be imported."""
+        return list(self._files.values())
+
+    def released(self) -> AbstractContextManager[None]:
+        """Return an empty block: the memory of blobs is not mapped."""
+        return nullcontext()
+
+    def compile(self, variant: V) -> AnyProgram:
+        """Return the program of one of ``variants``, imported for all variants of its file. Raises ``BlobError`` (refused)."""
+        if variant not in self._compiled:
+            file, variants = next((file, each) for file, each in self._files.items() if variant in each)
+            self._compiled |= dict.fromkeys(variants, self._import_file(file))
+        return self._compiled[variant]
+
+    def note_costs(self, costs: CostModel[V], variants: Iterable[V]) -> None:
+        """Take over the known costs."""
+        for variant in variants:
+            if variant in self._costs and variant not in costs.measured:
+                costs.update(variant, self._costs[variant])
+        costs.adopt({variant: self._kept_costs[variant] for variant in variants if variant in self._kept_costs})

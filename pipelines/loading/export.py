@@ -29,6 +29,7 @@ from staticllm.pipelines.artifacts.blob_set import (
     is_ours,
     json_properties,
     read_manifest,
+    tensor_of,
     write_set,
 )
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
@@ -276,7 +277,7 @@ def _chain_matches(
 def matches(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]], blob: bytes, target: ImportTarget) -> bool:
     """Return whether ``blob``, imported for ``target``, computes what ``compiled`` computes from ``feeds``, by port name."""
     try:
-        imported = import_blob(get_core(), blob, target)
+        imported = import_blob(get_core(), tensor_of(blob), target)
         expected = run_apart(compiled, feeds)
         found = run_apart(imported, feeds)
     except (BlobError, RuntimeError, ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +15,14 @@ import openvino as ov
 from staticllm.core import KVType, OnProgress, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
-from staticllm.pipelines.artifacts.blob_set import ImportTarget, check_properties, check_set, import_blob, read_blobs
+from staticllm.pipelines.artifacts.blob_set import (
+    ImportTarget,
+    check_properties,
+    check_set,
+    import_blob,
+    read_blobs,
+    remove_set,
+)
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
 from staticllm.pipelines.artifacts.manifest import Manifest, stored
 from staticllm.pipelines.artifacts.measurements import CostsPlace
@@ -27,6 +34,7 @@ from staticllm.pipelines.artifacts.stored_chain import (
     read_chain,
     stems_of,
 )
+from staticllm.pipelines.loading.background import DeferredImports
 from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
 from staticllm.pipelines.loading.npu_target import check_requirements
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain, CompiledPart
@@ -55,12 +63,59 @@ def import_set(
     files = manifest.files_of(kind.variant)
     with kind.memory(job.device, shape, list(files)) as memory:
         import_each = _import_chains if options.layout == "blocks" else _import_each
-        compiled = import_each(job, manifest, files, blobs, options)
-        costs = manifest.costs_of(kind.variant)
-        programs = CompiledPrograms(shape, options, compiled, costs, kept.read())
-        runner = _runner(job, folder, programs, memory)
+        first = _first_files(job, files, options)
+        compiled = import_each(job, manifest, first, blobs, options)
+        programs = CompiledPrograms(shape, options, compiled, manifest.costs_of(kind.variant), kept.read())
+        runner = _runner(job, folder, programs, memory, () if first == files else list(files))
     is_weightless = manifest.is_weightless
-    return Loaded(runner, programs, job.config, origin, has_mapped_weights=is_weightless, kept_costs=kept)
+    loaded = Loaded(runner, programs, job.config, origin, has_mapped_weights=is_weightless, kept_costs=kept)
+    return loaded if first == files else replace(loaded, deferred=_deferred(job, folder, manifest, blobs, loaded))
+
+
+def _first_files(job: Job[V, S, R], files: Mapping[V, str], options: CompileOptions) -> dict[V, str]:
+    """Return the variants, with their files, that are imported before the model serves: whole programs that any prompt needs.
+
+    One program per variant is small, so these are all imported at once.
+    """
+    if not (job.is_launched and job.kind.compiles_in_background) or options.mode == "separate":
+        return dict(files)
+    needed = {files[variant] for variant in job.kind.first_to_serve(list(files))}
+    return {variant: file for variant, file in files.items() if file in needed}
+
+
+def _deferred(
+    job: Job[V, S, R],
+    folder: Path,
+    manifest: Manifest,
+    blobs: Mapping[str, ov.Tensor],
+    loaded: Loaded[V, S, R],
+) -> DeferredImports[V, S]:
+    """Return the programs of a set that are not loaded; their blobs are held until they are imported.
+
+    If one is refused, a cached set is removed, so that the next start compiles the model again.
+    """
+    programs = loaded.programs
+    files: dict[str, tuple[V, ...]] = {}
+    for variant, file in manifest.files_of(job.kind.variant).items():
+        if variant not in programs.compiled:
+            files[file] = (*files.get(file, ()), variant)
+    left = {file: blobs[file] for file in files}
+    weights = job.weights if manifest.is_weightless else None
+
+    def import_file(file: str) -> AnyProgram:
+        variants = files[file]
+        target = ImportTarget(job.device, programs.options.program_group(variants[0]).properties, weights)
+        try:
+            with _told(job, list(files).index(file) + 1, len(files), variants[0]), _matching(folder):
+                program = import_blob(get_core(), left.pop(file), target)
+                job.kind.check(replace(programs, compiled=dict.fromkeys(variants, program)))
+        except BlobError:
+            if loaded.origin == "cache":
+                remove_set(folder)
+            raise
+        return program
+
+    return DeferredImports(files, import_file, programs.costs, programs.kept_costs)
 
 
 def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
@@ -74,7 +129,7 @@ def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
 
 def _read_checked(
     job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
-) -> dict[str, bytes]:
+) -> dict[str, ov.Tensor]:
     """Read the blobs by name while ``fingerprint`` reads the model's files. Raises ``BlobError`` (damaged, or another model)."""
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPoolExecutor(1) as pool:
@@ -84,10 +139,17 @@ def _read_checked(
     return blobs
 
 
-def _runner(job: Job[V, S, R], folder: Path, programs: CompiledPrograms[V, S], memory: Any) -> R:
-    try:
+def _runner(job: Job[V, S, R], folder: Path, programs: CompiledPrograms[V, S], memory: Any, planned: Sequence[V]) -> R:
+    with _matching(folder):
         job.kind.check(programs)
-        return job.kind.runner(job, programs, memory)
+        return job.kind.runner(job, programs, memory, planned)
+
+
+@contextmanager
+def _matching(folder: Path) -> Iterator[None]:
+    """Turn exceptions of a block that uses imported programs into a ``BlobError``: they do not match their manifest."""
+    try:
+        yield
     except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
         if isinstance(error, StaticLLMError):
             raise
@@ -108,7 +170,7 @@ def _import_each(
     job: LoadJob[Any],
     manifest: Manifest,
     files: Mapping[V, str],
-    blobs: Mapping[str, bytes],
+    blobs: Mapping[str, ov.Tensor],
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
     """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it. Raises ``BlobError`` (refused)."""
@@ -136,24 +198,24 @@ def _import_chains(
     job: LoadJob[Any],
     manifest: Manifest,
     files: Mapping[V, str],
-    blobs: Mapping[str, bytes],
+    blobs: Mapping[str, ov.Tensor],
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
     """Import each part once, and make the chains of all variants over one bank of weights. Raises ``BlobError`` (refused)."""
     names = stems_of(list(blobs))
 
-    def contents(stem: str) -> bytes:
+    def contents(stem: str) -> memoryview:
         if stem not in names:
             raise BlobError(f"the set has no file {stem[:60]!r}: export it again")
-        return blobs[names[stem]]
+        return blobs[names[stem]].data.data
 
-    bank = read_bank(contents(BANK), contents(WEIGHTS), device_allocator(get_core(), job.device))
+    bank = read_bank(bytes(contents(BANK)), contents(WEIGHTS), device_allocator(get_core(), job.device))
     known = dict[str, CompiledPart]()
     asked = set[str]()
     found = dict[V, CompiledChain]()
     for index, (variant, file) in enumerate(files.items(), 1):
         with _told(job, index, len(files), variant):
-            stored = read_chain(blobs[file], bank)
+            stored = read_chain(blobs[file].data.tobytes(), bank)
             target = ImportTarget(job.device, options.program_group(variant).properties)
             for requirements in stored.requirements:
                 if requirements not in asked and (requirements or manifest.fingerprint.is_elsewhere):
@@ -161,7 +223,7 @@ def _import_chains(
                     asked.add(requirements)
             for stem, place in zip(stored.files, stored.plan.places, strict=True):
                 if stem not in known:
-                    known[stem] = import_part(contents(stem), place, target)
+                    known[stem] = import_part(bytes(contents(stem)), place, target)
             found[variant] = CompiledChain(stored.plan, [known[stem] for stem in stored.files], bank)
     bank.move({entry for chain in found.values() for entry in chain.entries_of_device})
     return {**found}

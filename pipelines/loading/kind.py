@@ -202,7 +202,8 @@ def properties_text(properties: Mapping[str, Any]) -> str:
 class LoadJob(Generic[K_co]):
     """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others.
 
-    ``target``: an NPU that is elsewhere, for which the model is only compiled.
+    ``target``: an NPU that is elsewhere, for which the model is only compiled. ``is_launched``: its engine serves while deferred
+    programs are loaded; else all programs of a blob set are imported at once.
     """
 
     kind: K_co
@@ -212,6 +213,7 @@ class LoadJob(Generic[K_co]):
     on_progress: OnProgress
     explicit: frozenset[str] = frozenset()
     target: NPUTarget | None = None
+    is_launched: bool = False
 
     @property
     def weights(self) -> Path:

@@ -49,7 +49,8 @@ def load(
     verification).
     """
     with _explained(device):
-        return load_job(job_of(models_path, device, config, on_progress, explicit))
+        job = job_of(models_path, device, config, on_progress, explicit)
+        return load_job(replace(job, is_launched=config.background_compile is not False))
 
 
 def load_job(job: Job[V, S, R]) -> Loaded[V, S, R]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from staticllm.cli.signals import ended_while_importing
 from staticllm.errors import StaticLLMError
 
 _SECTIONS = {
@@ -73,7 +74,8 @@ class _Group(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
-        command: click.Command = getattr(import_module(f"staticllm.cli.{module}"), name)
+        with ended_while_importing():
+            command: click.Command = getattr(import_module(f"staticllm.cli.{module}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -94,9 +96,18 @@ class _Group(click.Group):
             if error.errno in (errno.EPIPE, errno.EINVAL):  # the reading process has ended; on Windows it is EINVAL
                 ctx.exit(1)
             raise click.ClickException(f"{error.strerror}: {error.filename or 'standard output'}") from error
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ImportError) as error:
+            if not _is_interrupt(error):
+                raise
             click.echo(err=True)
             ctx.exit(128 + signal.SIGINT)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether it is Ctrl-C, or an extension's error about Ctrl-C while it was imported."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 _SETTINGS = {
@@ -121,7 +132,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def main() -> None:
-    """Run the command line; the entry point of the console script."""
+    """Run the command line."""
     if sys.stdout is None:  # the shell has closed it: `staticllm run … >&-`
         click.echo("Error: standard output is closed: direct it to a file or to the null device", err=True)
         sys.exit(1)

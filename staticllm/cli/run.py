@@ -28,6 +28,7 @@ from staticllm.cli.options import (
 )
 from staticllm.cli.progress import progress
 from staticllm.cli.server_client import ServerClient, api_key_option, server_option
+from staticllm.cli.signals import ended_while_importing
 from staticllm.cli.terminal import show
 from staticllm.errors import PromptError
 
@@ -117,7 +118,8 @@ def _prompt(argument: str | None) -> str | None:
 
 def _load(model: str, options: dict[str, Any]) -> StaticLLMPipeline:
     with progress("loading") as shown:
-        from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+        with ended_while_importing():
+            from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
         return StaticLLMPipeline(model, options["device"], config=read_properties(options), on_progress=shown)
 

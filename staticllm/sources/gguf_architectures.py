@@ -70,6 +70,13 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS),
 }
 """By ``general.architecture``."""
+_EMBEDDERS = frozenset(
+    (
+        "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "eurobert",
+        "gemma-embedding", "t5encoder",
+    )
+)  # fmt: skip
+"""Architectures that make no text."""
 _KEYS = frozenset(
     (
         "context_length", "embedding_length", "feed_forward_length", "block_count", "vocab_size", "tensor_data_layout",
@@ -134,6 +141,11 @@ def _reasons(header: GGUFHeader) -> Iterator[str]:
     if kind in _TYPES:
         yield f"is {_TYPES[kind]}"
     name = header.architecture
+    if name and (name in _EMBEDDERS or _own(header, "pooling_type")):
+        yield (
+            f"is an embedding model or a reranker (architecture {shown(name)}), and GGUF files are read for generation only: "
+            "make an OpenVINO model of the original with `staticllm export --task feature-extraction`, or text-classification"
+        )
     if not name:
         yield "does not say its architecture (general.architecture): download another file of the model"
     if name not in ARCHITECTURES:

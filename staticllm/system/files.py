@@ -8,6 +8,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +16,7 @@ _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
-def open_regular(path: Path, follow: bool = True) -> BinaryIO:
+def open_regular(path: Path, follow: bool = True) -> BufferedReader:
     """Open a file for reading. Pipes and devices, which could block, are refused; without ``follow`` links as well.
 
     Raises ``OSError`` (it cannot be opened, or is not an ordinary file).
@@ -49,6 +50,20 @@ def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     if size > limit or len(data) > limit:
         raise OSError(f"{path.name} has {max(size, len(data))} bytes, at most {limit} are read")
     return data
+
+
+def fill_from(path: Path, buffer: memoryview, follow: bool = True) -> None:
+    """Fill a buffer with the bytes of an ordinary file of its size.
+
+    Raises ``OSError`` (the file cannot be read, is not an ordinary file, or has another size).
+    """
+    with open_regular(path, follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        filled = 0
+        while size == len(buffer) > filled and (count := file.readinto(buffer[filled:])):
+            filled += count
+    if not size == len(buffer) == filled:
+        raise OSError(f"{path.name} has {size} bytes, {len(buffer)} were expected: it was changed meanwhile")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import zipfile
 from html import escape
 
 import pytest
+from support import command_line
 from support.encoders.encoder_directories import scores_directory
 from support.encoders.encoder_models import ARCHIVES
 
@@ -43,21 +44,38 @@ FOLDERS = {
 }
 
 
-@pytest.fixture(params=FOLDERS)
-def held(request, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder_of(kind, tmp_path):
     folder = tmp_path / "held"
     folder.mkdir()
-    for name, text in FOLDERS[request.param].items():
+    for name, text in FOLDERS[kind].items():
         (folder / name).write_text(text)
     return folder
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_gives_the_one_answer(verb, held, staticllm):
-    done = staticllm(*(str(held) if word == "MODEL" else word for word in VERBS[verb]))
+@pytest.fixture(params=FOLDERS)
+def held(request, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return folder_of(request.param, tmp_path)
+
+
+def check_verb(verb, held, run):
+    done = run(*(str(held) if word == "MODEL" else word for word in VERBS[verb]))
     assert done.stderr == f"Error: {path_kind(held).problem}\n"
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_gives_the_one_answer(verb, held):
+    check_verb(verb, held, command_line.in_here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_process_of_its_own_gives_it_too(verb, tmp_path, monkeypatch):
+    """Each verb with one of the folders, and each folder with several verbs: a process takes seconds to start."""
+    monkeypatch.chdir(tmp_path)
+    kind = list(FOLDERS)[list(VERBS).index(verb) % len(FOLDERS)]
+    check_verb(verb, folder_of(kind, tmp_path), command_line.in_child)
 
 
 def test_doctor_gives_the_same_answer(held, staticllm):

@@ -16,7 +16,7 @@ from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
 from support.models import gguf_files
 
-from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
+from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, StaticRerankPipeline
 from staticllm.compiler_passes.gguf import make_stateful
 from staticllm.compiler_passes.graph.step_graph import redirect, upstream
 from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
@@ -87,6 +87,16 @@ def test_a_file_that_is_no_embedder_is_named(model_path, tmp_path):
         ModelError, match=f"^'{re.escape(str(written.path))}' is not an encoder but a causal language model"
     ):
         StaticEmbeddingPipeline(written.path, "CPU")
+    for name in ("model.gguf", "."):  # the folder with one such file as well
+        path = written.path.parent / name
+        for pipeline, options in (
+            (StaticRerankPipeline, {}),
+            (StaticEmbeddingPipeline, {"pooling_type": StaticEmbeddingPipeline.PoolingType.LAST_TOKEN}),
+        ):
+            with pytest.raises(
+                ModelError, match=r"model\.gguf' is a GGUF file, and .* for generation only: for vectors"
+            ):
+                pipeline(path, "CPU", **options)
 
 
 def test_damaged_contents_get_one_line_or_a_model(model_path, tmp_path, in_full):

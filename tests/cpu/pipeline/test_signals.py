@@ -1,6 +1,7 @@
 """Tests Ctrl-C in a process that has opened and closed pipelines."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -30,3 +31,21 @@ def test_ctrl_c_works_after_pipelines_were_closed():
         [sys.executable, "-c", SIGINT_AFTER_PIPELINES], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "interrupted\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to a child")
+@pytest.mark.parametrize(
+    "imported", ["staticllm.errors", "click.core", "numpy", "openvino._pyopenvino", "staticllm.core"]
+)
+def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(imported):
+    """The interpreter tells on stderr what it has imported; the signal arrives after that, among the next imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "staticllm", "run", "hi"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+        for line in child.stderr:
+            if line.rpartition("|")[2].strip() == imported:
+                break
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read()
+    assert child.returncode in (130, -signal.SIGINT), rest
+    said = [line for line in rest.splitlines() if line.strip() and not line.startswith("import time:")]
+    assert not said, said

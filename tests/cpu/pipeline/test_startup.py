@@ -10,11 +10,11 @@ from support.attach.daemons import wait_for
 from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ConfigError, DeviceError, ModelError, SnapshotError
+from staticllm.errors import BlobError, ConfigError, DeviceError, ModelError, SnapshotError
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader
-from staticllm.pipelines.loading import background, decoder_kind
+from staticllm.pipelines.loading import background, decoder_kind, import_set
 from staticllm.pipelines.programs import autotune
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -307,3 +307,84 @@ def test_the_program_for_few_rows_comes_first_with_background_compile_off(
     assert entry.manifest.programs == "few_rows"
     assert entry.manifest.few_rows == few_rows
     assert len(entry.manifest.blobs) == 2
+
+
+@pytest.fixture
+def three_programs(zoo, tmp_path, monkeypatch):
+    """A cached set with a program for prompts, one for single rows, and one for steps of several requests."""
+    probe_finds(1, monkeypatch)
+    options = {**SHORT, "PROGRAMS": "phases", "MAX_NUM_SEQS": 2, "CACHE_DIR": tmp_path}
+    with StaticLLMPipeline(zoo / "llama", **options) as pipe:
+        assert len(pipe._launched.loaded.programs.compiled) == len(pipe._engine.runner.programs)
+    (entry,) = BlobCache(tmp_path).entries()
+    assert len(entry.manifest.blobs) == 3
+    return options
+
+
+def test_what_the_first_answer_needs_is_imported_first(three_programs, zoo, expected):
+    events = []
+    with StaticLLMPipeline(zoo / "llama", **three_programs, on_progress=events.append) as pipe:
+        runner = pipe._engine.runner
+        assert not any(variant.sequences > 1 and variant.rows == variant.sequences for variant in runner.programs)
+        stages = [event.stage for event in events if event.is_done]
+        assert stages == ["import", "import", "warm-up", "warm-up", "ready"]
+        assert tokens_of(pipe) == expected
+        assert pipe.wait_until_complete(60)
+        assert pipe.is_complete
+        assert [event.stage for event in events if event.is_done][5:] == ["import", "complete"]
+        kept = pipe._launched.loaded.kept_costs.read()
+        assert all(runner.costs.is_stable(variant) for variant in runner.programs if variant in kept)
+        options = {"max_new_tokens": 12, "ignore_eos": True}
+        handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
+        assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
+        assert any(variant.sequences == 2 for variant in runner.costs.measured)
+
+
+def test_an_import_waits_for_a_rest_unless_several_requests_run(three_programs, zoo, monkeypatch):
+    monkeypatch.setattr(launch, "PATIENCE_SECONDS", 60.0)
+    with StaticLLMPipeline(zoo / "llama", **three_programs) as pipe:
+        options = {"max_new_tokens": 60, "ignore_eos": True}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "REST_SECONDS", 60.0)
+            assert not pipe.wait_until_complete(0.3), "nothing else needs the program"
+            handles = pipe.engine.run_between_steps(
+                lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)]
+            )
+            assert pipe.wait_until_complete(60)
+        assert len({tuple(handle.result().tokens[0]) for handle in handles}) == 1
+
+
+def test_closing_does_not_wait_for_a_rest(three_programs, zoo, monkeypatch):
+    monkeypatch.setattr(launch, "REST_SECONDS", 60.0)
+    events = []
+    pipe = StaticLLMPipeline(zoo / "llama", **three_programs, on_progress=events.append)
+    begin = time.perf_counter()
+    pipe.close()
+    assert time.perf_counter() - begin < 2.0
+    assert [event.stage for event in events if event.is_done].count("import") == 2
+    assert BlobCache(three_programs["CACHE_DIR"]).entries()[0].manifest is not None
+    with StaticLLMPipeline(zoo / "llama", **three_programs, BACKGROUND_COMPILE=False) as pipe:
+        assert pipe.is_complete, "the lease was given back, and BACKGROUND_COMPILE=False imports everything"
+
+
+def test_a_program_that_is_refused_later_leaves_the_others_serving(three_programs, zoo, expected, monkeypatch):
+
+    import_blob, calls = import_set.import_blob, []
+
+    def refuse_third(core, blob, target):
+        calls.append(target)
+        if len(calls) == 3:
+            raise BlobError("CPU refused a blob")
+        return import_blob(core, blob, target)
+
+    monkeypatch.setattr(import_set, "import_blob", refuse_third)
+    with (
+        pytest.warns(RuntimeWarning, match="the loaded programs keep serving: BlobError: CPU refused"),
+        StaticLLMPipeline(zoo / "llama", **three_programs) as pipe,
+    ):
+        with pytest.raises(BlobError, match="refused"):
+            pipe.wait_until_complete(60)
+        options = {"max_new_tokens": 12, "ignore_eos": True}
+        handles = [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)]
+        assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
+    assert not BlobCache(three_programs["CACHE_DIR"]).entries(), "the next start compiles the model again"

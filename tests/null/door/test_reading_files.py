@@ -7,7 +7,7 @@ import pytest
 
 from staticllm.errors import DeviceError, enough_memory
 from staticllm.system import files
-from staticllm.system.files import read_regular
+from staticllm.system.files import fill_from, read_regular
 
 
 def test_reading_takes_the_size_of_the_file_and_not_the_limit(tmp_path):
@@ -77,3 +77,26 @@ def test_a_file_without_a_size_is_read():
     from pathlib import Path
 
     assert b"VmRSS" in read_regular(Path("/proc/self/status"), 1 << 20)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100_000])
+def test_a_buffer_is_filled_with_a_file_of_its_size(tmp_path, length):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * (length // 256) + bytes(length % 256))
+    buffer = bytearray(length)
+    fill_from(path, memoryview(buffer))
+    assert bytes(buffer) == path.read_bytes()
+    for other in (length + 1, max(length - 1, 0)):
+        if other != length:
+            with pytest.raises(OSError, match=f"file has {length} bytes, {other} were expected"):
+                fill_from(path, memoryview(bytearray(other)))
+
+
+def test_a_buffer_is_not_filled_through_a_link(tmp_path):
+    (tmp_path / "file").write_bytes(b"x")
+    try:
+        (tmp_path / "link").symlink_to(tmp_path / "file")
+    except OSError:
+        pytest.skip("links cannot be made here")
+    with pytest.raises(OSError, match="link"):
+        fill_from(tmp_path / "link", memoryview(bytearray(1)), follow=False)

@@ -89,7 +89,7 @@ def test_both_classes_get_all_their_tokens_however_short_slots_are(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_agents", [1, 8, 60])
+@pytest.mark.parametrize("num_agents", [1, 8, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_number_of_proactive_requests_moves_a_gap_beyond_the_bound(policy, mode, num_agents):
     """One chat decodes; its prompt comes first, so that every gap is one beside proactive work alone."""
     stream = Arrival(0, 0.0, 40, 60)
@@ -106,7 +106,7 @@ def ids_of(step):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_agents", [1, 8, 60])
+@pytest.mark.parametrize("num_agents", [1, 8, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_number_of_proactive_requests_moves_a_first_token_beyond_its_bound(policy, mode, num_agents):
     """A prompt waits for the call that runs: a quarter of recent first tokens, or the smallest call with half of the best rate.
 
