@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,7 +192,7 @@ def _by_soundfile(content: io.BufferedIOBase, name: str, max_seconds: float) -> 
     import soundfile
 
     try:
-        file = soundfile.SoundFile(content)
+        file = soundfile.SoundFile(cast(Any, content))
     except (RuntimeError, TypeError, ValueError, OSError) as error:
         raise _UnreadableError(f"soundfile: {_reason(error)}") from None
     with file:

@@ -416,7 +416,7 @@ def _heads(name: str, value: object) -> tuple[tuple[int, int], ...]:
 
 
 def _temperatures(name: str, value: object) -> tuple[float, ...]:
-    given: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
+    given = cast(Sequence[Any], value if isinstance(value, (list, tuple)) else (value,))
     if not all(_is_number(number, 0.0, 100.0) for number in given) or len(given) > MAX_TEMPERATURES:
         raise GenerationConfigError(
             f"{name}={shown(value)}: must be at most {MAX_TEMPERATURES} numbers from 0 to 100, as (0.0, 0.2, 0.4)"
