@@ -207,7 +207,8 @@ def _import_chains(
     def contents(stem: str) -> memoryview:
         if stem not in names:
             raise BlobError(f"the set has no file {stem[:60]!r}: export it again")
-        return blobs[names[stem]].data.data
+        data: memoryview = blobs[names[stem]].data.data
+        return data
 
     bank = read_bank(bytes(contents(BANK)), contents(WEIGHTS), device_allocator(get_core(), job.device))
     known = dict[str, CompiledPart]()
