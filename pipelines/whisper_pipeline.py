@@ -156,7 +156,7 @@ class StaticWhisperPipeline:
         generation_config: genai.WhisperGenerationConfig | Mapping[str, object] | None = None,
         *,
         on_text: Callable[[str], object] | None = None,
-        on_window: Callable[[WindowHeard], object] = lambda window: None,
+        on_window: Callable[[WindowHeard], object] | None = None,
         priority: int = 0,
         **kwargs: object,
     ) -> TranscriptionHandle:
@@ -173,7 +173,7 @@ class StaticWhisperPipeline:
         samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
-        watch = TranscriptionWatch(stream.push, on_window)
+        watch = TranscriptionWatch(stream.push, on_window or (lambda window: None))
 
         def run() -> WhisperDecodedResults:
             found = self._run(samples, options, priority, watch)

@@ -207,7 +207,7 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
         return None
 
 
-def _text_length(model: ServedModel, settings: ServerSettings) -> int:
+def _text_length(model: ServedModel, settings: ServerSettings) -> int | None:
     """Return the most tokens of a text of an encoder. Raises ``StaticLLMError`` (its files are gone or damaged)."""
     if isinstance(model.pipeline, EncoderPipeline):
         return model.pipeline.max_length

@@ -130,7 +130,7 @@ MISTAKES = {
     "NaN": (lambda: wav(np.full(RATE, np.nan, np.float32), subtype="FLOAT"), "not finite"),
     "no samples": (lambda: wav(np.zeros(0, np.float32)), "0 "),
     "truncated": (lambda: wav(sound(1.0))[:30], "cannot be read as audio"),
-    "ten hours": (lambda: wav(np.zeros(10 * 3600 * 1000, np.float32), 1000, "FLAC"), "hours"),
+    "ten hours": (lambda: wav(np.zeros(10 * 3600 * 1000, np.int16), 1000, "FLAC"), "hours"),
 }
 
 
