@@ -217,7 +217,8 @@ class DeferredCompiler:
 
     def _pauses(self) -> Iterator[Callable[[], None]]:
         """Yield pauses until the engine has rested or has several requests, for at most ``PATIENCE_SECONDS``."""
-        begin = busy = time.perf_counter()
+        begin = time.perf_counter()
+        busy = begin
         while (now := time.perf_counter()) < min(begin + PATIENCE_SECONDS, busy + REST_SECONDS):
             if not self._engine.is_idle:
                 busy = now
