@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.loading import decoder_kind, kind
 from staticllm.pipelines.programs import compile as compile_programs
@@ -46,11 +47,12 @@ class SharedPrograms:
             patch.setattr(warm_up, "warm_up", self.warm_up)
             yield
 
-    def read_model(self, core, path, weights=None, decrypt=None):
-        model = self._read_model(core, path, weights, decrypt)
+    def read_model(self, core, path, weights=None, decrypt=None, model_file=MODEL_XML):
+        model = self._read_model(core, path, weights, decrypt, model_file)
         folder = Path(path).resolve()
         is_fixed = any(folder.is_relative_to(known) for known in self._folders)
-        self._now.model = model if is_fixed and weights is None and decrypt is None else None
+        is_usual = weights is None and decrypt is None and model_file == MODEL_XML
+        self._now.model = model if is_fixed and is_usual else None
         self._now.name = (str(folder), "whole")
         return model
 

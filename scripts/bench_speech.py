@@ -1,0 +1,175 @@
+"""Measures how fast Whisper tiny.en writes what is said, beside GenAI's pipeline and faster-whisper, in turns.
+
+    python scripts/real_whisper.py && python scripts/bench_speech.py                 # three rounds of a recording of 5 minutes
+    python scripts/bench_speech.py --minutes 10 --rounds 3 --peers ours genai
+    STATICLLM_PEERS_PYTHON=… python scripts/bench_speech.py --peers ours genai faster-whisper
+
+The recording repeats what the distribution's package pocketsphinx-testdata has. Figures are medians over rounds: how many seconds
+of speech are written in one second (1 / real-time factor), for one recording, and for four at once and one after another.
+faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import wave
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_machine import this_machine
+from numpy.typing import NDArray
+from real_models import fetch
+from real_whisper import is_whole, place
+
+RECORDINGS = Path("/usr/share/pocketsphinx/test/data/librivox")
+RATE = 16000
+FOUR_SECONDS = 60.0
+"""The length of each of four recordings, seconds."""
+Transcribe = Callable[[NDArray[np.float32]], str]
+PEER = """
+import json, sys, numpy as np
+from faster_whisper import WhisperModel
+model = WhisperModel(sys.argv[1], device="cpu", cpu_threads=int(sys.argv[2]), compute_type="int8")
+for line in sys.stdin:
+    segments, _ = model.transcribe(np.load(json.loads(line)), beam_size=1, condition_on_previous_text=False)
+    print(json.dumps("".join(each.text for each in segments)), flush=True)
+"""
+
+
+def main() -> None:
+    options = arguments()
+    if not is_whole():
+        sys.exit("no Whisper tiny.en: python scripts/real_whisper.py")
+    if not RECORDINGS.is_dir():
+        sys.exit(f"no {RECORDINGS}: install the distribution's package pocketsphinx-testdata")
+    long = recording(60 * options.minutes)
+    four = recording(FOUR_SECONDS)
+    with ExitStack() as stack:
+        peers = {name: stack.enter_context(PEERS[name]()) for name in options.peers}
+        for transcribe in peers.values():
+            transcribe(four[: 10 * RATE])
+        found: dict[tuple[str, str], list[float]] = {}
+        texts = {}
+        for number in range(options.rounds):
+            names = options.peers[number % len(peers) :] + options.peers[: number % len(peers)]
+            for name in names:
+                turn(name, peers[name], long, four, found, texts)
+    report(options, found, texts)
+
+
+def turn(
+    name: str,
+    transcribe: Transcribe,
+    long: NDArray[np.float32],
+    four: NDArray[np.float32],
+    found: dict[tuple[str, str], list[float]],
+    texts: dict[str, str],
+) -> None:
+    """Time one peer, and add what it found."""
+    seconds, texts[name] = timed(lambda: transcribe(long))
+    found.setdefault((name, "one"), []).append(len(long) / RATE / seconds)
+    seconds, _ = timed(lambda: [transcribe(four) for _ in range(4)])
+    found.setdefault((name, "four, one after another"), []).append(4 * FOUR_SECONDS / seconds)
+    if name == "ours":
+        seconds, _ = timed(lambda: at_once(transcribe, four))
+        found.setdefault((name, "four at once"), []).append(4 * FOUR_SECONDS / seconds)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=["ours", "genai"])
+    return parser.parse_args()
+
+
+def recording(seconds: float) -> NDArray[np.float32]:
+    """Return recorded speech ``[n]``, repeated until it is long enough."""
+    clips = []
+    for path in sorted(RECORDINGS.glob("*.wav")):
+        with wave.open(str(path)) as file:
+            clips.append(np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768)
+    once = np.concatenate(clips)
+    length = int(seconds * RATE)
+    return np.tile(once, -(-length // len(once)))[:length]
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    found = work()
+    return time.perf_counter() - begin, found
+
+
+def at_once(transcribe: Transcribe, samples: NDArray[np.float32]) -> list[str]:
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(transcribe, [samples] * 4))
+
+
+@contextmanager
+def ours() -> Iterator[Transcribe]:
+    from staticllm import StaticWhisperPipeline
+
+    with StaticWhisperPipeline(place() / "stateful", "CPU") as pipe:
+        yield lambda samples: str(pipe.generate(samples))
+
+
+@contextmanager
+def of_genai() -> Iterator[Transcribe]:
+    import openvino_genai as genai
+
+    pipe = genai.WhisperPipeline(str(place() / "stateful"), "CPU")
+    yield lambda samples: str(pipe.generate(samples))
+
+
+@contextmanager
+def faster_whisper() -> Iterator[Transcribe]:
+    """Run faster-whisper in its own environment, with a line of JSON per recording."""
+    python = os.environ.get("STATICLLM_PEERS_PYTHON", sys.executable)
+    command = [python, "-c", PEER, str(fetch("whisper")), str(os.cpu_count() or 1)]
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
+    ):
+        assert child.stdin is not None and child.stdout is not None
+
+        def transcribe(samples: NDArray[np.float32]) -> str:
+            path = Path(scratch) / "samples.npy"
+            np.save(path, samples)
+            print(json.dumps(str(path)), file=child.stdin, flush=True)
+            return str(json.loads(child.stdout.readline()))
+
+        yield transcribe
+        child.stdin.close()
+
+
+PEERS = {"ours": ours, "genai": of_genai, "faster-whisper": faster_whisper}
+
+
+def report(options: argparse.Namespace, found: dict[tuple[str, str], list[float]], texts: dict[str, str]) -> None:
+    print(f"{options.rounds} rounds, {options.minutes:g} minutes; {this_machine().line}")
+    print(f"load of the machine after the run: {os.getloadavg()[0]:.1f}\n")
+    print(
+        "| seconds of speech per second | " + " | ".join(options.peers) + " |\n|---" + "|---" * len(options.peers) + "|"
+    )
+    for what in ("one", "four, one after another", "four at once"):
+        cells = [
+            f"{statistics.median(found[name, what]):.1f}" if (name, what) in found else "-" for name in options.peers
+        ]
+        print(f"| {what} | " + " | ".join(cells) + " |")
+    if {"ours", "genai"} <= set(texts):
+        print(f"\nthe same text as GenAI's: {texts['ours'] == texts['genai']}")
+
+
+if __name__ == "__main__":
+    main()
