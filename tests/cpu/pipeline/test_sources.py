@@ -82,6 +82,7 @@ def test_more_clients_than_places_hear_their_own_sources(original, serving):
     expected = [reference.answer(features(seed), PROMPT, COUNT) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda seed: answer(*serving, seed), range(8))) == expected
+    serving[0].run_between_steps(lambda: None)
     assert serving[0].runner.cache.cross.num_free == NUM_SOURCES
 
 
