@@ -23,12 +23,13 @@ FINGERPRINT = Fingerprint(
 )  # fmt: skip
 SHAPE = {
     "kv_states": [
-        {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False}
+        {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False, "is_cross": False}
         for role in ("key", "value")
     ],
     "masks": [{"window": None, "table": "", "first_seen": []}],
     "vocab_size": 100, "position_rank": 2, "position_copies": 1, "is_packable": True, "has_distances": False,
     "recurrent_states": [], "max_rows": None, "num_adapters": 0, "adapted": [], "adapter_type": "f32",
+    "cross_states": [], "source_len": 0, "num_sources": 0,
 }  # fmt: skip
 KEY = b"0123456789abcdef"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}

@@ -19,6 +19,7 @@ from staticllm import (
     SnapshotError,
     StaticLLMPipeline,
 )
+from staticllm.kvcache.sequence import Conditions
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.pipelines.loading.load import load
@@ -56,7 +57,7 @@ def test_logits_are_those_of_merged_weights(name, mode, models_of):
     given = resolve(properties, {"INFERENCE_PRECISION_HINT"})
     runner = load(models.path, "CPU", given.config).runner
     for factors in ((0.75, 0.0), (0.5, 1.0), ()):
-        reference, sequence = models.reference(*factors), runner.cache.open(factors)
+        reference, sequence = models.reference(*factors), runner.cache.open(Conditions(factors))
         reference.reset()
         for logits, tokens in ((runner.prefill(sequence, PROMPT[:16]), PROMPT[:16]), (None, [7])):
             ours = runner.decode(sequence, 7) if logits is None else logits
@@ -78,7 +79,7 @@ def test_programs_in_bf16_have_matrices_in_bf16(llama):
         reference = llama.reference(*factors)
         reference.reset()
         theirs = reference.logits(PROMPT)[-1]
-        ours = loaded.runner.prefill(loaded.runner.cache.open(factors), PROMPT)
+        ours = loaded.runner.prefill(loaded.runner.cache.open(Conditions(factors)), PROMPT)
         distances.append(np.abs(ours - theirs).max() / np.abs(theirs).max())
     assert distances[0] < max(0.05, 3 * distances[1])
 
@@ -156,7 +157,7 @@ def logits_beside(pipe, factors):
         pipe.engine.kv_manager.prefix.offload_for(runner.cache.num_slots + 1)
         variant = min(each for each in runner.programs if each.sequences > 1 and each.rows >= 16)
         assert isinstance(variant, Variant)
-        mine, other = runner.cache.open(), runner.cache.open(factors)
+        mine, other = runner.cache.open(), runner.cache.open(Conditions(factors))
         segments = [Segment(mine, np.array(PROMPT[:8])), Segment(other, np.array(PROMPT[8:14]))]
         logits = runner.run(variant, segments).segments[0].logits.copy()
         for sequence in (mine, other):
