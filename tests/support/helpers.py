@@ -23,7 +23,10 @@ FINGERPRINT = Fingerprint(
 )  # fmt: skip
 SHAPE = {
     "kv_states": [
-        {"layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False, "is_cross": False}
+        {
+            "layer": 0, "role": role, "variable_id": role, "heads": 2, "head_dim": 4, "kv_type": "f32", "is_scale": False,
+            "is_cross": False,
+        }
         for role in ("key", "value")
     ],
     "masks": [{"window": None, "table": "", "first_seen": []}],
