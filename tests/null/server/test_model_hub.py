@@ -11,7 +11,6 @@ for package in ("fastapi", "uvicorn", "sse_starlette", "prometheus_client"):
 
 from staticllm.config import StaticLLMConfig  # noqa: E402
 from staticllm.errors import ConfigError, StaticLLMError  # noqa: E402
-from staticllm.server.models import hub  # noqa: E402
 from staticllm.server.models.admission import AdmissionLimits  # noqa: E402
 from staticllm.server.models.hub import ModelHub  # noqa: E402
 from staticllm.server.models.kinds import ChatKind  # noqa: E402
@@ -48,7 +47,7 @@ class Pipeline:
 def run(monkeypatch, tmp_path, use, error=None):
     """Run ``use(hub, model)`` with a hub of one model in a process of its own; return what was closed, in order."""
     log = []
-    monkeypatch.setattr(hub, "has_files", lambda path: True)
+    monkeypatch.setattr(ChatKind, "has_files", lambda self, path: True)
     monkeypatch.setattr(ModelHub, "_home_of", lambda self, model: Home(log))
 
     async def main():
@@ -91,7 +90,7 @@ def test_the_process_of_a_model_ends_also_if_the_end_of_its_pipeline_fails(monke
 def test_all_models_are_closed_if_the_end_of_one_fails(monkeypatch, tmp_path):
     logs = {name: [] for name in ("one", "two", "three")}
     errors = {"one": StaticLLMError("it hangs"), "two": StaticLLMError("it hangs, too")}
-    monkeypatch.setattr(hub, "has_files", lambda path: True)
+    monkeypatch.setattr(ChatKind, "has_files", lambda self, path: True)
     monkeypatch.setattr(ModelHub, "_home_of", lambda self, model: Home(logs[model.spec.name]))
 
     async def main():
