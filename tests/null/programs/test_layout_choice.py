@@ -27,11 +27,11 @@ WIDTHS = (896, 4864)
 @pytest.fixture
 def model(monkeypatch):
     """Make every model one of these sizes; call it to change the bytes of its weights."""
-    monkeypatch.setattr(layout, "kv_shapes", lambda path: [(2, 64)] * 48)
+    monkeypatch.setattr(layout, "kv_shapes", lambda *arguments: [(2, 64)] * 48)
     monkeypatch.setattr(layout, "model_widths", lambda path: WIDTHS)
 
     def of(weights):
-        monkeypatch.setattr(layout, "weights_size", lambda path, weights_path: weights)
+        monkeypatch.setattr(layout, "weights_size", lambda *arguments: weights)
 
     of(WEIGHTS)
     return of
