@@ -43,7 +43,7 @@ def logprobs_after(tokens, seed):
 
 
 def beam_of(request):
-    return BeamRequest(request, VOCAB_SIZE, grammar_mask=mask_for(request, VOCAB_SIZE, COMPILER))
+    return BeamRequest(request, VOCAB_SIZE, mask=mask_for(request, VOCAB_SIZE, COMPILER))
 
 
 def request_of(pattern, num_beams=3, count=2, max_new_tokens=20, prompt=range(9), **options):
