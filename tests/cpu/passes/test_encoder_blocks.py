@@ -159,9 +159,9 @@ def test_weights_are_halved_that_f16_can_hold():
     assert kinds == {("f16", (64, 64)), ("f32", (64, 64)), ("f32", (40, 64))}, "the host reads angles in f32"
     assert graph.notes["halve_weights"] == ["2 weights are f16, 1 are too large for it"]
     ids = np.array([[5, 0, 63]])
-    found = get_core().compile_model(graph.model, "CPU", EXACT)([ids, ids])[0]
+    found = get_core().compile_model(graph.model, "CPU", EXACT)([ids, np.array([[5, 0, 39]])])[0]
     expected = table.astype(np.float16).astype(np.float32)[ids] @ small.astype(np.float16).astype(np.float32).T
-    np.testing.assert_allclose(found, expected @ large.T + 0.1, rtol=1e-5, atol=0.2)  # of numbers of 1e5
+    np.testing.assert_allclose(found, expected @ large.T + 0.1, rtol=1e-5, atol=1e-2)
 
 
 def test_an_encoder_of_many_layers_has_one_block():
