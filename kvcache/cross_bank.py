@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
 from staticllm.kvcache.arena import Allocate, Arena
-from staticllm.kvcache.groups import StateGroup
 
 _numbers = count(1)
 
@@ -31,19 +30,9 @@ class CrossBank:
         self._free = list(range(shape.num_sources))
 
     @property
-    def groups(self) -> tuple[StateGroup, ...]:
-        """The states that share an array, in the order of the arrays of ``add``."""
-        return self._arena.groups
-
-    @property
     def num_free(self) -> int:
         """How many more sources it can hold."""
         return len(self._free)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all sources."""
-        return self._arena.num_bytes
 
     def add(self, frames: Sequence[NDArray[Any]]) -> int:
         """Write a source, per group of states ``[n, heads, source_len, head_dim]``, and return its number. One must be free."""

@@ -67,11 +67,6 @@ class AlignmentJobs(QueuedCalls):
         self._runner = runner
         self._engine = engine
 
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of a text."""
-        return self._runner.shape.rows
-
     def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
         """Return the future weights ``[heads, tokens, source_len]`` of a text about a source that is in the bank."""
         return self.submit(partial(self._align, source, tuple(tokens)), priority)
