@@ -43,7 +43,8 @@ class ProactiveRequests:
 
     - While a reactive request waits for its first token, or for a place, proactive rows take only padding of its calls.
     - Beside reactive requests that decode, a call takes as many proactive rows, of decode steps and prompts, as keep the time
-      between two reactive tokens within ``token_bound``. If no program holds both, proactive calls run between their steps.
+      between two reactive tokens within ``token_bound``. If no program holds both, a proactive call runs between two of their
+      steps: one, since many short ones would fill the bound, and make somebody who reads wait for what nobody waits for.
     - If no row is left, proactive requests have ``BEHIND_SHARE`` of the device time, in calls of their own. The same holds while
       jobs wait, which all go before them.
 
@@ -55,6 +56,7 @@ class ProactiveRequests:
         self._activity = activity
         self._credit = TimeCredit()
         self._had_prompts = False  # the last call of proactive requests alone
+        self._last_start = float("-inf")  # when it began
 
     def due(self, view: View) -> Plan | None:
         """Return a call of proactive requests alone if their share of the device time is due; else None."""
@@ -67,7 +69,7 @@ class ProactiveRequests:
         is_late = self._credit.covers(LATE * found.seconds) and found.delay_seconds > slack_of(view)
         if not keeps_bound and not (is_late and has_just_decoded(view, view.now - step_of(view))):
             return None
-        return self._begin(found)
+        return self._begin(found, view)
 
     def note_job(self, job: JobView, view: View) -> None:
         """Count a job that goes before the proactive requests of a view."""
@@ -97,7 +99,7 @@ class ProactiveRequests:
         limit = self._limit(plan, view)
         found = self._with_rows(made, rest, max(limit, _seconds(view, plan)))
         if limit and made == plan and (alone := self._between(found, plan, view)) is not None:
-            return self._begin(alone)
+            return self._begin(alone, view)
         found = found if _is_legal(found, view) else check(made, view)
         num_proactive = sum(request.is_proactive for request in view.requests)
         num_taken = found.num_sequences - plan.num_sequences
@@ -107,8 +109,10 @@ class ProactiveRequests:
     def _between(self, found: Plan, plan: Plan, view: View) -> _Alone | None:
         """Return a call of proactive requests alone before the decode step ``found``, for what no row of that step is left for.
 
-        None if all have rows, or if the call would not keep the bound.
+        None if all have rows, if there was such a call since the last step, or if this one would not keep the bound.
         """
+        if not has_just_decoded(view, self._last_start):
+            return None
         needs_prompts = found.decode != plan.decode
         if found.prefill or (needs_prompts and not (view.of_class(is_proactive=True).prefilling or view.waiting)):
             return None
@@ -182,8 +186,9 @@ class ProactiveRequests:
         delay = seconds if num_blocks == 1 else seconds / num_blocks + step_of(view)
         return _Alone(plan, seconds, delay + _swap_seconds(view, plan))
 
-    def _begin(self, call: _Alone) -> Plan:
+    def _begin(self, call: _Alone, view: View) -> Plan:
         self._had_prompts = bool(call.plan.prefill)
+        self._last_start = view.now
         self._credit.pay(call.seconds)
         return call.plan
 

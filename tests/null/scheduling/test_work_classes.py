@@ -106,6 +106,22 @@ def ids_of(step):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_seqs", [1, 2, 4])
+def test_one_call_of_proactive_requests_alone_runs_between_two_steps_of_a_stream(policy, mode, num_seqs):
+    """Steps of a millisecond: dozens of them keep the bound. A second call runs where the share of device time is due."""
+    fast = AnalyticCosts(weights=0.001, row=0.0002, fixed=0.0001)
+    model = device(num_seqs, host_kv_slots=1024, mode=mode, costs=fast)
+    records, steps = run(model, policy, Arrival(0, 0.0, 40, 60), *agents(6, at=0.01))
+    assert len(records[0].token_times) == 60
+    alone = 0
+    for step in (step for step in steps if records[0].token_times[0] < step.start < records[0].token_times[-1]):
+        alone = 0 if 0 in step.decode else alone + 1
+        assert alone <= 2
+    assert any(0 not in step.decode for step in steps if step.start < records[0].token_times[-1]), "some run alone"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_agents", [1, 8, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_number_of_proactive_requests_moves_a_first_token_beyond_its_bound(policy, mode, num_agents):
     """A prompt waits for the call that runs: a quarter of recent first tokens, or the smallest call with half of the best rate.
