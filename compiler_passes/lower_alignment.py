@@ -7,7 +7,6 @@ was spoken. A text is fed once more after it is known; logits, keys and values a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import openvino as ov
@@ -15,11 +14,11 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.decoder import DECODER_UNMERGED
 from staticllm.compiler_passes.graph.attention import find_attentions
-from staticllm.compiler_passes.graph.check_graph import check_static
 from staticllm.compiler_passes.graph.step_graph import StepGraph, named_result, redirect, upstream
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassReport
+from staticllm.compiler_passes.lower_source import LoweredForOneSource
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.compiler_passes.shapes.fix_shapes import fix_shapes
-from staticllm.core import AlignmentShape, KVType, SourceVariant, Variant
+from staticllm.core import AlignmentShape, KVType, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ALIGNMENT, CROSS_MASK, HIDDEN, POSITION_IDS
 
@@ -28,28 +27,12 @@ Heads = Sequence[tuple[int, int]]
 """Layer and head of each attention whose weights are wanted."""
 
 
-@dataclass(frozen=True)
-class LoweredAlignment:
-    """A decoder of fixed sizes with the weights ``[1, heads, rows, source_len]`` as its only output, for one source per call."""
-
-    model: ov.Model
-    shape: AlignmentShape
-    reports: tuple[PassReport, ...] = ()
-
-    def specialise(self, variant: SourceVariant, is_static: bool = True) -> ov.Model:
-        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
-        model = self.model.clone()
-        if is_static:
-            check_static(model, STAGE, str(variant))
-        return model
-
-    def share(self, variants: tuple[SourceVariant, ...]) -> ov.Model:
-        """Return the model of one program for all ``variants``, of which there is one."""
-        return self.specialise(min(variants))
-
-
-def lower_alignment(decoder: ov.Model, heads: Heads, rows: int, source_len: int, kv_type: KVType) -> LoweredAlignment:
+def lower_alignment(
+    decoder: ov.Model, heads: Heads, rows: int, source_len: int, kv_type: KVType
+) -> LoweredForOneSource[AlignmentShape]:
     """Lower a decoder, which is changed, to the weights of ``heads`` for texts of up to ``rows`` tokens.
+
+    The weights ``[1, heads, rows, source_len]`` are the only output.
 
     Raises:
         UnsupportedModelError: a pass cannot lower the decoder, or it has not these layers and heads.
@@ -65,7 +48,7 @@ def lower_alignment(decoder: ov.Model, heads: Heads, rows: int, source_len: int,
     found = ov.Model([result], parameters, "alignment")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     found.validate_nodes_and_infer_types()
     shape = AlignmentShape(rows, len(heads), source_len, tuple(graph.cross_states))
-    return LoweredAlignment(found.clone(), shape, reports)
+    return LoweredForOneSource(found.clone(), shape, STAGE, reports)
 
 
 def _fix_inputs(model: ov.Model, rows: int) -> None:

@@ -7,6 +7,7 @@ computes in between never leaves it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import openvino as ov
 from openvino import opset13 as ops
@@ -20,21 +21,23 @@ from staticllm.core import KVState, KVType, SourceShape, SourceVariant
 from staticllm.errors import UnsupportedModelError
 
 STAGE = "lower_source"
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class LoweredSource:
-    """An encoder with the keys and values of its decoder's cross-attention as outputs, for one source per call."""
+class LoweredForOneSource(Generic[S]):
+    """A model of fixed sizes of which a call has one source; ``stage`` is named in errors."""
 
     model: ov.Model
-    shape: SourceShape
+    shape: S
+    stage: str
     reports: tuple[PassReport, ...] = ()
 
     def specialise(self, variant: SourceVariant, is_static: bool = True) -> ov.Model:
         """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
         model = self.model.clone()
         if is_static:
-            check_static(model, STAGE, str(variant))
+            check_static(model, self.stage, str(variant))
         return model
 
     def share(self, variants: tuple[SourceVariant, ...]) -> ov.Model:
@@ -42,8 +45,10 @@ class LoweredSource:
         return self.specialise(min(variants))
 
 
-def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> LoweredSource:
+def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> LoweredForOneSource[SourceShape]:
     """Join an encoder and what its decoder computes of a source once; both models are changed.
+
+    The keys and values of cross-attention are the outputs.
 
     Raises:
         UnsupportedModelError: the encoder's input has no fixed size, or the decoder has no cross-attention to its output.
@@ -59,7 +64,8 @@ def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> Lower
     results = [_result(model, state) for state in states]
     joined = ov.Model(results, encoder.get_parameters(), "source")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     joined.validate_nodes_and_infer_types()
-    return LoweredSource(joined.clone(), SourceShape(bands, columns, length.get_length(), states))
+    shape = SourceShape(bands, columns, length.get_length(), states)
+    return LoweredForOneSource(joined.clone(), shape, STAGE)
 
 
 def _source_of(decoder: ov.Model, length: int) -> tuple[ov.Model, list[KVState]]:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ClosedError, NumericalError
 from staticllm.pipelines.engine.queued_calls import Meanwhile, QueuedCalls
-from staticllm.pipelines.programs.alignment_runner import AlignmentRunner
-from staticllm.pipelines.programs.source_runner import SourceRunner
+from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 
 if TYPE_CHECKING:
     from staticllm.kvcache.cross_bank import CrossBank

@@ -1,32 +1,76 @@
-"""The encoder of an encoder-decoder model, with the keys and values of its decoder's cross-attention."""
+"""The programs of an encoder-decoder model of which a call has one source: its encoder, and the alignment of texts with it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.lower_source import lower_source
-from staticllm.core import KVType, ProgressEvent, SourceShape, SourceVariant
+from staticllm.compiler_passes.lower_alignment import lower_alignment
+from staticllm.compiler_passes.lower_source import LoweredForOneSource, lower_source
+from staticllm.core import AlignmentShape, KVType, ProgressEvent, SourceShape, SourceVariant
 from staticllm.devices import default_kv_type, get_core
 from staticllm.model_dir import read_model
 from staticllm.pipelines.artifacts.fingerprint import file_digest
 from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
-from staticllm.pipelines.programs.source_runner import SourceRunner
-from staticllm.ports import INPUT_FEATURES
+from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
+from staticllm.ports import INPUT_FEATURES, INPUT_IDS
 
+S = TypeVar("S", SourceShape, AlignmentShape)
+R = TypeVar("R", SourceRunner, AlignmentRunner)
 SourcePrograms: TypeAlias = CompiledPrograms[SourceVariant, SourceShape]
+AlignmentPrograms: TypeAlias = CompiledPrograms[SourceVariant, AlignmentShape]
 
 
 @dataclass(frozen=True)
-class SourceKind(ProgramKind[SourceVariant, SourceShape, SourceRunner]):
+class OneSourceKind(ProgramKind[SourceVariant, S, R]):
+    """What kinds have in common whose calls have one source: one program, of one size."""
+
+    variant = SourceVariant
+    runner_class: ClassVar[Callable[..., Any]]
+
+    def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[S]:
+        """Return the program's model."""
+        raise NotImplementedError
+
+    def lower(self, job: LoadJob[Any], source: OpenedModel, start: StartWith) -> CompilePlan[SourceVariant, S]:
+        """Lower the model; blocks are for layers that repeat behind a lookup of tokens."""
+        del start
+        options = self.options(job)
+        if options.layout == "blocks":
+            options = replace(options, layout="separate")
+        return CompilePlan(self.lowered(job, source), options, (SourceVariant(),), source.weights)
+
+    def runner(
+        self,
+        job: LoadJob[Any],
+        programs: CompiledPrograms[SourceVariant, S],
+        memory: object,
+        planned: Sequence[SourceVariant] = (),
+    ) -> R:
+        """Bind the program, and run it once."""
+        del memory, planned
+        start = time.perf_counter()
+        runner: R = self.runner_class(programs.shape, programs.compiled)
+        runner.warm_up(known={**programs.costs, **programs.kept_costs})
+        job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
+        return runner
+
+    def kv_type(self, job: LoadJob[Any]) -> KVType:
+        """Return the element type of the keys and values, as the decoder reads them."""
+        properties = self.properties(job)["encode"]
+        return job.config.kv_cache_precision or default_kv_type(get_core(), job.device, properties)
+
+
+@dataclass(frozen=True)
+class SourceKind(OneSourceKind[SourceShape, SourceRunner]):
     """The kind of an encoder whose output a decoder sees through cross-attention.
 
     ``decoder_file``: the IR of that decoder, in the same directory. The job's config names the encoder's.
@@ -34,8 +78,8 @@ class SourceKind(ProgramKind[SourceVariant, SourceShape, SourceRunner]):
 
     decoder_file: str = ""
     name = "encoder of sources"
-    variant = SourceVariant
     shape = SourceShape
+    runner_class = SourceRunner
 
     @classmethod
     def fits(cls, model: ov.Model, directory: Path) -> bool:
@@ -43,42 +87,50 @@ class SourceKind(ProgramKind[SourceVariant, SourceShape, SourceRunner]):
         del directory
         return [INPUT_FEATURES in port.get_names() for port in model.inputs] == [True]
 
-    def lower(self, job: SourceJob, source: OpenedModel, start: StartWith) -> CompilePlan[SourceVariant, SourceShape]:
-        """Join the encoder with what the decoder computes of its output; a call has one source."""
-        del start
+    def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[SourceShape]:
+        """Join the encoder with what the decoder computes of its output."""
         decoder = read_model(get_core(), job.directory, model_file=self.decoder_file)
-        lowered = lower_source(source.model, decoder, self.kv_type(job))
-        options = self.options(job)
-        if options.layout == "blocks":  # which are for layers that repeat behind a lookup of tokens
-            options = replace(options, layout="separate")
-        return CompilePlan(lowered, options, (SourceVariant(),), source.weights)
+        return lower_source(source.model, decoder, self.kv_type(job))
 
     def random_call(self, programs: SourcePrograms, variant: SourceVariant) -> Mapping[str, NDArray[Any]]:
         """Return noise in the range of log-mel spectrograms."""
         size = (1, programs.shape.bands, programs.shape.columns)
         return {INPUT_FEATURES: np.random.default_rng(0).uniform(-1, 1, size).astype(np.float32)}
 
-    def runner(
-        self, job: SourceJob, programs: SourcePrograms, memory: object, planned: Sequence[SourceVariant] = ()
-    ) -> SourceRunner:
-        """Bind the program, and run it once."""
-        del memory, planned
-        start = time.perf_counter()
-        runner = SourceRunner(programs.shape, programs.compiled)
-        runner.warm_up(known={**programs.costs, **programs.kept_costs})
-        job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
-        return runner
-
-    def kv_type(self, job: SourceJob) -> KVType:
-        """Return the element type of the keys and values, as the decoder reads them."""
-        properties = self.properties(job)["encode"]
-        return job.config.kv_cache_precision or default_kv_type(get_core(), job.device, properties)
-
-    def choices(self, job: SourceJob) -> dict[str, Any]:
+    def choices(self, job: LoadJob[Any]) -> dict[str, Any]:
         """Return the type of keys and values, and the digest of the decoder, a part of which is in the program."""
         xml = job.directory / self.decoder_file
         digests = [file_digest(path) for path in (xml, xml.with_suffix(".bin"))]
         return {"kv_type": self.kv_type(job), "decoder": " ".join(digests)}
 
 
-SourceJob: TypeAlias = LoadJob[ProgramKind[SourceVariant, SourceShape, SourceRunner]]
+@dataclass(frozen=True)
+class AlignmentKind(OneSourceKind[AlignmentShape, AlignmentRunner]):
+    """The kind of a decoder whose cross-attention is wanted. ``heads``: layer and head; ``rows``: the most tokens of a text."""
+
+    heads: tuple[tuple[int, int], ...] = ()
+    rows: int = 0
+    name = "alignment of sources"
+    shape = AlignmentShape
+    runner_class = AlignmentRunner
+
+    def check_graph(self, model: object, directory: object) -> None:
+        """The same file is loaded as a decoder, which checks it."""
+
+    def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[AlignmentShape]:
+        """Lower the decoder for whole texts."""
+        assert job.config.sources is not None, "a decoder without cross-attention"
+        return lower_alignment(source.model, self.heads, self.rows, job.config.sources.source_len, self.kv_type(job))
+
+    def random_call(self, programs: AlignmentPrograms, variant: SourceVariant) -> Mapping[str, NDArray[Any]]:
+        """Return tokens about a source of noise."""
+        shape = programs.shape
+        rng = np.random.default_rng(0)
+        sizes = {state.past_name: (1, state.heads, shape.source_len, state.head_dim) for state in shape.states}
+        types = {state.past_name: np.float16 if state.kv_type == "f16" else np.float32 for state in shape.states}
+        noise = {name: rng.uniform(-1, 1, size).astype(types[name]) for name, size in sizes.items()}
+        return {INPUT_IDS: np.arange(shape.rows, dtype=np.int64)[None] % 32, **noise}
+
+    def choices(self, job: LoadJob[Any]) -> dict[str, Any]:
+        """Return the heads, the rows, and the type of keys and values."""
+        return {"heads": [list(each) for each in self.heads], "rows": self.rows, "kv_type": self.kv_type(job)}

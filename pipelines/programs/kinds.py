@@ -61,7 +61,7 @@ register(
     f"{_ROOM}.diagnostics.encoder_diagnosis:EncoderDiagnosis",
 )
 register("encoder of sources", f"{_ROOM}.loading.source_kind:SourceKind", "StaticWhisperPipeline")
-register("alignment of sources", f"{_ROOM}.loading.alignment_kind:AlignmentKind", "StaticWhisperPipeline")
+register("alignment of sources", f"{_ROOM}.loading.source_kind:AlignmentKind", "StaticWhisperPipeline")
 register(
     "decoder",
     f"{_ROOM}.loading.decoder_kind:DecoderKind",

@@ -22,12 +22,10 @@ from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, launch
-from staticllm.pipelines.loading.alignment_kind import AlignmentKind
 from staticllm.pipelines.loading.kind import Loaded, LoadJob
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.loading.source_kind import SourceKind
-from staticllm.pipelines.programs.alignment_runner import AlignmentRunner
-from staticllm.pipelines.programs.source_runner import SourceRunner
+from staticllm.pipelines.loading.source_kind import AlignmentKind, SourceKind
+from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
 from staticllm.pipelines.speech.transcription_watch import Cancellation

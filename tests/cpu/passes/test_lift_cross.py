@@ -20,10 +20,9 @@ from staticllm.errors import UnsupportedModelError
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.sequence import Conditions
 from staticllm.kvcache.step import BufferPool, Segment, StepBuffers
-from staticllm.pipelines.programs.alignment_runner import AlignmentRunner
 from staticllm.pipelines.programs.bind import bind
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.source_runner import SourceRunner
+from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "support" / "models"))
 from speech_model import (
