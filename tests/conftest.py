@@ -35,7 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )  # no test asks the hub of Hugging Face; tests of names have one of their own
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
     config.addinivalue_line("markers", "slow: takes long; runs with --all only")
-    if config.getoption("--write-slow") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(FailuresAtOnce(config))
+    if config.getoption("--write-slow"):
         config.pluginmanager.register(Stopwatch())
 
 
@@ -47,11 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show why tests failed that ``--reruns`` ran again, because a test that passes then is still unstable."""
-    for report in terminalreporter.stats.get("rerun", ()):
-        terminalreporter.write_sep("_", f"failed once: {report.nodeid}")
-        terminalreporter.write_line("\n".join(report.longreprtext.splitlines()[-40:]))
+class FailuresAtOnce:
+    """Shows a failure when it happens: a run that is ended from outside prints no summary. One that ``--reruns`` runs again is
+    shown too, because a test that passes then is still unstable."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.outcome in ("failed", "rerun") and reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_sep("_", f"{report.outcome}: {report.nodeid}")
+            reporter.write_line("\n".join(report.longreprtext.splitlines()[-40:]))
 
 
 @pytest.fixture(scope="session", autouse=True)
