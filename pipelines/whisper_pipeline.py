@@ -19,6 +19,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.jobs import JobHost, checked_host
 from staticllm.pipelines.launch.arguments import read_tokenizer, resolve_candidates
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.scheduling.interface import Policy
@@ -60,6 +61,8 @@ class StaticWhisperPipeline:
             ``openvino_encoder_model.xml``, ``openvino_decoder_model.xml`` with states, and the OpenVINO tokenizer.
         device: ``CPU`` (the default), ``NPU``, ``GPU`` … Of several (``NPU,CPU``) the first one that can run the model is used.
         config: A mapping of properties, or a ``StaticLLMConfig``.
+        engine: The engine of another pipeline on the same device, of several the first one: ``engine=llm.engine``. Its scheduler
+            then decides which pipeline uses the device next. None: the device is this pipeline's alone.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md).
         properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls may ask for the times of words; and
@@ -69,7 +72,8 @@ class StaticWhisperPipeline:
         ModelError: the directory is missing, half-written or not a speech model.
         UnsupportedModelError: a pass cannot lower the model.
         DeviceError: the device is not on this machine, or it refused a program.
-        ConfigError: a property is unknown or has an impossible value.
+        ConfigError: a property is unknown or has an impossible value, or ``engine`` is none.
+        ClosedError: ``engine`` was closed.
 
     Any thread may call the methods. One thread owns the device and serves all recordings together; ``close`` ends it, and so
     does leaving a ``with`` block, deleting the pipeline or ending the process.
@@ -81,11 +85,13 @@ class StaticWhisperPipeline:
         device: str = "CPU",
         *,
         config: Mapping[str, object] | StaticLLMConfig | None = None,
+        engine: JobHost | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
         scheduler: Scheduler | Policy | None = None,
         **properties: object,
     ) -> None:
         begin = time.perf_counter()
+        host = None if engine is None else checked_host(engine)
         given = dict(config) if isinstance(config, Mapping) else config
         num_windows = take_num_windows(properties, given)
         has_words = switch("word_timestamps", properties.pop("word_timestamps", False))
@@ -98,7 +104,7 @@ class StaticWhisperPipeline:
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
         heads = _alignment_heads(self._generation_config) if has_words else ()
         tell = on_progress or (lambda event: None)
-        self._model = load_speech(files, candidates, num_windows, heads, policy, tell)
+        self._model = load_speech(files, candidates, num_windows, heads, policy, tell, host)
         close_when_collected(self, SpeechModel.close, self._model)
         self._mel = mel
         try:
@@ -115,7 +121,7 @@ class StaticWhisperPipeline:
 
     @property
     def engine(self) -> Engine:
-        """The engine that owns the device; embedding pipelines may share it (``engine=``)."""
+        """The engine of the decoder; embedding pipelines may share its device (``engine=``)."""
         return self._model.engine
 
     def generate(

@@ -6,9 +6,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from staticllm.core import Clock, FinishReason
@@ -100,7 +100,7 @@ class Engine:
 
     Any thread may call the methods of ``EngineClient``, ``switch`` and ``run_between_steps``. The ``EngineCore`` runs on the
     engine's thread, which starts with the first request. Without ``text``, requests with grammars are refused, and stop strings
-    do not end beams.
+    do not end beams. ``in_use`` is held while a job runs that uses the engine's own keys and values.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Engine:
         clock: Clock = time.perf_counter,
     ) -> None:
         self._core = EngineCore(runner, policy, options, clock)
+        self.in_use = threading.RLock()
         self._inbox: dict[int, RequestState] = {}  # submitted and not yet admitted, by id
         self._callbacks = Callbacks()
         self._next: Switch | None = None
@@ -397,13 +398,19 @@ class Engine:
 
     def step(self) -> None:
         """Admit requests, run callbacks, and let the core make one step. Runs on the engine's thread."""
+        with self._guarded():
+            self._admit()
+            self._callbacks.run()
+            with self._turn():
+                self._core.step()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Own the device in a block, and end every request after an error in it, or its reader would wait forever."""
         try:
             with owned_device():
-                self._admit()
-                self._callbacks.run()
-                with self._turn():
-                    self._core.step()
-        except BaseException as error:  # a bug of ours: every request must end, or its reader would wait forever
+                yield
+        except BaseException as error:  # a bug of ours
             try:
                 self._core.end_all(FinishReason.ERROR, as_ours(error))
             except Exception:

@@ -58,6 +58,7 @@ class EngineCore:
         self.feeds = Feeds(self)
         self._inserted = InsertedSteps(self)
         self.searches: dict[int, BeamRequest] = {}
+        self._for_others: Callable[[], None] | None = None  # called once the device has begun the call of this step
         self._leaving: set[int] = set()  # sources of cross-attention that are removed once no request sees them
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
@@ -143,13 +144,14 @@ class EngineCore:
         self.requests[request.id] = request
         self.device.kv_manager.add_swapped(request.sequences[0], stored)
 
-    def step(self) -> None:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> None:
         """End requests that were cancelled or are past their deadline, then run one device call if requests or jobs are left.
 
-        Any exception leaves requests that only ``end_all`` can end.
+        ``meanwhile`` is called once the device has begun. Any exception leaves requests that only ``end_all`` can end.
         """
         self._last_batches = []
-        self._end_expired()
+        self._for_others = meanwhile
+        self.end_expired()
         self._find_rotations()
         if self.requests or self.jobs.has_jobs:
             self._execute()
@@ -198,7 +200,8 @@ class EngineCore:
         for part in (self.jobs, self.planner, self.device.draft_planner, self.device.runner):
             part.close()
 
-    def _end_expired(self) -> None:
+    def end_expired(self) -> None:
+        """End requests that were cancelled or are past their deadline."""
         now = self.clock()
         for search in tuple(self.searches.values()):
             if (reason := search.sequences[0].finish_reason_at(now)) is not None:
@@ -355,6 +358,9 @@ class EngineCore:
     def _meanwhile(self, is_decoding: bool, entries: Sequence[BatchEntry] = ()) -> None:
         """Work while the device runs: post tokens, prepare the next choices, and offload, in chunks while requests decode."""
         self.post()
+        if self._for_others is not None:
+            self._for_others()
+            self._for_others = None
         for entry in entries:
             entry.state.prepare()
         if is_decoding:

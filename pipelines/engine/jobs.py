@@ -20,6 +20,11 @@ def new_source_id() -> int:
     return next(_source_ids)
 
 
+def job_priority(priority: int) -> int:
+    """Return the priority of a job whose request has a priority: documents have 0, and somebody waits for what has 1."""
+    return priority + 1 if priority >= 0 else priority
+
+
 class JobSource(Protocol):
     """Composes jobs, such as calls with packed texts, and runs them on the thread that owns the device.
 

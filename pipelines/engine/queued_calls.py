@@ -33,17 +33,19 @@ class _Waiting:
 class QueuedCalls:
     """The ``JobSource`` of calls that are whole: each runs alone, those of the highest priority first, the oldest among equals.
 
-    ``seconds`` returns what a call takes; ``has_room`` whether one may begin now. Any thread may call ``submit`` and what
-    ``JobSource`` says; calls run on the engine's thread.
+    ``in_use`` is held while a call runs. ``seconds`` returns what a call takes; ``has_room`` whether one may begin now. Any thread
+    may call ``submit`` and what ``JobSource`` says; calls run on the engine's thread.
     """
 
-    def __init__(self, seconds: Callable[[], float], has_room: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, in_use: threading.RLock, seconds: Callable[[], float], has_room: Callable[[], bool] = lambda: True
+    ) -> None:
         self.id = new_source_id()
         self._seconds = seconds
         self._has_room = has_room
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.Lock()
-        self._is_running = threading.Lock()
+        self._in_use = in_use
         self._is_closing = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -87,7 +89,7 @@ class QueuedCalls:
 
     def run_next(self, meanwhile: Meanwhile = None) -> int:
         """Run one call; return 1, or 0 if there was none."""
-        with self._is_running:
+        with self._in_use:
             with self._lock:
                 waiting = self._next()
                 if waiting is None or not self._has_room():
@@ -110,7 +112,7 @@ class QueuedCalls:
         for each in waiting:
             if each.result.set_running_or_notify_cancel():
                 each.result.set_exception(ClosedError(_CLOSED))
-        with self._is_running:
+        with self._in_use:
             self.release()
 
     def release(self) -> None:

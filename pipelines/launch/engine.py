@@ -17,6 +17,8 @@ from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import max_positions
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.hosted_engine import HostedEngine
+from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.pipelines.engine.options import EngineOptions, options_of
 from staticllm.pipelines.engine.request import EngineText
 from staticllm.pipelines.launch.arguments import Candidate
@@ -109,8 +111,11 @@ def launch(
     on_progress: OnProgress,
     read_text: ReadText = lambda: None,
     token_bound: TokenBound = OWN_BOUND,
+    host: JobHost | None = None,
 ) -> Launched:
     """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
+
+    ``host``: the engine that owns the device; None if the new one does.
 
     Raises as ``load`` does; a ``DeviceError`` (no device can run the model) has the message of the last device.
     """
@@ -124,7 +129,8 @@ def launch(
     found = load_first(directory, candidates, on_progress)
     deferred = found.loaded.deferred
     try:
-        launched = Launched(_make_engine(found.loaded, policy, read_text, token_bound), found.loaded, found.device)
+        engine = _make_engine(found.loaded, policy, read_text, token_bound, host)
+        launched = Launched(engine, found.loaded, found.device)
         if deferred is not None:
             work = DeferredCompiler(launched.engine, found.loaded.programs, deferred)
             launched.load_further(work, on_progress)
@@ -136,10 +142,15 @@ def launch(
     return launched
 
 
-def _make_engine(loaded: LoadedDecoder, policy: Policy, read_text: ReadText, token_bound: TokenBound) -> Engine:
+def _make_engine(
+    loaded: LoadedDecoder, policy: Policy, read_text: ReadText, token_bound: TokenBound, host: JobHost | None = None
+) -> Engine:
     """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
     _keep_costs_when_measured(loaded)
-    return Engine(loaded.runner, policy, _engine_options(loaded, token_bound), read_text())
+    options = _engine_options(loaded, token_bound)
+    if host is not None:
+        return HostedEngine(host, loaded.runner, policy, options, read_text())
+    return Engine(loaded.runner, policy, options, read_text())
 
 
 def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOptions:

@@ -13,10 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.config import MAX_SEQS, StaticLLMConfig, whole
-from staticllm.core import AlignmentShape, OnProgress, ProgressEvent, SourceShape, SourceSpec, SourceVariant
+from staticllm.core import (
+    AlignmentShape,
+    FinishReason,
+    OnProgress,
+    ProgressEvent,
+    SourceShape,
+    SourceSpec,
+    SourceVariant,
+)
 from staticllm.devices import check_device, get_core
-from staticllm.errors import ConfigError, DeviceError, ModelError
+from staticllm.errors import ConfigError, DeviceError, ModelError, pipeline_closed
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.jobs import JobHost, job_priority
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
 from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
@@ -97,6 +106,9 @@ class Window:
                         has_ended = True
                         if output.error is not None:
                             raise output.error
+                        if output.reason is FinishReason.CANCELLED:
+                            self._cancellation.check()
+                            raise pipeline_closed()  # no half text: nobody else ends the request
                         return
                     if isinstance(output, TokenOutput):
                         seconds = output.device_seconds, output.sampling_seconds
@@ -169,11 +181,6 @@ class SpeechModel:
         self.launched.close()
 
 
-def job_priority(priority: int) -> int:
-    """Return the priority of a job whose request has a priority: documents have 0, and somebody waits for what has 1."""
-    return priority + 1 if priority >= 0 else priority
-
-
 def _forget(jobs: SourceJobs, future: Any) -> None:
     if not future.cancelled() and future.exception() is None:
         jobs.remove(future.result())
@@ -186,8 +193,11 @@ def load_speech(
     heads: Heads,
     policy: Policy,
     on_progress: OnProgress,
+    host: JobHost | None = None,
 ) -> SpeechModel:
     """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
+
+    ``host``: the engine that owns the first of the devices; None for an engine of its own, as on any other device.
 
     ``heads``: layer and head of the attentions that align text and speech; none if no words are wanted.
 
@@ -195,7 +205,7 @@ def load_speech(
     """
     for index, candidate in enumerate(candidates, 1):
         try:
-            return _load_for(files, candidate, num_windows, heads, policy, on_progress)
+            return _load_for(files, candidate, num_windows, heads, policy, on_progress, host if index == 1 else None)
         except DeviceError as error:
             if index == len(candidates):
                 raise
@@ -212,6 +222,7 @@ def _load_for(
     heads: Heads,
     policy: Policy,
     on_progress: OnProgress,
+    host: JobHost | None,
 ) -> SpeechModel:
     config = _checked(candidate.config, files)
     explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
@@ -233,7 +244,7 @@ def _load_for(
             own = _own_config(config, files, num_windows, files.decoder, ALIGNMENT)
             kind = AlignmentKind(tuple(heads), files.max_positions)
             alignment = load_job(LoadJob(kind, files.directory, device, own, on_progress, explicit))
-        launched = launch(files.directory, [decoder], policy, on_progress)
+        launched = launch(files.directory, [decoder], policy, on_progress, host=host)
     except BaseException:
         encoder.runner.close()
         if alignment is not None:

@@ -38,11 +38,12 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
 @contextmanager
 def owned_device() -> Iterator[None]:
     """Say that the calling thread is the one of a device: in this block it must never wait for the device."""
+    before = getattr(_here, "owns_device", False)  # in a block of the device's owner, another engine's step may run
     _here.owns_device = True
     try:
         yield
     finally:
-        _here.owns_device = False
+        _here.owns_device = before
 
 
 def check_may_wait() -> None:
