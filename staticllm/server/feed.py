@@ -198,6 +198,8 @@ def totals_of(stats: Stats) -> dict[str, Any]:
         "prefill_seconds": round(stats.device_seconds * stats.prefill_share, 6),
         "decode_seconds": round(stats.device_seconds * stats.decode_share, 6),
         "proactive_seconds": round(stats.proactive_seconds, 6),
+        "jobs": stats.num_jobs,
+        "job_seconds": round(stats.job_seconds, 6),
         "padding": round(stats.padding, 4),
         "slots_in_use": stats.slots_in_use,
         "peak_slots_in_use": stats.peak_slots_in_use,

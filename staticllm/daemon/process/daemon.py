@@ -102,13 +102,15 @@ class Daemon:
         ours = ov.get_version()
         if theirs.protocol != PROTOCOL:
             raise ConfigError(
-                f"this program speaks protocol {theirs.protocol}, the daemon {PROTOCOL}: restart the older one"
-            )
-        if theirs.openvino.split(".")[:2] != ours.split(".")[:2]:
-            raise ConfigError(
-                f"this program has OpenVINO {theirs.openvino[:40]}, the daemon has {ours}: use the same release"
+                f"this program speaks protocol {theirs.protocol}, the daemon {PROTOCOL}: restart the older one "
+                "(staticllm daemon stop ends the daemon)"
             )
         client = read_body(hello, Hello)
+        if theirs.openvino.split(".")[:2] != ours.split(".")[:2] and not client.watches:  # it may be there to stop this one
+            raise ConfigError(
+                f"this program has OpenVINO {theirs.openvino[:40]}, the daemon has {ours}: use the same release, or end the "
+                "daemon (staticllm daemon stop)"
+            )
         with self._lock:
             session = self._find(client.session)
             is_new = session is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.handlers
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ from staticllm.errors import ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.daemon_link import ask
 from staticllm.wire.channel import Channel, join_daemon
 from staticllm.wire.endpoint import EndpointError, SilenceWatch, SilentError
-from staticllm.wire.messages import Kind, Message, ProtocolError
+from staticllm.wire.messages import PROTOCOL, Kind, Message, ProtocolError
 
 STOP_SECONDS = 15.0
 LOG_BYTES = 1 << 20
+OTHER_PROTOCOL = re.compile(r"speaks protocol \d+, the daemon (\d+):")
+"""How a daemon of another version refuses a program: its protocol is the group."""
 
 
 def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | None = None) -> None:
@@ -79,12 +82,21 @@ def start(folder: Path, idle_seconds: float | None = None) -> int:
 def stop(folder: Path) -> int | None:
     """End the daemon of a folder, and return its process id when it has ended; None if there is none.
 
-    Raises ``StaticLLMError`` (it has not ended after ``STOP_SECONDS``).
+    One of another version is addressed in its own protocol: ``STATS`` and ``STOP`` are the same in all of them. Raises
+    ``StaticLLMError`` (it has not ended after ``STOP_SECONDS``).
     """
-    found = status(folder)
+    protocol = PROTOCOL
+    try:
+        found = status(folder)
+    except StaticLLMError as error:
+        other = OTHER_PROTOCOL.search(str(error))
+        if other is None:
+            raise
+        protocol = int(other[1])
+        found = status(folder, protocol)
     if found is None:
         return None
-    with contextlib.suppress(EndpointError, ProcessLostError, EOFError, OSError), control(folder) as channel:
+    with contextlib.suppress(EndpointError, ProcessLostError, EOFError, OSError), control(folder, protocol) as channel:
         ask(channel, Message(Kind.STOP))
     lock = FileLock(folder / "lock")
     try:
@@ -95,10 +107,10 @@ def stop(folder: Path) -> int | None:
     return int(found["pid"])
 
 
-def status(folder: Path) -> dict[str, Any] | None:
+def status(folder: Path, protocol: int = PROTOCOL) -> dict[str, Any] | None:
     """Return the statistics of the daemon of a folder; None if none listens. Raises ``StaticLLMError``."""
     try:
-        with control(folder) as channel:
+        with control(folder, protocol) as channel:
             return ask(channel, Message(Kind.STATS)).body
     except SilentError as error:
         raise StaticLLMError(str(error)) from None
@@ -107,10 +119,10 @@ def status(folder: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def control(folder: Path) -> Iterator[Channel]:
+def control(folder: Path, protocol: int = PROTOCOL) -> Iterator[Channel]:
     """Connect to the daemon of a folder as a client without models. Raises ``EndpointError`` and ``StaticLLMError``."""
     try:
-        channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True)
+        channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True, protocol=protocol)
     except ProtocolError as error:
         raise StaticLLMError(f"the daemon's answer is damaged: {error}") from error
     try:

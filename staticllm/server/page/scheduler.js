@@ -13,7 +13,7 @@ const NUM_GROUPS = 5; // of calls in the table
 const NUM_ANSWERS = 8; // in the table
 const RATE_SECONDS = 5;
 const MAX_QUEUED = 20; // rows of requests that wait in the server
-const PLOT = { width: 280, height: 130, left: 48, bottom: 20, top: 8, right: 6 };
+const PLOT = { width: 280, height: 130, left: 54, bottom: 20, top: 8, right: 6 };
 const ORDER = { running: 0, prefilling: 1, swapped: 2, waiting: 3, queued: 4 };
 const NAMES = { running: "Decoding", prefilling: "Prefill", swapped: "Swapped", waiting: "Waiting", queued: "Queued" };
 
@@ -40,6 +40,7 @@ export class SchedulerView {
     this.ended = [];
     this.lastAnswers = [];
     this.seconds = new Map(); // what the calls of each second held
+    this.jobs = null; // seconds of texts in the device, and when they were read
     this.rows = new Map();
   }
 
@@ -96,6 +97,7 @@ export class SchedulerView {
     this.calls = [...this.calls, ...feed.calls].slice(-NUM_CALLS);
     this.ended = [...this.ended, ...feed.ended].filter((each) => each.end > feed.now - WINDOW || feed.ended.includes(each)).slice(-400);
     for (const call of feed.calls) this.addToSecond(call);
+    this.addJobs(feed.totals?.job_seconds ?? 0, feed.now);
     const oldest = feed.now - WINDOW - 2;
     for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
     this.lastAnswers = [...this.lastAnswers, ...feed.ended].slice(-NUM_ANSWERS);
@@ -103,8 +105,7 @@ export class SchedulerView {
 
   addToSecond(call) {
     if (call.failed) return;
-    const second = Math.floor(call.start + call.ms / 1000);
-    const found = this.seconds.get(second) ?? { prefill: 0, decode: 0, proactive: 0, gap: 0, tokens: 0 };
+    const found = this.second(Math.floor(call.start + call.ms / 1000));
     const { prefill, decode } = rowsOf(call);
     const share = prefill / (prefill + decode || 1);
     found.prefill += (call.ms / 1000) * share;
@@ -112,7 +113,24 @@ export class SchedulerView {
     found.proactive += ((call.ms / 1000) * (call.proactive ?? 0)) / (prefill + decode || 1);
     found.gap = Math.max(found.gap, call.gap_ms ?? 0);
     found.tokens += call.decode.length + call.accepted;
-    this.seconds.set(second, found);
+  }
+
+  /** Spread the device time of texts, of which only the sum is known, over the seconds since it was read. */
+  addJobs(total, now) {
+    const before = this.jobs;
+    this.jobs = { total, now };
+    if (!before || total <= before.total || now <= before.now) return;
+    const from = Math.max(before.now, now - WINDOW);
+    for (let second = Math.floor(from); second < now; second++) {
+      const part = Math.min(now, second + 1) - Math.max(from, second);
+      this.second(second).jobs += ((total - before.total) * part) / (now - before.now);
+    }
+  }
+
+  second(number) {
+    const found = this.seconds.get(number) ?? { prefill: 0, decode: 0, jobs: 0, proactive: 0, gap: 0, tokens: 0 };
+    this.seconds.set(number, found);
+    return found;
   }
 
   show(feed) {
@@ -124,6 +142,7 @@ export class SchedulerView {
     this.showCards(feed);
     this.showRequests(feed);
     this.showEncoders(feed);
+    this.showClients(feed);
     this.showCalls(feed);
     this.showAnswers();
     this.showPlots(feed.now);
@@ -141,22 +160,21 @@ export class SchedulerView {
     const count = (status) => requests.filter((each) => each.status === status).length;
     const recent = [...this.seconds].filter(([second]) => second >= Math.floor(now) - RATE_SECONDS && second < Math.floor(now)).map(([, each]) => each);
     const sum = (name) => recent.reduce((total, each) => total + each[name], 0);
-    const prefill = sum("prefill");
-    const decode = sum("decode");
+    const [prefill, decode, jobs] = ["prefill", "decode", "jobs"].map(sum);
+    const whole = prefill + decode + jobs;
     const inUse = totals?.slots_in_use ?? 0;
     card("waiting", count("waiting") + queued.length, queued.length ? `${queued.length} queued` : "");
     card("prefilling", count("prefilling"), count("swapped") ? `${count("swapped")} swapped` : "");
-    const behind = requests.filter((each) => each.class === "proactive").length;
-    card("running", count("running"), [limits ? `of ${limits.num_seqs}` : "", behind ? `${behind} proactive here` : ""].filter(Boolean).join(", "));
+    const behind = requests.filter((each) => each.status === "running" && each.class === "proactive").length;
+    card("running", count("running"), [limits ? `of ${limits.num_seqs}` : "", behind ? `${behind}\u00a0proactive` : ""].filter(Boolean).join(", "));
     card("rate", (sum("tokens") / RATE_SECONDS).toFixed(0), "per second");
     card("slots", inUse, limits?.kv_slots ? `of ${limits.kv_slots}` : "");
-    const part = (seconds) => `${((seconds / (prefill + decode)) * 100).toFixed(0)} %`;
-    const proactive = sum("proactive") ? `, ${part(sum("proactive"))} proactive` : "";
-    card("busy", `${Math.min(100, ((prefill + decode) / RATE_SECONDS) * 100).toFixed(0)} %`, prefill + decode ? `${part(prefill)} prefill${proactive}` : "idle");
+    const percent = (seconds) => (whole ? (seconds / whole) * 100 : 0);
+    const parts = [[prefill, "prefill"], [jobs, "texts"], [sum("proactive"), "proactive"]].filter(([seconds, name]) => seconds || name === "prefill");
+    const note = parts.map(([seconds, name]) => `${percent(seconds).toFixed(0)}\u00a0%\u00a0${name}`).join(", ");
+    card("busy", `${Math.min(100, (whole / RATE_SECONDS) * 100).toFixed(0)} %`, whole ? note : "idle");
     byId("slots-meter").style.width = `${limits?.kv_slots ? Math.min(100, (inUse / limits.kv_slots) * 100) : 0}%`;
-    const share = prefill + decode ? (prefill / (prefill + decode)) * 100 : 0;
-    byId("share-prefill").style.width = `${share}%`;
-    byId("share-decode").style.width = `${prefill + decode ? 100 - share : 0}%`;
+    for (const [name, seconds] of Object.entries({ decode, prefill, jobs })) byId(`share-${name}`).style.width = `${percent(seconds)}%`;
   }
 
   showRequests({ requests, waiting_ms: queued, now }) {
@@ -188,6 +206,15 @@ export class SchedulerView {
     if (key === this.shownEncoders) return;
     this.shownEncoders = key;
     byId("encoders").replaceChildren(...encoders.flatMap((each) => each.devices.map((device, index) => encoderRow(each, device, index))));
+  }
+
+  showClients({ clients }) {
+    byId("clients-panel").hidden = clients.length < 2; // all others are one of them
+    const key = JSON.stringify(clients);
+    if (key === this.shownClients) return;
+    this.shownClients = key;
+    const whole = clients.reduce((sum, { seconds }) => sum + seconds, 0);
+    byId("clients").replaceChildren(...clients.map((each) => clientRow(each, whole)));
   }
 
   showCalls({ dropped }) {
@@ -227,10 +254,18 @@ export class SchedulerView {
     setText(byId("ttft-now"), sorted.length ? `median ${duration(middle)}, longest ${duration(sorted.at(-1))}` : "no answer in the last minute");
     const longest = Math.max(0, ...seconds.map((each) => each.gap ?? 0));
     setText(byId("gap-now"), longest ? `longest ${duration(longest)}` : "nothing decoded in the last minute");
-    const prefill = seconds.reduce((sum, each) => sum + (each.prefill ?? 0), 0);
-    const decode = seconds.reduce((sum, each) => sum + (each.decode ?? 0), 0);
-    setText(byId("share-now"), prefill + decode ? `${((prefill / (prefill + decode)) * 100).toFixed(0)} % prefill, ${((decode / (prefill + decode)) * 100).toFixed(0)} % decode` : "idle for a minute");
+    const parts = ["decode", "prefill", "jobs"].map((name) => [name, seconds.reduce((sum, each) => sum + (each[name] ?? 0), 0)]);
+    showShares(byId("share-now"), parts.filter(([name, spent]) => spent || name !== "jobs"));
   }
+}
+
+/** Say which part of the device's time each kind of call had, with its colour. */
+function showShares(node, parts) {
+  const whole = parts.reduce((sum, [, spent]) => sum + spent, 0);
+  const texts = parts.map(([name, spent]) => `${((spent / whole) * 100).toFixed(0)}\u00a0%\u00a0${name === "jobs" ? "texts" : name}`);
+  if (!whole) return setText(node, "idle for a minute");
+  if (node.textContent === texts.join(" ")) return;
+  node.replaceChildren(...parts.flatMap(([name], index) => [index ? " " : "", el("span", {}, el("i", { class: name }), texts[index])]));
 }
 
 function card(name, value, note) {
@@ -247,16 +282,18 @@ function rowsOf({ prefill, decode, drafted, rows }) {
 class RequestRow {
   constructor(id) {
     this.badge = el("span", {});
+    this.behind = el("span", { class: "badge", hidden: true }, "proactive");
     this.parts = ["cached", "prefill", "decode"].map((name) => el("i", { class: name }));
     this.bar = el("div", { class: "bar", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100", "aria-label": "Progress" }, this.parts);
     this.cells = Object.fromEntries(["prompt", "answer", "ttft", "age"].map((name) => [name, el("td", { class: "number" })]));
     const label = typeof id === "number" ? `#${id}` : "–";
-    this.node = el("tr", {}, el("th", { scope: "row" }, label), el("td", {}, this.badge), el("td", { class: "wide" }, this.bar), Object.values(this.cells));
+    this.node = el("tr", {}, el("th", { scope: "row" }, label), el("td", { class: "badges" }, this.badge, " ", this.behind), el("td", { class: "wide" }, this.bar), Object.values(this.cells));
   }
 
   update(request) {
     this.badge.className = `badge ${request.status}`;
-    setText(this.badge, NAMES[request.status] + (request.class === "proactive" ? ", proactive" : ""));
+    setText(this.badge, NAMES[request.status]);
+    this.behind.hidden = request.class !== "proactive";
     setText(this.cells.age, duration(Math.max(0, request.age)));
     if (request.status === "queued") return;
     const { prompt_tokens: prompt, cached_tokens: cached, output_tokens: output, max_output_tokens: max } = request;
@@ -301,6 +338,7 @@ function callRow(calls) {
     ...prefill.slice(0, 4).map(([id, count]) => el("span", { class: "chip prefill" }, `#${id} prefill ${count}`)),
     call.prefill.length > 4 && el("span", { class: "chip prefill" }, `+${call.prefill.length - 4}`),
     call.decode.length > 0 && el("span", { class: "chip decode" }, `decode ${ids}`),
+    call.proactive > 0 && el("span", { class: "chip" }, `${call.proactive} proactive`),
     call.drafted > 0 && el("span", { class: "chip" }, `drafts ${call.accepted}/${call.drafted}`),
     call.is_inserted && el("span", { class: "chip" }, "between blocks"),
     call.inserted > 0 && el("span", { class: "chip" }, `with ${call.inserted} between its blocks`),
@@ -317,6 +355,13 @@ function encoderRow({ model, engine }, device, index) {
   const state = device.health !== "alive" && el("span", { class: "badge bad" }, device.health);
   const shared = device.is_shared && engine ? `of ${engine}` : "its own";
   return el("tr", {}, el("th", { scope: "row" }, index ? "" : model), el("td", {}, device.name, " ", state), el("td", {}, shared), counts);
+}
+
+/** One client with an entry in the config file, or all others. */
+function clientRow({ name, share, seconds }, whole) {
+  const part = whole ? `${((seconds / whole) * 100).toFixed(0)} %` : "";
+  const cells = [`${share}`, seconds ? duration(seconds * 1000) : "–", part].map((text) => el("td", { class: "number" }, text));
+  return el("tr", {}, el("th", { scope: "row" }, name), cells);
 }
 
 function answerRow(answer) {
@@ -386,11 +431,10 @@ function plotGaps(node, seconds, end) {
 function plotShare(node, seconds, end) {
   plotBase(node, 1, (share) => `${(share * 100).toFixed(0)} %`);
   const width = (PLOT.width - PLOT.left - PLOT.right) / WINDOW;
-  for (const { second, prefill = 0, decode = 0 } of seconds) {
-    const low = Math.min(1, decode);
-    const high = Math.min(1, decode + prefill);
+  for (const { second, prefill = 0, decode = 0, jobs = 0 } of seconds) {
+    const [low, high, top] = [decode, decode + prefill, decode + prefill + jobs].map((each) => Math.min(1, each));
     const bar = (name, from, to) => to > from && svg("rect", { class: name, x: plotX(second, end), y: plotY(to), width: width - 0.8, height: plotY(from) - plotY(to) });
-    node.append(...[bar("decode", 0, low), bar("prefill", low, high)].filter(Boolean));
+    node.append(...[bar("decode", 0, low), bar("prefill", low, high), bar("jobs", high, top)].filter(Boolean));
   }
 }
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from multiprocessing import connection as mp
 
@@ -13,6 +15,7 @@ import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm.daemon.process import lifetime
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.messages import PROTOCOL, Kind, Message
@@ -49,6 +52,33 @@ def test_a_client_that_does_not_fit_is_told_why(honest, hello, reason):
         assert client.welcome.kind is Kind.REFUSED
         assert reason in client.welcome.body["reason"]
         assert "\n" not in client.welcome.body["reason"]
+
+
+ANOTHER_VERSION = """
+import sys
+from pathlib import Path
+import openvino as ov
+from staticllm.daemon.process import daemon, lifetime
+daemon.PROTOCOL = int(sys.argv[2])
+ov.get_version = lambda: sys.argv[3]
+lifetime.serve(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("protocol, openvino", [(PROTOCOL - 1, "1.2.3"), (PROTOCOL + 1, "1.2.3"), (PROTOCOL, "1.2.3")])
+def test_a_daemon_of_another_version_can_be_stopped(tmp_path, monkeypatch, protocol, openvino):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
+    with subprocess.Popen([sys.executable, "-c", ANOTHER_VERSION, folder, str(protocol), openvino]) as daemon:
+        try:
+            wait_for(lambda: endpoint.answers(folder), 30)
+            with RawClient() as client:
+                assert client.welcome.kind is Kind.REFUSED
+            assert lifetime.stop(folder) == daemon.pid
+            assert daemon.wait(20) == 0
+        finally:
+            daemon.kill()
 
 
 def test_there_are_at_most_so_many_clients(honest):

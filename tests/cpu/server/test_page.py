@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import httpx
@@ -218,7 +219,7 @@ def test_the_scheduler_shows_what_runs_and_what_waits(tab, model, served):
     body = {"messages": [{"role": "user", "content": "count 120"}]}
     url = served.url + "/v1/chat/completions"
     tab.page.get_by_role("link", name="Scheduler").click()
-    tab.page.get_by_text("No request is in the engine").wait_for()
+    tab.page.locator("#card-running-note", has_text="of 4").wait_for()  # the first reading has come
     earlier = tab.page.locator("#answers tr").count()
     threads = [threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 60}) for _ in range(6)]
     for thread in threads:
@@ -241,6 +242,55 @@ def test_the_scheduler_shows_what_runs_and_what_waits(tab, model, served):
     assert tab.page.locator("#plot-gap rect").count() > 0
     assert tab.page.locator("#strip g").count() > 50
     served.wait_until_idle()
+
+
+def a_desk(answer):
+    """A feed of a device that chats, agents and texts share; texts take a quarter of the time."""
+    shown = answer.json()
+    common = {"arrival": shown["now"] - 2, "prompt_tokens": 50, "cached_tokens": 0, "computed_tokens": 50}
+    common |= {"output_tokens": 3, "max_output_tokens": 9, "ttft_ms": 12.5}
+    classes = ["reactive"] * 12 + ["proactive"] * 14
+    shown["requests"] = [
+        {**common, "id": number, "status": "running" if number % 2 else "swapped", "class": kind, "priority": 0}
+        for number, kind in enumerate(classes)
+    ]
+    call = {"number": 1, "rows": 16, "kv_len": 1024, "ms": 400, "proactive": 9, "prefill": [[1, 4]], "preempted": []}
+    call |= {"decode": list(range(12)), "drafted": 0, "accepted": 0, "gap_ms": 20}
+    call |= {"failed": False, "is_inserted": False, "inserted": 0}
+    shown["calls"] = [{**call, "start": shown["now"] - 1.5}]
+    shown["totals"]["job_seconds"] = shown["now"] / 4
+    shown["clients"] = [
+        {"name": "client editor", "share": 3, "seconds": 3},
+        {"name": "others", "share": 1, "seconds": 1},
+    ]
+    return shown
+
+
+CUT_OFF = """() => [
+    ...[...document.querySelectorAll('.cards *')].filter((each) => each.scrollWidth > each.clientWidth + 1),
+    ...[...document.querySelectorAll('.plot text')].filter((each) => each.getBBox().x < 0),
+].map((each) => each.id || each.textContent)"""
+
+
+def test_classes_texts_and_clients_are_shown_and_nothing_is_cut_off(tab, served):
+    page = tab.page
+    page.route("**/api/scheduler*", lambda route: route.fulfill(json=a_desk(route.fetch())))
+    page.goto(served.url + "/#scheduler")
+    page.locator("#card-busy-note", has_text="texts").wait_for()
+    page.wait_for_timeout(1500)
+    running, busy = (page.locator(f"#card-{name}-note").inner_text() for name in ("running", "busy"))
+    assert running.replace("\xa0", " ") == "of 4, 7 proactive"  # of those that decode
+    assert re.fullmatch(r"\d+ % prefill, \d+ % texts, \d+ % proactive", busy.replace("\xa0", " "))
+    assert page.locator("#share-now").inner_text().count("%") == 3
+    assert page.locator("#plot-share rect.jobs").count() > 0
+    assert " ".join(page.locator("#clients").inner_text().split()) == "client editor 3 3.0 s 75 % others 1 1.0 s 25 %"
+    assert page.locator("#requests .badge:visible", has_text="proactive").count() == 14
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for width in (1920, 1280, 1161, 1160, 761, 420, 401, 340):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate(CUT_OFF) == [], width
+            assert page.evaluate("document.getElementById('scheduler-body').scrollWidth") <= width
 
 
 def test_nobody_is_watched_behind_a_hidden_view(tab, served):
