@@ -154,7 +154,8 @@ class Planner:
 
         Those that are running stay if reactive ones are, because they have rows in the same decode steps.
         """
-        if self._plans_classes and self.policy is self._own:
+        has_proactive = any(request.is_proactive for request in view.requests)
+        if not has_proactive or (self._plans_classes and self.policy is self._own):
             return view
         reactive = reactive_view(view)
         return replace(reactive, running=view.running) if reactive.running else reactive
