@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
@@ -54,6 +55,7 @@ def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> Lower
         UnsupportedModelError: the encoder's input has no fixed size, or the decoder has no cross-attention to its output.
     """
     bands, columns = _fixed_input(encoder)
+    _hand_over(encoder)
     hidden = encoder.outputs[0].get_node().input_value(0)
     length = encoder.outputs[0].get_partial_shape()[1]
     if length.is_dynamic:
@@ -66,6 +68,18 @@ def lower_source(encoder: ov.Model, decoder: ov.Model, kv_type: KVType) -> Lower
     joined.validate_nodes_and_infer_types()
     shape = SourceShape(bands, columns, length.get_length(), states)
     return LoweredForOneSource(joined.clone(), shape, STAGE)
+
+
+def _hand_over(encoder: ov.Model) -> None:
+    """Let a node that changes nothing read the features: in blocks it is the host's part, as the lookup of tokens is in others.
+
+    Plugins remove it.
+    """
+    (features,) = encoder.inputs
+    readers = list(features.get_target_inputs())
+    same = ops.multiply(features.get_node(), ops.constant(np.ones(1, np.float32))).output(0)
+    for reader in readers:
+        reader.replace_source_output(same)
 
 
 def _source_of(decoder: ov.Model, length: int) -> tuple[ov.Model, list[KVState]]:

@@ -33,13 +33,15 @@ from staticllm.pipelines.speech.results import (
     chunks_of,
 )
 from staticllm.pipelines.speech.speech_files import speech_files
-from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech, take_num_windows
+from staticllm.pipelines.speech.speech_jobs import take_num_windows
+from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
 from staticllm.pipelines.speech.transcription import Timings, Transcriber
 from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
 from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
 from staticllm.pipelines.speech.whisper_config import (
     WhisperGenerationConfig,
     WhisperOptions,
+    alignment_heads,
     completed,
     copy_whisper_config,
     whisper_options,
@@ -102,7 +104,7 @@ class StaticWhisperPipeline:
         self._generation_config = WhisperGenerationConfig(files.file)
         tokenizer = read_tokenizer(files.directory)
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
-        heads = _alignment_heads(self._generation_config) if has_words else ()
+        heads = alignment_heads(self._generation_config) if has_words else ()
         tell = on_progress or (lambda event: None)
         self._model = load_speech(files, candidates, num_windows, heads, policy, tell, host)
         close_when_collected(self, SpeechModel.close, self._model)
@@ -277,15 +279,6 @@ class StaticWhisperPipeline:
 
 def _told(function: Callable[[str], object], text: str) -> None:
     function(text)
-
-
-def _alignment_heads(config: WhisperGenerationConfig) -> tuple[tuple[int, int], ...]:
-    """Return layer and head of each attention that aligns text and speech. Raises ``GenerationConfigError`` (none are named)."""
-    if not config.alignment_heads:
-        raise GenerationConfigError(
-            "word_timestamps=True without alignment_heads: the model's generation_config.json has none; load without it"
-        )
-    return tuple((int(layer), int(head)) for layer, head in config.alignment_heads)
 
 
 class _Stream:

@@ -14,14 +14,14 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import part_of, redirect, upstream
 from staticllm.devices import get_core
-from staticllm.ports import CROSS, INPUT_IDS, PAST, PRESENT, TOKEN_TYPE_IDS
+from staticllm.ports import CROSS, INPUT_FEATURES, INPUT_IDS, PAST, PRESENT, TOKEN_TYPE_IDS
 
 Origin = Literal["constant", "shared", "own", "tokens"]
 """``constant``: of constants; ``shared``: of inputs that all layers read (positions, masks); ``own``: of inputs that one layer
-reads (keys, values, states, adapters); ``tokens``: of the tokens."""
+reads (keys, values, states, adapters); ``tokens``: of the tokens, or of the features of a source."""
 _OWN = (PAST, CROSS, "state.", "adapter.")
 _STATES = (PRESENT, "state.")
-_TOKENS = frozenset({INPUT_IDS, TOKEN_TYPE_IDS})
+_TOKENS = frozenset({INPUT_IDS, TOKEN_TYPE_IDS, INPUT_FEATURES})
 MOST_FOLDED = 1 << 14
 """The most numbers of a constant of which shapes, positions and the like are computed; more are weights."""
 _ORDER: tuple[Origin, ...] = ("constant", "shared", "own", "tokens")
@@ -129,12 +129,13 @@ class Dataflow:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """The places of the chain after which no value from before them is read, except their own."""
+        """The places of the chain after which no value from before them is read, except their own, and before all results."""
         found = list[int]()
         last_read = -1
         for place, node in enumerate(self.chain):
-            is_data = node.get_type_name() not in ("Parameter", "Result")
-            if last_read <= place and len(node.outputs()) == 1 and is_data:
+            if node.get_type_name() == "Result":
+                break
+            if last_read <= place and len(node.outputs()) == 1 and node.get_type_name() != "Parameter":
                 found.append(place)
             last_read = max(last_read, self._last_reader(node))
         return tuple(found)

@@ -42,9 +42,10 @@ def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, i
     """
     until = time.monotonic() + seconds
     total = engine.run_between_steps(lambda: engine.runner.probe.num_left)
-    while engine.runner.probe.num_left and time.monotonic() < until:
-        on_progress(total - engine.runner.probe.num_left, total)
-        time.sleep(POLL_SECONDS)
+    with engine.costs_awaited():
+        while engine.runner.probe.num_left and time.monotonic() < until:
+            on_progress(total - engine.runner.probe.num_left, total)
+            time.sleep(POLL_SECONDS)
     return not engine.runner.probe.num_left
 
 

@@ -30,10 +30,12 @@ from staticllm.pipelines.diagnostics.reports import (
     DecoderReport,
     KVReport,
     LayerReport,
+    MemoryEstimate,
     ProgramsEstimate,
     RecurrentReport,
     RecurrentStateReport,
     StateReport,
+    TimedVariant,
     VariantEstimate,
     VariantReport,
     Verdict,
@@ -137,9 +139,17 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
         index = VariantIndex(found.plan.variants, found.plan.lowered.shape.needs_real_rows)
         return predicted_times(index, found.seconds(is_repriced), found.roof, job.config.max_prompt_len)
 
-    def measure(self, job: DecoderJob) -> MeasuredMemory:
-        """Load a model in a process of its own, and divide its private memory among the parts of a pipeline."""
+    def measure(self, job: DecoderJob) -> MemoryEstimate | MeasuredMemory:
+        """Load a model in a process of its own, and divide its private memory among the parts of a pipeline.
+
+        One that sees sources is loaded here, because that process has the pipeline of text.
+        """
+        if job.config.sources is not None:
+            return super().measure(job)
         return measure_memory(job.directory, job.device, job.config)
+
+    def timed(self, variant: Variant, seconds: float | None) -> TimedVariant:
+        return TimedVariant(variant, str(variant), variant.rows, seconds)
 
     def verdicts(self, job: DecoderJob, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
         """Compare every mode and size of chunks. On other devices than the CPU tokens may differ in near-ties."""

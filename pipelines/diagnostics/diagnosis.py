@@ -186,7 +186,7 @@ class Diagnosis(Generic[K]):
 
     def timed(self, variant: Any, seconds: float | None) -> TimedVariant:
         """Return a variant with the seconds of a call; None if they are not known."""
-        return TimedVariant(variant, str(variant), variant.rows, seconds)
+        return TimedVariant(variant, str(variant), None, seconds)
 
     def _timed(
         self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], source: SecondsSource

@@ -29,12 +29,14 @@ from staticllm.errors import (
     last_line,
 )
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
+from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.artifacts.fingerprint import fingerprint_model, with_article
 from staticllm.pipelines.diagnostics.gguf_report import check_gguf
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in, known_kind
 from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
 from staticllm.pipelines.diagnostics.reports import Finding
+from staticllm.pipelines.diagnostics.speech_diagnosis import try_speech
 from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.npu_compiler.find import compiler_statuses
 from staticllm.pipelines.npu_compiler.wine import COMMAND, default_folder
@@ -197,6 +199,8 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     """Load the model at ``path`` on ``device`` and run it once; compare its weights with those of the sets in a cache."""
     start = time.perf_counter()
     try:
+        if (found := located(path)).kind is SPEECH:
+            return _check_speech(found.directory, device, on_progress, start)
         directory = check_model_dir(path)
         name = known_kind(directory)
         if name is None:
@@ -223,6 +227,13 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     place = "in the cache of Hugging Face, " if located(path).title else ""
     complete = f"complete, {place}weights {here.weights_digest[:12]}, {what}, {ran}{trial.how}"
     return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)
+
+
+def _check_speech(directory: Path, device: str, on_progress: OnProgress, start: float) -> Finding:
+    """Load a speech model on ``device`` and run it once; ``start`` is the moment when that began."""
+    trial = try_speech(directory, device, on_progress)
+    seconds = time.perf_counter() - start
+    return Finding("ok", "model", f"complete, a speech model, loaded and run on {device} in {seconds:.1f} s{trial.how}")
 
 
 def check_weights(path: str) -> Iterator[Finding]:

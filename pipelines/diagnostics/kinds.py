@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openvino as ov
 
-from staticllm.core import OnProgress
+from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.pipelines.artifacts.blob_set import read_manifest, rewrite_manifest
 from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.diagnostics.diagnosis import Diagnosis
+from staticllm.pipelines.diagnostics.reports import Verdict
+from staticllm.pipelines.diagnostics.speech_diagnosis import Jobs, parts_of, speech_verdicts
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.programs.kinds import KINDS
+from staticllm.sources.hub import located
 
 AnyDiagnosis = Diagnosis[Any]
 
@@ -55,6 +59,31 @@ def job_in(
     directory = check_model_dir(models_path, False, weights)
     name = known_kind(directory, weights) or "decoder"  # whose passes say what the graph lacks
     return diagnosis_of(name).job(directory, device, properties, on_progress, check)
+
+
+def jobs_in(
+    models_path: str | os.PathLike[str],
+    device: str,
+    properties: Mapping[str, Any],
+    on_progress: OnProgress = lambda event: None,
+    check: Callable[[ov.Core, object], str] = check_device,
+) -> Jobs:
+    """Return the jobs for the model in a directory: one, named "", or those of the parts of a speech model.
+
+    Arguments and errors are those of ``job_in``.
+    """
+    found = located(models_path)
+    if found.kind is SPEECH:
+        return parts_of(found.directory, device, properties, on_progress, check)
+    return {"": job_in(models_path, device, properties, on_progress, check)}
+
+
+def verdicts_of(jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
+    """Compare the programs of a model in each mode with the original in f32, and yield each verdict."""
+    if len(jobs) > 1:
+        return speech_verdicts(jobs, modes)
+    (job,) = jobs.values()
+    return diagnosis_of(job.kind.name).verdicts(job, modes)
 
 
 def verify_set(job: LoadJob[Any], folder: Path) -> Manifest:

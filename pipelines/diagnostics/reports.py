@@ -335,11 +335,11 @@ class DecoderEstimate(MemoryEstimate):
 
 @dataclass(frozen=True)
 class TimedVariant:
-    """The size of one program, its label and tokens, and the seconds of a call; None if they are not known."""
+    """The size of one program, its label, the tokens of a call if it has tokens, and its seconds; None if not known."""
 
     variant: ProgramVariant
     label: str
-    num_tokens: int
+    num_tokens: int | None
     seconds: float | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -371,7 +371,8 @@ class TimedEstimate(MemoryEstimate):
         hint = "; --measured measures it, -p CACHE_DIR=… reads it from a cache"
         source = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
         times = [
-            f"  {each.label:<22} {each.seconds * 1e3:9.2f} ms  {each.num_tokens / each.seconds:9.0f} tokens/s"
+            f"  {each.label:<22} {each.seconds * 1e3:9.2f} ms"
+            + ("" if each.num_tokens is None else f"  {each.num_tokens / each.seconds:9.0f} tokens/s")
             for each in self.variants
             if each.seconds is not None
         ]

@@ -125,6 +125,7 @@ class Engine:
         self._has_rested = False
         self._rest_seconds = IDLE_SECONDS  # before the next measurement
         self._others = OtherProcesses()
+        self._num_awaiting = 0  # callers that wait for costs
         self._pid = os.getpid()
         self._device_use = SoleUse()
         self._text = text
@@ -424,7 +425,7 @@ class Engine:
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device. While other processes are busy, a longer rest follows."""
-        is_busy = self._others.share() > BUSY
+        is_busy = self._others.share() > BUSY and not self._num_awaiting
         with self._device_use.measure():
             begin = time.perf_counter()
             self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted)
@@ -432,6 +433,17 @@ class Engine:
         if is_busy:
             self._has_rested = False
             self._rest_seconds = max(IDLE_SECONDS, seconds * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY)
+
+    @contextmanager
+    def costs_awaited(self) -> Iterator[None]:
+        """Measure costs in a block whatever other processes do, because somebody waits for them."""
+        with self._wake:
+            self._num_awaiting += 1
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._num_awaiting -= 1
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""

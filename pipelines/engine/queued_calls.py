@@ -33,8 +33,8 @@ class _Waiting:
 class QueuedCalls:
     """The ``JobSource`` of calls that are whole: each runs alone, those of the highest priority first, the oldest among equals.
 
-    ``in_use`` is held while a call runs. ``seconds`` returns what a call takes; ``has_room`` whether one may begin now. Any thread
-    may call ``submit`` and what ``JobSource`` says; calls run on the engine's thread.
+    ``in_use`` is held while a call runs. ``seconds`` returns what a call takes; ``has_room`` whether one may begin now. Any
+    thread may call ``submit`` and what ``JobSource`` says; calls run on the engine's thread.
     """
 
     def __init__(

@@ -41,12 +41,9 @@ class OneSourceKind(ProgramKind[SourceVariant, S, R]):
         raise NotImplementedError
 
     def lower(self, job: LoadJob[Any], source: OpenedModel, start: StartWith) -> CompilePlan[SourceVariant, S]:
-        """Lower the model; blocks are for layers that repeat behind a lookup of tokens."""
+        """Lower the model; there is one program."""
         del start
-        options = self.options(job)
-        if options.layout == "blocks":
-            options = replace(options, layout="separate")
-        return CompilePlan(self.lowered(job, source), options, (SourceVariant(),), source.weights)
+        return CompilePlan(self.lowered(job, source), self.options(job), (SourceVariant(),), source.weights)
 
     def runner(
         self,

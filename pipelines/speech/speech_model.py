@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.config import MAX_SEQS, StaticLLMConfig, whole
 from staticllm.core import (
     AlignmentShape,
     FinishReason,
     OnProgress,
     ProgressEvent,
     SourceShape,
-    SourceSpec,
     SourceVariant,
 )
-from staticllm.devices import check_device, get_core
-from staticllm.errors import ConfigError, DeviceError, ModelError, pipeline_closed
+from staticllm.errors import DeviceError, ModelError, pipeline_closed
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.jobs import JobHost, job_priority
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
@@ -31,25 +27,16 @@ from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
 from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, launch
-from staticllm.pipelines.loading.kind import Loaded, LoadJob
+from staticllm.pipelines.loading.kind import Loaded
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.loading.source_kind import AlignmentKind, SourceKind
 from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
+from staticllm.pipelines.speech.speech_files import SpeechFiles
+from staticllm.pipelines.speech.speech_jobs import Heads, speech_jobs
 from staticllm.pipelines.speech.transcription_watch import Cancellation
 
-MAX_WINDOWS = "MAX_WINDOWS"
-NUM_WINDOWS = 4
-"""The windows that are decoded together, by default. More are decoded in little more time; each takes memory."""
-PROMPT_PARTS = 4
-"""Tokens of a prompt beside the text before the window: start, language, task, no timestamps."""
 LoadedAlignment: TypeAlias = Loaded[SourceVariant, AlignmentShape, AlignmentRunner]
-Heads: TypeAlias = Sequence[tuple[int, int]]
-ALIGNMENT = "alignment"
 LoadedEncoder: TypeAlias = Loaded[SourceVariant, SourceShape, SourceRunner]
-OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
-"""Fields of the config that speech does not have."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +211,8 @@ def _load_for(
     on_progress: OnProgress,
     host: JobHost | None,
 ) -> SpeechModel:
-    config = _checked(candidate.config, files)
-    explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
-    encoder_config, decoder_config = (
-        _own_config(config, files, num_windows, name) for name in (ENCODER, files.decoder)
-    )
-    device = check_device(get_core(), candidate.device)
-    job = LoadJob(SourceKind(DECODER), files.directory, device, encoder_config, on_progress, explicit)
-    encoder = load_job(job)
+    jobs = speech_jobs(files, candidate, num_windows, heads, on_progress)
+    encoder: LoadedEncoder = load_job(jobs.encoder)
     alignment: LoadedAlignment | None = None
     try:
         if encoder.programs.shape.source_len != files.source_len:
@@ -239,53 +220,12 @@ def _load_for(
                 f"config.json says max_source_positions={files.source_len}, the encoder computes "
                 f"{encoder.programs.shape.source_len} frames: they are of different models"
             )
-        decoder = Candidate(candidate.device, decoder_config, explicit)
-        if heads:
-            own = _own_config(config, files, num_windows, files.decoder, ALIGNMENT)
-            kind = AlignmentKind(tuple(heads), files.max_positions)
-            alignment = load_job(LoadJob(kind, files.directory, device, own, on_progress, explicit))
-        launched = launch(files.directory, [decoder], policy, on_progress, host=host)
+        if jobs.alignment is not None:
+            alignment = load_job(jobs.alignment)
+        launched = launch(files.directory, [jobs.decoder], policy, on_progress, host=host)
     except BaseException:
         encoder.runner.close()
         if alignment is not None:
             alignment.runner.close()
         raise
     return SpeechModel(files, launched, encoder, alignment)
-
-
-def check_speech_config(config: StaticLLMConfig) -> None:
-    """Raise ``ConfigError`` if a field has no meaning for speech."""
-    if wrong := sorted(config.non_default & set(OF_TEXT)):
-        raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
-
-
-def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
-    """Return the config with lengths for windows. Raises ``ConfigError``: a field has no meaning for speech."""
-    check_speech_config(config)
-    most = files.max_positions
-    prompt = min(most - 1, most // 2 + PROMPT_PARTS)
-    return replace(config, max_prompt_len=prompt, min_response_len=most - prompt)
-
-
-def _own_config(
-    config: StaticLLMConfig, files: SpeechFiles, num_windows: int, name: str, folder_name: str = ""
-) -> StaticLLMConfig:
-    """Return the config of one of the programs, whose blobs are in a folder of their own."""
-    config = replace(config, sources=SourceSpec(name, files.source_len, num_windows))
-    if config.blob_path is None and not config.export_blob:
-        return config
-    folder = Path(config.blob_path or files.directory / "openvino_model.blob")
-    if config.export_blob:
-        folder.mkdir(parents=True, exist_ok=True)
-    return replace(config, blob_path=str(folder / (folder_name or Path(name).stem.removeprefix("openvino_"))))
-
-
-def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> int:
-    """Remove ``MAX_WINDOWS`` from the properties, and return it: the windows that are decoded together.
-
-    Raises ``ConfigError`` (it is no whole number from 1 to 64).
-    """
-    given = properties.pop(MAX_WINDOWS, None)
-    if isinstance(config, dict) and MAX_WINDOWS in config:
-        given = config.pop(MAX_WINDOWS)
-    return NUM_WINDOWS if given is None else whole(MAX_WINDOWS, given, 1, MAX_SEQS)

@@ -470,3 +470,12 @@ _CHECKS: Mapping[str, Callable[[str, object], Any]] = {
 }
 """All of Whisper's own fields: how the value of each is checked and brought into one form."""
 WHISPER_NAMES = tuple(_CHECKS)
+
+
+def alignment_heads(config: WhisperGenerationConfig) -> tuple[tuple[int, int], ...]:
+    """Return layer and head of each attention that aligns text and speech. Raises ``GenerationConfigError`` (none are named)."""
+    if not config.alignment_heads:
+        raise GenerationConfigError(
+            "word_timestamps=True without alignment_heads: the model's generation_config.json has none; load without it"
+        )
+    return tuple((int(layer), int(head)) for layer, head in config.alignment_heads)

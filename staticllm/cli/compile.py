@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +59,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compile all programs of MODEL, a decoder or an encoder, and export them as a blob set, which the option BLOB_PATH loads.
+    """Compile all programs of MODEL, a decoder, an encoder or a speech model, and export them as a blob set, which the option
+    BLOB_PATH loads.
 
     The set of the embedded demo model is written to demo_model.blob in the current folder. With --platform, the set is for an NPU
     that need not be on this machine.
@@ -68,27 +71,59 @@ def command(
     target = _target(model, target)
     with progress("compiling") as shown, npu_target(platform, compiler) as elsewhere:
         from staticllm.devices import check_device, check_known
-        from staticllm.pipelines.diagnostics.kinds import job_in, verify_set
-        from staticllm.pipelines.loading.export import export_set
+        from staticllm.pipelines.diagnostics.kinds import jobs_in
 
         check = check_device if elsewhere is None else check_known
-        job = replace(
-            job_in(model, options["device"], read_properties(options), CompileSteps(shown), check), target=elsewhere
-        )
-        if adapters:
-            job = _with_adapters(job, adapters, is_verified)
-        manifest = export_set(job, Path(target))
-        if is_verified:
-            shown.show("comparing with the CPU")
-            manifest = verify_set(job, Path(target))
+        found = jobs_in(model, options["device"], read_properties(options), CompileSteps(shown), check)
+        jobs = {name: replace(job, target=elsewhere) for name, job in found.items()}
+        if "" not in jobs:
+            manifests = _written_parts(jobs, Path(target), is_verified or bool(adapters))
+        else:
+            manifests = {"": _written(jobs[""], Path(target), adapters, is_verified, shown)}
     if as_json:
         from staticllm.pipelines.artifacts.manifest import manifest_to_json
 
-        click.echo(json.dumps(manifest_to_json(manifest), indent=2))
+        written = {name: manifest_to_json(manifest) for name, manifest in manifests.items()}
+        click.echo(json.dumps(written.get("", written), indent=2))
     else:
-        _report(manifest, target)
-    if manifest.has_failed_verification:
+        _report(manifests, target)
+    if any(manifest.has_failed_verification for manifest in manifests.values()):
         raise SystemExit(1)
+
+
+def _written(
+    job: LoadJob[Any], target: Path, adapters: tuple[str, ...], is_verified: bool, shown: Progress
+) -> Manifest:
+    """Write the set of a model, verify it if that is wanted, and return its manifest."""
+    from staticllm.pipelines.diagnostics.kinds import verify_set
+    from staticllm.pipelines.loading.export import export_set
+
+    if adapters:
+        job = _with_adapters(job, adapters, is_verified)
+    manifest = export_set(job, target)
+    if is_verified:
+        shown.show("comparing with the CPU")
+        manifest = verify_set(job, target)
+    return manifest
+
+
+def _written_parts(jobs: Mapping[str, LoadJob[Any]], target: Path, has_more: bool) -> dict[str, Manifest]:
+    """Write the sets of a model's parts into folders of their own in a new one, or nothing if one of them fails.
+
+    ``has_more``: adapters or a verification are wanted. Raises ``ConfigError``: neither is known for such a model.
+    """
+    from staticllm.pipelines.loading.export import export_set
+
+    if has_more:
+        raise ConfigError(
+            "--verify and --adapter are for models of text: leave them out; `staticllm verify MODEL` compares a speech model"
+        )
+    target.mkdir(exist_ok=True)
+    try:
+        return {name: export_set(job, target / name) for name, job in jobs.items()}
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def _target(model: str, given: str) -> str:
@@ -103,7 +138,7 @@ def _target(model: str, given: str) -> str:
         raise click.UsageError(
             f"--export-blob {given} names a model: give it first, staticllm compile {given} --export-blob"
         )
-    directory = Path(model_directory(model))
+    directory = Path(model_directory(model, takes_speech=True))
     if directory == demo_model_path():
         beside = Path("demo_model.blob")
     elif directory.is_file():
@@ -150,11 +185,18 @@ def _check_npu(device: str) -> None:
     raise DeviceError(f"there is no NPU on this machine{f', and {problem}' if problem else ''}: {remedy}")
 
 
-def _report(manifest: Manifest, target: str) -> None:
-    size = f"{manifest.num_bytes / 1e6:.1f} MB" + (", weights not included" if manifest.is_weightless else "")
-    click.echo(f"{len(manifest.blobs)} blobs for {len(manifest.variants)} variants in {target} ({size})")
-    if not manifest.has_failed_verification:
+def _report(manifests: Mapping[str, Manifest], target: str) -> None:
+    for name, manifest in manifests.items():
+        size = f"{manifest.num_bytes / 1e6:.1f} MB" + (", weights not included" if manifest.is_weightless else "")
+        folder = Path(target) / name
+        click.echo(f"{len(manifest.blobs)} blobs for {len(manifest.variants)} variants in {folder} ({size})")
+    if not any(manifest.has_failed_verification for manifest in manifests.values()):
         click.echo(f"later starts load it with -p BLOB_PATH={target}")
+    for manifest in manifests.values():
+        _report_verification(manifest)
+
+
+def _report_verification(manifest: Manifest) -> None:
     found = manifest.verification
     if found is not None:
         from staticllm.pipelines.diagnostics.kinds import diagnosis_of

@@ -14,7 +14,7 @@ from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded, is_path
 from staticllm.model_paths.hub_names import parse_hub_name
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.model_paths.path_kinds import HUB_NAME
+from staticllm.model_paths.path_kinds import HUB_NAME, SPEECH
 
 IN_QUOTES = "put a prompt of several words in quotes"
 AS_PROMPT = "if it is a prompt, pipe it into the command, or give it after -m MODEL"
@@ -56,19 +56,19 @@ def one_model(argument: str | None, named: str | None) -> str | None:
     return argument if named is None else named
 
 
-def model_directory(path: str | None, hint: str = "") -> str:
+def model_directory(path: str | None, hint: str = "", takes_speech: bool = False) -> str:
     """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
 
     A name on Hugging Face is downloaded if it is not in the cache.
 
-    ``hint`` is added to the message about a path that does not exist.
+    ``takes_speech``: a speech model is one too. ``hint`` is added to the message about a path that does not exist.
 
     Raises ``ModelError`` (there is no OpenVINO model; the message says what is there and which command helps).
     """
     if path is None:
         return str(demo_model_path())
     found = brought(expanded(path), hint)
-    if not found.is_loadable:
+    if not found.is_loadable and not (takes_speech and found.kind is SPEECH):
         raise ModelError(found.problem + (hint if found.kind.name == "missing" else ""))
     return str(found.directory)
 

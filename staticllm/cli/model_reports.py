@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from staticllm.errors import ConfigError
 from staticllm.model_paths.arguments import expanded
 
 if TYPE_CHECKING:
+    from staticllm.pipelines.diagnostics.reports import MemoryEstimate
     from staticllm.pipelines.loading.npu_target import CompiledForNPU
 
 MODES: dict[str, tuple[ProgramMode, ...]] = {
@@ -64,16 +65,19 @@ def inspect(model: str, platform: str | None, compiler: str, trace: str | None, 
     parts: list[CompiledForNPU] = []
     with progress("lowering the model") as shown, npu_target(platform, compiler, parts.append) as elsewhere:
         from staticllm.devices import check_known
-        from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+        from staticllm.pipelines.diagnostics.kinds import diagnosis_of, jobs_in
         from staticllm.pipelines.diagnostics.npu_traces import check_new_folder, write_traces
 
         folder = None if trace is None else check_new_folder(Path(expanded(trace)))
-        job = replace(job_in(model, options["device"], read_properties(options), shown, check_known), target=elsewhere)
-        diagnosis = diagnosis_of(job.kind.name)
-        report = diagnosis.report(job) if elsewhere is None else diagnosis.report_on_npu(job)
+        jobs = jobs_in(model, options["device"], read_properties(options), shown, check_known)
+        reports: dict[str, Any] = {}
+        for name, here in jobs.items():
+            diagnosis = diagnosis_of(here.kind.name)
+            job = replace(here, target=elsewhere)
+            reports[name] = diagnosis.report(job) if elsewhere is None else diagnosis.report_on_npu(job)
         if folder is not None:
             write_traces(parts, folder)
-    _print(report, as_json)
+    _print(reports, as_json)
 
 
 @click.command("plan", cls=GroupedCommand, groups={**PROGRAM_GROUP, **EMBED_GROUP})
@@ -100,20 +104,27 @@ def plan(model: str, measured: bool, platform: str | None, compiler: str, as_jso
     text = "loading and measuring the model" if measured else "lowering the model"
     with progress(text) as shown, npu_target(platform, compiler) as elsewhere:
         from staticllm.devices import check_device, check_known
-        from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+        from staticllm.pipelines.diagnostics.kinds import diagnosis_of, jobs_in
 
         check = check_device if measured else check_known
         on_progress = (lambda event: None) if elsewhere is None else shown
-        job = job_in(model, options["device"], read_properties(options), on_progress, check)
-        job = replace(job, target=elsewhere)
-        diagnosis = diagnosis_of(job.kind.name)
-        estimate = None
-        if not measured:
-            estimate = diagnosis.estimate(job) if elsewhere is None else diagnosis.estimate_on_npu(job)
-        found = diagnosis.measure(job) if estimate is None else estimate
+        found: dict[str, Any] = {}
+        for name, here in jobs_in(model, options["device"], read_properties(options), on_progress, check).items():
+            diagnosis = diagnosis_of(here.kind.name)
+            job = replace(here, target=elsewhere)
+            if measured:
+                found[name] = diagnosis.measure(job)
+            else:
+                found[name] = diagnosis.estimate(job) if elsewhere is None else diagnosis.estimate_on_npu(job)
     _print(found, as_json)
-    if estimate is not None and estimate.fits is False:
+    if not measured and not _fit(list(found.values())):
         raise SystemExit(1)
+
+
+def _fit(estimates: list[MemoryEstimate]) -> bool:
+    """Return whether all parts of a model fit into the device together, as far as its memory is known."""
+    available = [each.available for each in estimates if each.available is not None]
+    return not available or sum(each.needed for each in estimates) <= min(available)
 
 
 @click.command("verify")
@@ -152,19 +163,24 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, precision
 def _verdicts(model: str, device: str, programs: str, precision: str, shown: Progress) -> Iterator[Any]:
     """Yield what is found, one comparison after another."""
     from staticllm.devices import check_device, check_known
-    from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
+    from staticllm.pipelines.diagnostics.kinds import job_in, jobs_in, verdicts_of
 
     if precision == "f16":
         from staticllm.pipelines.diagnostics.half_divergence import measure_f16
 
         yield from measure_f16(job_in(model, device, {}, shown, check_known))
         return
-    job = job_in(model, device, {}, shown, check_device)
-    yield from diagnosis_of(job.kind.name).verdicts(job, MODES[programs])
+    yield from verdicts_of(jobs_in(model, device, {}, shown, check_device), MODES[programs])
 
 
-def _print(report: Any, as_json: bool) -> None:
-    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+def _print(reports: Mapping[str, Any], as_json: bool) -> None:
+    """Print the reports on a model: one without a name, or one for each of its parts."""
+    if as_json:
+        found = {name: report.as_dict() for name, report in reports.items()}
+        click.echo(json.dumps(found.get("", found), indent=2))
+        return
+    for name, report in reports.items():
+        click.echo("\n".join([*([f"== {name}"] if name else []), *report.lines()]))
 
 
 @click.command("doctor")

@@ -25,13 +25,17 @@ class OtherProcesses:
         self._own = time.process_time()
 
     def share(self) -> float:
-        """Return the share, 0 to 1, since ``begin`` or the last answer; 0 if that was less than ``SHORTEST`` ago."""
+        """Return the share, 0 to 1, since ``begin`` or the last answer; 0 if that was less than ``SHORTEST`` ago, or is not known."""
         elapsed = time.perf_counter() - self._start
         if elapsed < SHORTEST:
             return 0.0
         processors = own_processors()
-        used = _busy_seconds(processors) - self._busy - (time.process_time() - self._own)
+        before, now = self._busy, _busy_seconds(processors)
+        own = time.process_time() - self._own
         self.begin()
+        if before is None or now is None:
+            return 0.0
+        used = now - before - own
         return min(1.0, max(0.0, used / (elapsed * max(1, len(processors)))))
 
 
@@ -42,8 +46,14 @@ def own_processors() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def _busy_seconds(processors: frozenset[int]) -> float:
-    """Return how long these processors have been busy, with any process, since the machine was started."""
-    times = psutil.cpu_times(percpu=True)
+def _busy_seconds(processors: frozenset[int]) -> float | None:
+    """Return how long these processors have been busy, with any process, since the machine was started.
+
+    None if the system does not say: a process without free file descriptors cannot ask.
+    """
+    try:
+        times = psutil.cpu_times(percpu=True)
+    except OSError:
+        return None
     chosen = [each for number, each in enumerate(times) if number in processors] or times
     return float(sum(getattr(each, name, 0.0) for each in chosen for name in BUSY_FIELDS))

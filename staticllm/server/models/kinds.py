@@ -32,7 +32,7 @@ from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.loading.source_kind import SourceKind
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, speech_files
-from staticllm.pipelines.speech.speech_model import MAX_WINDOWS, OF_TEXT, check_speech_config, take_num_windows
+from staticllm.pipelines.speech.speech_jobs import MAX_WINDOWS, OF_TEXT, check_speech_config, take_num_windows
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline

@@ -17,7 +17,7 @@ from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.devices import get_core
 
 ROOMS = ("states", "inputs", "rewrites", "shapes")
-HELPERS = {"classify_mask", "fix_shapes", "fuse_adapters"}
+HELPERS = {"classify_mask", "fix_shapes", "fuse_adapters", "lift_cross"}
 OF_CONVERSIONS = {"join_halves", "rotate_halves"}
 """They run once, when a GGUF file is converted."""
 

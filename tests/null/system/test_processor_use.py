@@ -4,8 +4,10 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from staticllm.system import processor_use
-from staticllm.system.processor_use import OtherProcesses, own_processors
+from staticllm.system.processor_use import SHORTEST, OtherProcesses, own_processors
 
 
 def test_a_busy_process_is_seen():
@@ -35,3 +37,20 @@ def test_our_own_work_is_none_of_others(monkeypatch):
     time.sleep(0.11)
     busy[0] += 0.1
     assert others.share() > 0.0
+
+
+def test_a_system_that_does_not_say_counts_as_idle(monkeypatch):
+    """As in a process without free file descriptors: the thread that asks must go on."""
+    others = OtherProcesses()
+
+    def refuses(percpu):
+        raise OSError(24, "Too many open files")
+
+    time.sleep(SHORTEST)
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "cpu_times", refuses)
+        assert others.share() == 0.0
+    time.sleep(SHORTEST)
+    assert others.share() == 0.0, "its beginning is not known"
+    time.sleep(SHORTEST)
+    assert 0.0 <= others.share() <= 1.0

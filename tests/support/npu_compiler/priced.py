@@ -10,7 +10,7 @@ from staticllm.pipelines.npu_compiler.compiler import NPUProgram
 from staticllm.pipelines.npu_compiler.schedule import LayerTime, Schedule
 
 TAIL_US, REQUIREMENTS = 50.0, "npu=4000;t=4"
-_NAME = re.compile(r"(\w+?)\d+ of \w+\[(\d+)x(\d+)")
+_NAME = re.compile(r"(\w+?)\d+ of \w+\[(\d+)(?:x(\d+))?")
 
 
 def block_us(rows, kv_len):
@@ -34,7 +34,7 @@ class PricedCompiler:
     def compile(self, model, platform, properties=None, *, name="", seconds=1.0, with_schedule=True):
         if name.startswith(self.refused):
             raise DeviceError(f"the NPU compiler crashed on {name}, with code 3: report the crash")
-        kind, rows, kv_len = _NAME.match(name).groups()
+        kind, rows, kv_len = _NAME.match(name).groups("0")
         total = self.price(int(rows), int(kv_len)) if kind == "block" else TAIL_US
         self.compiled.append(name)
         layers = (LayerTime("a", "MatMul", total, 2.0, 1.0), LayerTime("b", "Softmax", 1.0, 0.0, 3.0))

@@ -1,0 +1,110 @@
+"""The programs of a speech model as jobs: its encoder, its decoder, and the alignment of texts, each with a config of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import openvino as ov
+
+from staticllm.config import MAX_SEQS, StaticLLMConfig, whole
+from staticllm.core import OnProgress, SourceSpec
+from staticllm.devices import check_device, get_core
+from staticllm.errors import ConfigError
+from staticllm.pipelines.launch.arguments import Candidate
+from staticllm.pipelines.loading.kind import LoadJob
+from staticllm.pipelines.loading.source_kind import AlignmentKind, SourceKind
+from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
+
+MAX_WINDOWS = "MAX_WINDOWS"
+NUM_WINDOWS = 4
+"""The windows that are decoded together, by default. More are decoded in little more time; each takes memory."""
+PROMPT_PARTS = 4
+"""Tokens of a prompt beside the text before the window: start, language, task, no timestamps."""
+OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
+"""Fields of the config that speech does not have."""
+ALIGNMENT = "alignment"
+Heads: TypeAlias = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class SpeechJobs:
+    """The jobs of one device, but the decoder's, which is launched: ``decoder`` is its candidate. ``alignment``: if words are
+    wanted."""
+
+    encoder: LoadJob[Any]
+    decoder: Candidate
+    alignment: LoadJob[Any] | None
+
+
+def speech_jobs(
+    files: SpeechFiles,
+    candidate: Candidate,
+    num_windows: int,
+    heads: Heads,
+    on_progress: OnProgress = lambda event: None,
+    check: Callable[[ov.Core, object], str] = check_device,
+) -> SpeechJobs:
+    """Return the jobs of a speech model for one device.
+
+    ``num_windows``: the windows that are decoded together. ``heads``: layer and head of the attentions that align text and
+    speech; none if no words are wanted. ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises
+    ``ConfigError`` (a field has no meaning for speech).
+    """
+    config = _checked(candidate.config, files)
+    explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
+    device = check(get_core(), candidate.device)
+    own = _own_config(config, files, num_windows, ENCODER)
+    encoder = LoadJob(SourceKind(DECODER), files.directory, device, own, on_progress, explicit)
+    decoder = Candidate(candidate.device, _own_config(config, files, num_windows, files.decoder), explicit)
+    alignment = None
+    if heads:
+        own = _own_config(config, files, num_windows, files.decoder, ALIGNMENT)
+        kind = AlignmentKind(tuple(heads), files.max_positions)
+        alignment = LoadJob(kind, files.directory, device, own, on_progress, explicit)
+    return SpeechJobs(encoder, decoder, alignment)
+
+
+def folder_of(model_file: str) -> str:
+    """Return the name of the folder with the blobs of an IR, within that of the whole model."""
+    return Path(model_file).stem.removeprefix("openvino_")
+
+
+def check_speech_config(config: StaticLLMConfig) -> None:
+    """Raise ``ConfigError`` if a field has no meaning for speech."""
+    if wrong := sorted(config.non_default & set(OF_TEXT)):
+        raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
+
+
+def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> int:
+    """Remove ``MAX_WINDOWS`` from the properties, and return it: the windows that are decoded together.
+
+    Raises ``ConfigError`` (it is no whole number from 1 to 64).
+    """
+    given = properties.pop(MAX_WINDOWS, None)
+    if isinstance(config, dict) and MAX_WINDOWS in config:
+        given = config.pop(MAX_WINDOWS)
+    return NUM_WINDOWS if given is None else whole(MAX_WINDOWS, given, 1, MAX_SEQS)
+
+
+def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
+    """Return the config with lengths for windows. Raises ``ConfigError``: a field has no meaning for speech."""
+    check_speech_config(config)
+    most = files.max_positions
+    prompt = min(most - 1, most // 2 + PROMPT_PARTS)
+    return replace(config, max_prompt_len=prompt, min_response_len=most - prompt)
+
+
+def _own_config(
+    config: StaticLLMConfig, files: SpeechFiles, num_windows: int, name: str, folder_name: str = ""
+) -> StaticLLMConfig:
+    """Return the config of one of the programs, whose blobs are in a folder of their own."""
+    config = replace(config, sources=SourceSpec(name, files.source_len, num_windows))
+    if config.blob_path is None and not config.export_blob:
+        return config
+    folder = Path(config.blob_path or files.directory / "openvino_model.blob")
+    if config.export_blob:
+        folder.mkdir(parents=True, exist_ok=True)
+    return replace(config, blob_path=str(folder / (folder_name or folder_of(name))))
