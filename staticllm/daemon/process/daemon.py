@@ -106,7 +106,9 @@ class Daemon:
                 "(staticllm daemon stop ends the daemon)"
             )
         client = read_body(hello, Hello)
-        if theirs.openvino.split(".")[:2] != ours.split(".")[:2] and not client.watches:  # it may be there to stop this one
+        if (
+            theirs.openvino.split(".")[:2] != ours.split(".")[:2] and not client.watches
+        ):  # it may be there to stop this one
             raise ConfigError(
                 f"this program has OpenVINO {theirs.openvino[:40]}, the daemon has {ours}: use the same release, or end the "
                 "daemon (staticllm daemon stop)"

@@ -20,6 +20,7 @@ from support.server.served import serving
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 from staticllm.server.models.served import demo_spec, model_spec
+from staticllm.server.settings import ApiClient
 
 openai = pytest.importorskip("openai")
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -125,6 +126,27 @@ def test_the_engine_of_a_device_outlives_its_chat_models(folder, expected):
                 threading.Event().wait(0.02)
             assert encoders(served)["tiny"]["engine"] is None
             np.testing.assert_allclose(vectors_of(client, TEXTS), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overflow", [{}, pytest.param({"HETEROGENEOUS": True, "LATENCY_MS": 1e6}, marks=apart)], ids=["one", "two"]
+)
+def test_clients_pay_for_the_device_time_of_their_texts_and_not_for_waiting(folder, overflow):
+    device = groups() if overflow else None
+    settings = {"clients": (ApiClient("editor", "editor-key"), ApiClient("index", "index-key")), "device": "CPU"}
+    with serving(specs_of(folder, device, **overflow), **settings) as served, ThreadPoolExecutor(1) as pool:
+        client = openai.OpenAI(base_url=served.url + "/v1", api_key="index-key", max_retries=0, timeout=SECONDS)
+        with client:
+            client.embeddings.create(model="tiny", input=TEXTS[:2])
+            paid = served.state.hub.tenants.seconds["client index"]
+            is_free, thread = hold(served.pipeline())
+            answer = pool.submit(client.embeddings.create, model="tiny", input=TEXTS[:4])
+            threading.Event().wait(0.8)
+            assert not answer.done()
+            is_free.set()
+            thread.join()
+            answer.result(SECONDS)
+        assert 0 < served.state.hub.tenants.seconds["client index"] - paid < 0.4
 
 
 @apart
