@@ -95,7 +95,9 @@ def read_config_file(path: str) -> ServerConfig:
 def _from_folder(entry: ModelEntry, folder: Path) -> ModelEntry:
     """Return an entry whose path, if it is there beside the file, is independent of the current folder."""
     beside = folder / expanded(entry.path)
-    return replace(entry, path=str(beside)) if os.path.exists(beside) else entry  # False for names that are too long, too
+    return (
+        replace(entry, path=str(beside)) if os.path.exists(beside) else entry
+    )  # False for names that are too long, too
 
 
 def _check_keys(table: object, kind: type[Any], place: str) -> None:

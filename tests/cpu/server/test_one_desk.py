@@ -204,6 +204,18 @@ def test_full_queues_answer_429_and_recover(folder, expected):
         np.testing.assert_allclose(vectors_of(client, [TEXTS[4]]), expected[4:5], atol=1e-6)
 
 
+@apart
+def test_a_query_that_no_idle_device_embeds_in_time_is_not_told_to_try_again(folder):
+    scorer = replace(model_spec(str(folder / "scorer")), device=groups(), properties={"LATENCY_MS": 0.01})
+    specs = [*specs_of(folder, groups(), LATENCY_MS=0.01), scorer]
+    with serving(specs) as served, client_of(served) as client:
+        with pytest.raises(openai.BadRequestError, match="takes longer than the limit") as caught:
+            client.embeddings.create(model="tiny", input=["a"], extra_body={"input_type": "query"})
+        assert "Retry-After" not in caught.value.response.headers
+        body = {"model": "scorer", "query": "a", "documents": ["b"]}
+        assert httpx.post(served.url + "/v1/rerank", json=body, timeout=SECONDS).status_code == 400
+
+
 def _gated(function, gate):
     def run(*arguments):
         assert gate.wait(SECONDS)
