@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -95,9 +94,11 @@ def read_config_file(path: str) -> ServerConfig:
 def _from_folder(entry: ModelEntry, folder: Path) -> ModelEntry:
     """Return an entry whose path, if it is there beside the file, is independent of the current folder."""
     beside = folder / expanded(entry.path)
-    return (
-        replace(entry, path=str(beside)) if os.path.exists(beside) else entry
-    )  # False for names that are too long, too
+    try:
+        is_there = beside.exists()
+    except OSError:  # as for a name that is too long
+        is_there = False
+    return replace(entry, path=str(beside)) if is_there else entry
 
 
 def _check_keys(table: object, kind: type[Any], place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import zipfile
@@ -12,12 +13,14 @@ from itertools import pairwise
 import httpx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from support.encoders.encoder_directories import a_directory, scores_directory
 from support.encoders.encoder_models import ARCHIVES
 from support.engine.held_engine import hold
 from support.server.served import serving
 
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
+from staticllm.cli.servers import top
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 from staticllm.server.models.served import demo_spec, model_spec
 from staticllm.server.settings import ApiClient
@@ -202,6 +205,20 @@ def test_full_queues_answer_429_and_recover(folder, expected):
         found = np.concatenate([each.result(SECONDS) for each in waiting])
         np.testing.assert_allclose(found, expected[:4], atol=1e-6)
         np.testing.assert_allclose(vectors_of(client, [TEXTS[4]]), expected[4:5], atol=1e-6)
+
+
+def test_the_feed_of_a_server_without_chats_tells_of_its_encoders(folder, root):
+    schema = json.loads((root / "docs" / "reference" / "scheduler_feed.schema.json").read_text(encoding="utf-8"))
+    with serving(specs_of(folder)[1:]) as served, client_of(served) as client:
+        vectors_of(client, TEXTS[:3])
+        shown = httpx.get(served.url + "/api/scheduler", params={"after": 7}, timeout=SECONDS).json()
+        assert (shown["model"], shown["totals"], shown["requests"]) == (None, None, [])
+        assert [device["embedded"] for device in shown["encoders"][0]["devices"]] == [3]
+        pytest.importorskip("jsonschema").validate(shown, schema)
+        named = httpx.get(served.url + "/api/scheduler", params={"model": "tiny"}, timeout=SECONDS)
+        assert named.status_code == 400
+        done = CliRunner().invoke(top, ["--server", served.url, "--count", "1"])
+        assert done.output.startswith("no chat model at http")
 
 
 @apart
