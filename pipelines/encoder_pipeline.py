@@ -66,6 +66,11 @@ class EncoderHandle(Generic[Result]):
         return sum(map(len, self._request.texts))
 
     @property
+    def device_seconds(self) -> float:
+        """Its part of the device calls that ended so far, in seconds, by tokens."""
+        return self._request.device_seconds
+
+    @property
     def future(self) -> Future[Vectors]:
         """The future of what the device computes, ``[n, width]``, for ``concurrent.futures`` and ``asyncio.wrap_future``."""
         return self._request.future

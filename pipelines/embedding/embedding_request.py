@@ -99,7 +99,7 @@ class EmbeddingRequest:
     """The texts of one call of a user. ``future`` gets their vectors ``[n, width]``, or the error of the first that failed.
 
     ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``has_progressed`` is set whenever
-    ``num_done`` texts have become more, and at the end.
+    ``num_done`` texts have become more, and at the end. ``device_seconds`` is its part of the calls that ended.
     """
 
     texts: Sequence[TokenizedText]
@@ -113,6 +113,7 @@ class EmbeddingRequest:
     def __post_init__(self) -> None:
         self.vectors: Vectors = np.zeros((len(self.texts), self.width), np.float32)
         self.num_done = 0
+        self.device_seconds = 0.0
         self.has_progressed = threading.Event()
         self._lock = threading.Lock()  # the texts of one request may run on several devices
         self._is_ending = False
@@ -135,6 +136,11 @@ class EmbeddingRequest:
         if is_last and self._may_end():
             self.future.set_result(self.vectors)
         self.has_progressed.set()
+
+    def spend(self, seconds: float) -> None:
+        """Count device time; before ``put``, so that it is known at the end."""
+        with self._lock:
+            self.device_seconds += seconds
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error, unless it is over."""

@@ -145,7 +145,7 @@ def top(client: ServerClient, model: str | None, interval: float, count: int | N
 def lines_of(url: str, found: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
     """Return what a person reads of the feed ``found``, with rates since the feed ``before``."""
     status = next((each["status"] for each in found["models"] if each["name"] == found["model"]), "?")
-    head = f"{found['model']} at {url}: {status}"
+    head = f"no chat model at {url}" if found["model"] is None else f"{found['model']} at {url}: {status}"
     totals = found["totals"]
     limits = found["limits"]
     if totals is None or limits is None:

@@ -198,10 +198,11 @@ def _scheduler(state: ServerState) -> Answer:
             raise ApiError(
                 400, f"Unknown parameter: {unknown[0][:200]!r}", param=unknown[0][:200], code="unknown_parameter"
             )
-        model = state.hub.find(query.get("model"), "chat")
+        has_chat = any(each.spec.kind == "chat" for each in state.hub.models.values())
+        model = state.hub.find(query.get("model"), "chat") if has_chat or "model" in query else None
         document = state.scheduler.reader(model, _cursor(query.get("after", "0")))
         head = {
-            "model": model.spec.name,
+            "model": None if model is None else model.spec.name,
             "models": [
                 {"name": each.spec.name, "type": each.spec.kind, "status": state.hub.status(each)}
                 for each in state.hub.models.values()

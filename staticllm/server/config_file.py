@@ -19,15 +19,19 @@ from staticllm.system.files import read_regular
 from staticllm.system.typed import typed
 
 MAX_BYTES = 1 << 20
+Line = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+"""A text without control characters, which paths cannot have and names would bring into logs and terminals."""
+ModelName = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^=\x00-\x1f\x7f]*\Z")]
+"""As a ``Line``; ``=`` would end it in ``NAME=PATH``."""
 
 
 @dataclass(frozen=True)
 class ModelEntry:
     """A table ``[[models]]``. ``path``: a directory, from the folder of the file on, or what the command line takes as PATH."""
 
-    path: Annotated[str, Meta(min_length=1)]
-    name: Annotated[str, Meta(min_length=1)] | None = None
-    device: str | None = None
+    path: Line
+    name: ModelName | None = None
+    device: Line | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -61,7 +65,7 @@ class ServerConfig:
     models: list[ModelEntry] = field(default_factory=list)
     clients: Annotated[list[ClientEntry], Meta(max_length=1000)] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    device: str | None = None
+    device: Line | None = None
     host: str | None = None
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None
 
@@ -90,7 +94,11 @@ def read_config_file(path: str) -> ServerConfig:
 def _from_folder(entry: ModelEntry, folder: Path) -> ModelEntry:
     """Return an entry whose path, if it is there beside the file, is independent of the current folder."""
     beside = folder / expanded(entry.path)
-    return replace(entry, path=str(beside)) if beside.exists() else entry
+    try:
+        is_there = beside.exists()
+    except OSError:  # as for a name that is too long
+        is_there = False
+    return replace(entry, path=str(beside)) if is_there else entry
 
 
 def _check_keys(table: object, kind: type[Any], place: str) -> None:

@@ -113,11 +113,14 @@ class SchedulerFeed:
         self._origin = time.perf_counter()
         self._mirrors: dict[str, Mirror] = {}
 
-    def reader(self, model: ServedModel, after: int) -> Callable[[], dict[str, Any]]:
+    def reader(self, model: ServedModel | None, after: int) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the state of a chat model as JSON, with what came after the record ``after``.
 
-        It may run in any thread, and waits for the process of the model.
+        None if there is no chat model. It may run in any thread, and waits for the process of the model.
         """
+        if model is None:
+            nothing = Mirror(self._origin)
+            return lambda: self._document(nothing, after)
         mirror = self._mirrors.setdefault(model.spec.name, Mirror(self._origin))
         source = model.calls_after
         loaded = model.loaded

@@ -52,7 +52,8 @@ class HttpRecord:
     """One HTTP request. Moments are those of ``time.perf_counter``, ``began_at`` is in seconds since 1970.
 
     ``session`` is what the client said in ``x-session-affinity``. ``parameters`` are those of ``PARAMETERS`` that it gave. Tokens
-    are the sums of all answers. ``is_disconnected``: the client closed the connection before the end.
+    are the sums of all answers. ``text_seconds`` is the device time of texts for vectors. ``is_disconnected``: the client closed
+    the connection before the end.
     """
 
     method: str
@@ -68,6 +69,7 @@ class HttpRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    text_seconds: float = 0.0
     first_token: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
     is_disconnected: bool = False

@@ -36,6 +36,7 @@ class EngineInstance:
         self._host = host
         self._driver = JobDriver(runner, UNLIMITED, name)
         self._request: EmbeddingRequest | None = None
+        self.device_seconds = 0.0
         host.add_jobs(self._driver)
 
     @property
@@ -65,6 +66,7 @@ class EngineInstance:
             raise DeviceError(f"{self.name}: its engine has not run a batch in time") from None
         finally:
             self._request = None
+            self.device_seconds += request.device_seconds
 
     def interrupt(self) -> bool:
         """Give up what waits for the engine; its thread gets a ``DeviceError``. Return False if nothing waits."""

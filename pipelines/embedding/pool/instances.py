@@ -53,6 +53,11 @@ class Instance(Protocol):
     info: EncoderInfo
 
     @property
+    def device_seconds(self) -> float | None:
+        """Seconds of the device in all calls of ``embed``; None if nothing else runs on it during a call."""
+        ...
+
+    @property
     def costs(self) -> Costs:
         """Seconds per call of each variant, measured in the warm-up and followed since."""
         ...
@@ -83,6 +88,8 @@ class Instance(Protocol):
 
 class LocalInstance:
     """An instance in this process."""
+
+    device_seconds = None
 
     def __init__(self, name: str, runner: EncoderRunner, info: EncoderInfo) -> None:
         self.name = name

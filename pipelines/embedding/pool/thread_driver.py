@@ -12,7 +12,7 @@ from staticllm.errors import PromptError, as_ours
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.pool.failures import DeviceBatch, DevicePool, PoolDevice
 from staticllm.pipelines.embedding.queue.device_queue import QueuedText
-from staticllm.pipelines.embedding.queue.drivers import QueueDriver, carry_out, hand_out
+from staticllm.pipelines.embedding.queue.drivers import QueueDriver, carry_out, hand_out, share_time
 from staticllm.system.threads import check_process, owned_device, start_thread
 
 CLOSE_SECONDS = 10.0
@@ -157,12 +157,16 @@ class ThreadDriver(QueueDriver):
         for part in [others, *([text] for text in batch.texts if text.num_failures)]:
             if not part:
                 continue
+            begin = time.perf_counter()
+            before = device.instance.device_seconds
             try:
                 priority = max(text.priority for text in part)
                 vectors = device.instance.embed([text.tokens for text in part], priority)
             except BaseException as error:
                 self._fail(device, batch, part, as_ours(error))
                 return False
+            after = device.instance.device_seconds
+            share_time(part, time.perf_counter() - begin if before is None or after is None else after - before)
             with self._lock:
                 is_ours = self.pool.take(device, batch, part)
             if not is_ours:  # the call took so long that others have them now

@@ -71,6 +71,8 @@ class WorkerInstance:
     ``command`` starts the process; tests give another one.
     """
 
+    device_seconds = None
+
     def __init__(self, spec: WorkerSpec, command: Callable[[], Sequence[str]] = worker_command) -> None:
         self.name = spec.name
         self.info = EncoderInfo(0, 0, None, True)

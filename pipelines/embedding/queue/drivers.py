@@ -234,12 +234,14 @@ class JobDriver(QueueDriver):
         begin = time.perf_counter()
         if planned.chunk is not None:
             vector = self.runner.run_chunk(planned.chunk, variant, meanwhile)
+            share_time(planned.texts, time.perf_counter() - begin)
             if vector is None:
                 self._wait_again(planned.texts)
                 return
             vectors = vector[None]
         else:
             vectors = self.runner.run(variant, planned.sequences, meanwhile)
+            share_time(planned.texts, time.perf_counter() - begin)
         self._queue.devices[0].num_embedded += len(planned.texts)
         self._note_served(planned.texts, begin)
         suspects = []
@@ -276,6 +278,13 @@ def carry_out(ends: Iterable[RequestEnding]) -> None:
     """End requests, without a lock."""
     for end in ends:
         end.carry_out()
+
+
+def share_time(texts: Sequence[QueuedText], seconds: float) -> None:
+    """Count the device time of a call for the requests of its texts, by their tokens."""
+    total = sum(len(text.tokens) for text in texts) or 1
+    for text in texts:
+        text.request.spend(seconds * len(text.tokens) / total)
 
 
 def hand_out(text: QueuedText, vector: Vectors) -> None:

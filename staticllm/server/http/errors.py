@@ -158,7 +158,12 @@ def _of_ours(error: StaticLLMError) -> ApiError:
 
 
 def _of_engine(error: BusyError) -> ApiError:
-    """Return the answer of a full engine or device; the remedy is the server's option, not that of a program."""
+    """Return the answer of a full engine or device; the remedy is the server's option, not that of a program.
+
+    What no idle device takes either is no matter of trying again: status 400.
+    """
+    if error.retry_after == math.inf:
+        return ApiError(400, last_line(error))
     message = str(error).replace("load with a larger MAX_WAITING", "serve with a larger -p MAX_WAITING")
     knob = "-p MAX_WAITING" if message != str(error) else ""
     return busy(message, error.retry_after, knob)

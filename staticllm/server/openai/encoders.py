@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, TypeVar
@@ -139,13 +138,13 @@ async def on_model(
         async with call.state.hub.using(model):
             admission = model.admission_of(priority <= DOCUMENT_PRIORITY)
             await admission.enter(call.client)
-            begin = time.perf_counter()
+            record = current_record()
+            before = record.text_seconds
             try:
                 with call.state.metrics.running.labels(model.spec.name).track_inprogress():
                     return await run()
-            finally:  # the device time of texts is not told: as if all requests that ran had had the same
-                seconds = time.perf_counter() - begin
-                admission.shares.charge(call.client, seconds / max(1, admission.num_running))
+            finally:
+                admission.shares.charge(call.client, record.text_seconds - before)
                 admission.leave(call.client)
 
     return await call.connected(admitted())
@@ -164,6 +163,8 @@ async def finished(handle: EncoderHandle[Any]) -> Any:
     except BaseException:
         handle.cancel()
         raise
+    finally:
+        current_record().text_seconds += handle.device_seconds
 
 
 def _embedded(body: EmbeddingsRequest, model: ServedModel, vectors: Any, num_tokens: int) -> dict[str, Any]:

@@ -138,7 +138,7 @@ export class SchedulerView {
     this.showModels(feed);
     const status = feed.models.find((each) => each.name === feed.model)?.status ?? "unloaded";
     byId("not-loaded").hidden = status === "loaded";
-    setText(byId("not-loaded"), status === "loading" ? `${feed.model} is being loaded.` : `${feed.model} is not loaded. Its first request loads it.`);
+    setText(byId("not-loaded"), feed.model === null ? "No chat model is served: only texts are shown." : status === "loading" ? `${feed.model} is being loaded.` : `${feed.model} is not loaded. Its first request loads it.`);
     this.showCards(feed);
     this.showRequests(feed);
     this.showEncoders(feed);
@@ -153,6 +153,7 @@ export class SchedulerView {
     const key = JSON.stringify([model, names]);
     if (key === this.shownModels) return;
     this.shownModels = key;
+    byId("scheduler-model").hidden = !names.length;
     byId("scheduler-model").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === model }, name)));
   }
 

@@ -133,6 +133,12 @@ def test_a_file_has_models_with_their_options(directory, tmp_path, run):
         ("port = ", "server.toml"),
         ("a = " + "[" * 5000, "server.toml"),
         ('[[models]]\npath = "/no/such/folder"', "/no/such/folder"),
+        ('[[models]]\npath = "\\u0000"', "models[0].path is"),
+        ('[[models]]\npath = "' + "a" * 300 + '"', "no model directory at 'aaa"),
+        ('[[models]]\npath = "x"\nname = "a=b"', "models[0].name is 'a=b'"),
+        ('[[models]]\npath = "x"\nname = "a\\n"', "models[0].name is 'a\\n'"),
+        ('[[models]]\npath = "x"\ndevice = ""', "models[0].device is ''"),
+        ('device = ""', "device is ''"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path, run, text, said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import zipfile
@@ -12,14 +13,17 @@ from itertools import pairwise
 import httpx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from support.encoders.encoder_directories import a_directory, scores_directory
 from support.encoders.encoder_models import ARCHIVES
 from support.engine.held_engine import hold
 from support.server.served import serving
 
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
+from staticllm.cli.servers import top
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 from staticllm.server.models.served import demo_spec, model_spec
+from staticllm.server.settings import ApiClient
 
 openai = pytest.importorskip("openai")
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -127,6 +131,27 @@ def test_the_engine_of_a_device_outlives_its_chat_models(folder, expected):
             np.testing.assert_allclose(vectors_of(client, TEXTS), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "overflow", [{}, pytest.param({"HETEROGENEOUS": True, "LATENCY_MS": 1e6}, marks=apart)], ids=["one", "two"]
+)
+def test_clients_pay_for_the_device_time_of_their_texts_and_not_for_waiting(folder, overflow):
+    device = groups() if overflow else None
+    settings = {"clients": (ApiClient("editor", "editor-key"), ApiClient("index", "index-key")), "device": "CPU"}
+    with serving(specs_of(folder, device, **overflow), **settings) as served, ThreadPoolExecutor(1) as pool:
+        client = openai.OpenAI(base_url=served.url + "/v1", api_key="index-key", max_retries=0, timeout=SECONDS)
+        with client:
+            client.embeddings.create(model="tiny", input=TEXTS[:2])
+            paid = served.state.hub.tenants.seconds["client index"]
+            is_free, thread = hold(served.pipeline())
+            answer = pool.submit(client.embeddings.create, model="tiny", input=TEXTS[:4])
+            threading.Event().wait(0.8)
+            assert not answer.done()
+            is_free.set()
+            thread.join()
+            answer.result(SECONDS)
+        assert 0 < served.state.hub.tenants.seconds["client index"] - paid < 0.4
+
+
 @apart
 def test_texts_overflow_to_the_other_device_while_the_chat_has_the_first(folder, expected):
     with serving(specs_of(folder, groups())) as served, client_of(served) as client, ThreadPoolExecutor(2) as pool:
@@ -180,6 +205,32 @@ def test_full_queues_answer_429_and_recover(folder, expected):
         found = np.concatenate([each.result(SECONDS) for each in waiting])
         np.testing.assert_allclose(found, expected[:4], atol=1e-6)
         np.testing.assert_allclose(vectors_of(client, [TEXTS[4]]), expected[4:5], atol=1e-6)
+
+
+def test_the_feed_of_a_server_without_chats_tells_of_its_encoders(folder, root):
+    schema = json.loads((root / "docs" / "reference" / "scheduler_feed.schema.json").read_text(encoding="utf-8"))
+    with serving(specs_of(folder)[1:]) as served, client_of(served) as client:
+        vectors_of(client, TEXTS[:3])
+        shown = httpx.get(served.url + "/api/scheduler", params={"after": 7}, timeout=SECONDS).json()
+        assert (shown["model"], shown["totals"], shown["requests"]) == (None, None, [])
+        assert [device["embedded"] for device in shown["encoders"][0]["devices"]] == [3]
+        pytest.importorskip("jsonschema").validate(shown, schema)
+        named = httpx.get(served.url + "/api/scheduler", params={"model": "tiny"}, timeout=SECONDS)
+        assert named.status_code == 400
+        done = CliRunner().invoke(top, ["--server", served.url, "--count", "1"])
+        assert done.output.startswith("no chat model at http")
+
+
+@apart
+def test_a_query_that_no_idle_device_embeds_in_time_is_not_told_to_try_again(folder):
+    scorer = replace(model_spec(str(folder / "scorer")), device=groups(), properties={"LATENCY_MS": 0.01})
+    specs = [*specs_of(folder, groups(), LATENCY_MS=0.01), scorer]
+    with serving(specs) as served, client_of(served) as client:
+        with pytest.raises(openai.BadRequestError, match="takes longer than the limit") as caught:
+            client.embeddings.create(model="tiny", input=["a"], extra_body={"input_type": "query"})
+        assert "Retry-After" not in caught.value.response.headers
+        body = {"model": "scorer", "query": "a", "documents": ["b"]}
+        assert httpx.post(served.url + "/v1/rerank", json=body, timeout=SECONDS).status_code == 400
 
 
 def _gated(function, gate):

@@ -68,6 +68,26 @@ def test_texts_of_many_threads_get_their_own_vectors_from_all_devices(make):
     assert pool.num_waiting == 0
 
 
+def test_a_request_has_the_time_of_its_texts_alone(make):
+    device = Adder("A")
+    device.seconds = 0.05
+    pool = make(device)
+    device.gate.clear()
+    first = request(20)
+    pool.submit(first)
+    assert device.began.wait(SECONDS)
+    small, large = request(21), request(*range(22, 25))
+    for each in (small, large):  # both wait for the first, which has a call of its own, and then share one
+        pool.submit(each)
+    time.sleep(0.3)
+    device.gate.set()
+    results(first.future, small.future, large.future)
+    assert len(device.calls) == 2
+    assert first.device_seconds >= 0.3
+    assert large.device_seconds == pytest.approx(3 * small.device_seconds)
+    assert 0.05 <= small.device_seconds + large.device_seconds < 0.3
+
+
 def test_queries_go_before_documents_and_long_texts_to_the_fast_device(make):
     fast, slow = Adder("fast"), Adder("slow")
     slow.costs = {variant: 4 * cost for variant, cost in COSTS.items()}

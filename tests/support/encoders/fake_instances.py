@@ -17,6 +17,8 @@ POISON, NAN = 13, 17
 class Adder:
     """Stands for an instance: a text's vector is the sum and the number of its ids. ``gate`` holds its calls back."""
 
+    device_seconds = None
+
     def __init__(self, name, can_be_killed=True):
         self.name, self.info = name, EncoderInfo(2, 64, 100, True)
         self.can_be_killed = can_be_killed
