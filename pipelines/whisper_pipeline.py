@@ -129,7 +129,7 @@ class StaticWhisperPipeline:
     def shared_engine(self) -> JobHost | None:
         """The engine of ``engine``; None if the pipeline has none."""
         engine = self.engine
-        return engine.host if isinstance(engine, HostedEngine) else None
+        return engine.host if self._model.own_host is None and isinstance(engine, HostedEngine) else None
 
     def generate(
         self,
