@@ -19,6 +19,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.hosted_engine import HostedEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
 from staticllm.pipelines.launch.arguments import read_tokenizer, resolve_candidates
 from staticllm.pipelines.profiling.stats import Stats
@@ -125,6 +126,12 @@ class StaticWhisperPipeline:
     def engine(self) -> Engine:
         """The engine of the decoder; embedding pipelines may share its device (``engine=``)."""
         return self._model.engine
+
+    @property
+    def shared_engine(self) -> JobHost | None:
+        """The engine of ``engine``; None if the pipeline has none."""
+        engine = self.engine
+        return engine.host if self._model.own_host is None and isinstance(engine, HostedEngine) else None
 
     def generate(
         self,

@@ -112,6 +112,7 @@ class Engine:
         clock: Clock = time.perf_counter,
     ) -> None:
         self._core = EngineCore(runner, policy, options, clock)
+        self.clock = clock
         self.in_use = threading.RLock()
         self._inbox: dict[int, RequestState] = {}  # submitted and not yet admitted, by id
         self._callbacks = Callbacks()

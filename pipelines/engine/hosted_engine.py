@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
+from staticllm.core import Clock
 from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.jobs import JobHost, JobSource, job_priority, new_source_id
@@ -23,11 +25,17 @@ class HostedEngine(Engine):
     """
 
     def __init__(
-        self, host: JobHost, runner: ModelRunner, policy: Policy, options: EngineOptions, text: EngineText | None = None
+        self,
+        host: JobHost,
+        runner: ModelRunner,
+        policy: Policy,
+        options: EngineOptions,
+        text: EngineText | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
-        super().__init__(runner, policy, options, text)
+        super().__init__(runner, policy, options, text, clock)
         self.id = new_source_id()
-        self._host = host
+        self.host = host
         self._sources: list[JobSource] = []  # of which the jobs were passed on to the host
         self._wake_host: Callable[[], None] = lambda: None
         self._has_joined = False
@@ -37,16 +45,16 @@ class HostedEngine(Engine):
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests of the host. Raises ``ClosedError`` (the host was closed)."""
         self.check_process()
-        self._host.add_jobs(source)
+        self.host.add_jobs(source)
         self._sources.append(source)
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the host has closed it already."""
-        self._host.remove_jobs(source)
+        self.host.remove_jobs(source)
 
     def detach_jobs(self, source: JobSource) -> None:
         """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
-        self._host.detach_jobs(source)
+        self.host.detach_jobs(source)
 
     @property
     def is_idle(self) -> bool:
@@ -108,7 +116,7 @@ class HostedEngine(Engine):
             if drain:
                 self._wake.wait_for(lambda: self._has_ended or self.is_idle)
         for source in (*self._sources, self):
-            self._host.detach_jobs(source)
+            self.host.detach_jobs(source)
         for source in self._sources:
             source.close()
         with self.in_use:
@@ -122,7 +130,7 @@ class HostedEngine(Engine):
         if self._is_closing:
             raise pipeline_closed()
         if not self._has_joined:
-            self._host.add_jobs(self)
+            self.host.add_jobs(self)
             self._has_joined = True
         self._has_news = True
         self._wake_host()

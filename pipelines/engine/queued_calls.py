@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from staticllm.errors import ClosedError, as_ours, pipeline_closed
 from staticllm.pipelines.engine.jobs import new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
+
+if TYPE_CHECKING:
+    from staticllm.pipelines.engine.engine import Engine
 
 Result = TypeVar("Result")
 Meanwhile: TypeAlias = Callable[[], None] | None
@@ -26,26 +28,27 @@ class _Waiting:
     call: Callable[[Meanwhile], Any]
     priority: int
     deadline: float | None
-    arrival: float = field(default_factory=time.perf_counter)
+    arrival: float
     result: Future[Any] = field(default_factory=Future)
 
 
 class QueuedCalls:
     """The ``JobSource`` of calls that are whole: each runs alone, those of the highest priority first, the oldest among equals.
 
-    ``in_use`` is held while a call runs. ``seconds`` returns what a call takes; ``has_room`` whether one may begin now. Any
-    thread may call ``submit`` and what ``JobSource`` says; calls run on the engine's thread.
+    ``engine``: the one whose requests need the calls. ``seconds`` returns what a call takes; ``has_room`` whether one may begin
+    now. Any thread may call ``submit`` and what ``JobSource`` says; calls run on the engine's thread.
     """
 
     def __init__(
-        self, in_use: threading.RLock, seconds: Callable[[], float], has_room: Callable[[], bool] = lambda: True
+        self, engine: Engine, seconds: Callable[[], float], has_room: Callable[[], bool] = lambda: True
     ) -> None:
         self.id = new_source_id()
         self._seconds = seconds
         self._has_room = has_room
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.Lock()
-        self._in_use = in_use
+        self._in_use = engine.in_use
+        self._clock = engine.clock
         self._is_closing = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -56,7 +59,7 @@ class QueuedCalls:
 
         The future raises what the call raises, and ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
         """
-        waiting = _Waiting(call, priority, deadline)
+        waiting = _Waiting(call, priority, deadline, self._clock())
         with self._lock:
             if self._is_closing:
                 raise pipeline_closed()

@@ -24,7 +24,7 @@ class SourceJobs(QueuedCalls):
     """The sources of an engine: one call for each, as long as the engine's bank has room for it."""
 
     def __init__(self, runner: SourceRunner, engine: Engine) -> None:
-        super().__init__(engine.in_use, lambda: runner.cost, lambda: self._bank.num_free > 0)
+        super().__init__(engine, lambda: runner.cost, lambda: self._bank.num_free > 0)
         self._runner = runner
         self._engine = engine
 
@@ -62,7 +62,7 @@ class AlignmentJobs(QueuedCalls):
     """The texts whose frames are wanted: one call for each."""
 
     def __init__(self, runner: AlignmentRunner, engine: Engine) -> None:
-        super().__init__(engine.in_use, lambda: runner.cost)
+        super().__init__(engine, lambda: runner.cost)
         self._runner = runner
         self._engine = engine
 

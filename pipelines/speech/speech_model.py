@@ -21,6 +21,7 @@ from staticllm.core import (
 )
 from staticllm.errors import DeviceError, ModelError, pipeline_closed
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, job_priority
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
 from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
@@ -109,8 +110,15 @@ class SpeechModel:
     """The loaded programs of a speech model. Any thread may call ``hear``; the engine serves all windows together."""
 
     def __init__(
-        self, files: SpeechFiles, launched: Launched, encoder: LoadedEncoder, alignment: LoadedAlignment | None = None
+        self,
+        files: SpeechFiles,
+        launched: Launched,
+        encoder: LoadedEncoder,
+        alignment: LoadedAlignment | None = None,
+        own_host: JobEngine | None = None,
     ) -> None:
+        """``own_host``: the host of the engine that is closed with it; None if others own the host."""
+        self.own_host = own_host
         self.files = files
         self.launched = launched
         self._encoder = encoder
@@ -166,6 +174,8 @@ class SpeechModel:
         """End all windows, and release the device. A second call does nothing."""
         self._encoder.keep_costs()
         self.launched.close()
+        if self.own_host is not None:
+            self.own_host.close()
 
 
 def _forget(jobs: SourceJobs, future: Any) -> None:
@@ -184,7 +194,7 @@ def load_speech(
 ) -> SpeechModel:
     """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
 
-    ``host``: the engine that owns the first of the devices; None for an engine of its own, as on any other device.
+    ``host``: the engine that owns the first of the devices; None for an engine for jobs alone, as on any other device.
 
     ``heads``: layer and head of the attentions that align text and speech; none if no words are wanted.
 
@@ -214,6 +224,7 @@ def _load_for(
     jobs = speech_jobs(files, candidate, num_windows, heads, on_progress)
     encoder: LoadedEncoder = load_job(jobs.encoder)
     alignment: LoadedAlignment | None = None
+    own_host = JobEngine() if host is None else None  # the windows that wait are heard first, and then decoded together
     try:
         if encoder.programs.shape.source_len != files.source_len:
             raise ModelError(
@@ -222,10 +233,12 @@ def _load_for(
             )
         if jobs.alignment is not None:
             alignment = load_job(jobs.alignment)
-        launched = launch(files.directory, [jobs.decoder], policy, on_progress, host=host)
+        launched = launch(files.directory, [jobs.decoder], policy, on_progress, host=own_host or host)
     except BaseException:
+        if own_host is not None:
+            own_host.close()
         encoder.runner.close()
         if alignment is not None:
             alignment.runner.close()
         raise
-    return SpeechModel(files, launched, encoder, alignment)
+    return SpeechModel(files, launched, encoder, alignment, own_host)

@@ -107,7 +107,9 @@ class _Engines(Collector):
         calls = CounterMetricFamily("staticllm_device_calls", "Device calls.", labels=["model", "result"])
         preemptions = CounterMetricFamily("staticllm_preemptions", "Preempted requests.", labels=["model"])
         jobs = CounterMetricFamily(
-            "staticllm_device_jobs", "Calls of encoders in the engine of a chat model.", labels=["model"]
+            "staticllm_device_jobs",
+            "Calls of encoders and speech models in the engine of a chat model.",
+            labels=["model"],
         )
         clients = CounterMetricFamily(
             "staticllm_client_seconds",
@@ -154,7 +156,7 @@ def _of_encoders(models: Iterable[ServedModel]) -> list[Metric]:
     )
     shared = GaugeMetricFamily(
         "staticllm_shared_engine",
-        "1 for an encoder that runs in the engine of a chat model.",
+        "1 for an encoder or a speech model that runs in the engine of a chat model.",
         labels=["model", "engine"],
     )
     for model in models:

@@ -25,7 +25,10 @@ class OtherProcesses:
         self._own = time.process_time()
 
     def share(self) -> float:
-        """Return the share, 0 to 1, since ``begin`` or the last answer; 0 if that was less than ``SHORTEST`` ago, or is not known."""
+        """Return the share, 0 to 1, since ``begin`` or the last answer.
+
+        It is 0 if that was less than ``SHORTEST`` ago, or if the system does not say.
+        """
         elapsed = time.perf_counter() - self._start
         if elapsed < SHORTEST:
             return 0.0

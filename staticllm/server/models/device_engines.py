@@ -1,4 +1,4 @@
-"""One engine per device: the encoders of the server run as jobs of the chat model on their device, while one is loaded there."""
+"""One engine per device: encoders and speech models run as jobs of the chat model on their device, while one is loaded there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
 
 class DeviceEngine:
-    """The ``JobHost`` of all encoders on one device, whatever chat model comes and goes there. Any thread may call.
+    """The ``JobHost`` of encoders and speech models on one device, whatever chat model comes and goes there. Any thread may call.
 
     The jobs run in the engine of the chat model that was loaded last; without one in an engine for jobs alone.
     """
@@ -84,13 +84,13 @@ class DeviceEngines:
             return self._engines.setdefault(name, DeviceEngine())
 
     def join(self, name: str, pipeline: StaticLLMPipeline) -> None:
-        """Let the encoders on the device of a chat model run in its engine, until ``leave``."""
+        """Let the encoders and speech models on the device of a chat model run in its engine, until ``leave``."""
         device_engine = self.of(pipeline.device)
         device_engine.join(name, pipeline.engine)
         self._joined[id(pipeline)] = device_engine, pipeline.engine
 
     def leave(self, pipeline: object) -> None:
-        """Take the encoders out of a pipeline that is about to be closed, if they are in it."""
+        """Take the others out of a pipeline that is about to be closed, if they are in it."""
         device_engine, engine = self._joined.pop(id(pipeline), (None, None))
         if device_engine is not None and engine is not None:
             device_engine.leave(engine)

@@ -160,7 +160,7 @@ class ChatKind(ServedKind):
 
 
 class SpeechKind(ServedKind):
-    """Speech models, each with an engine of its own, like each chat model."""
+    """Speech models. Their calls are jobs of the engine of their device, like those of encoders."""
 
     model_files = (ENCODER, DECODER)
 
@@ -172,8 +172,11 @@ class SpeechKind(ServedKind):
         return SourceKind.fits(model, directory)
 
     def load(self, wanted: Wanted) -> StaticWhisperPipeline:
+        engine = None if wanted.engines is None else wanted.engines.of(wanted.device.partition(",")[0])
         config = dict(wanted.properties)
-        return StaticWhisperPipeline(wanted.path, wanted.device, config=config, on_progress=wanted.on_progress)
+        return StaticWhisperPipeline(
+            wanted.path, wanted.device, config=config, engine=engine, on_progress=wanted.on_progress
+        )
 
     def option_names(self, device: str) -> frozenset[str]:
         lengths = {"MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"}  # which follow from the model's windows

@@ -266,9 +266,9 @@ class ServedModel:
 
     @property
     def engine_owner(self) -> str | None:
-        """The name of the chat model whose engine runs an encoder; None if none does."""
+        """The name of the chat model whose engine runs an encoder or a speech model; None if none does."""
         pipeline = self.pipeline
-        engine = pipeline.shared_engine if isinstance(pipeline, EncoderPipeline) else None
+        engine = pipeline.shared_engine if isinstance(pipeline, (EncoderPipeline, StaticWhisperPipeline)) else None
         return engine.owner if isinstance(engine, DeviceEngine) else None
 
     def calls_after(self, number: int) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def test_a_model_that_is_not_a_language_model_is_a_one_line_error(zoo, tmp_path)
         assert done.exit_code == 1
         assert done.stderr.startswith("Error: ")
         assert len(done.stderr.strip().splitlines()) == 1
-    with pytest.raises(staticllm.ModelError):  # at once, or when it is lowered: other tests may have loaded its operations
+    with pytest.raises(
+        staticllm.ModelError
+    ):  # at once, or when it is lowered: other tests may have loaded its operations
         job = job_in(tmp_path, "CPU", {})
         job.kind.plan(job)
 

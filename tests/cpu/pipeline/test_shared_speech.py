@@ -72,7 +72,27 @@ def test_chats_and_transcriptions_give_what_they_give_alone(llm, speech, expecte
     assert speech.engine._thread is None
 
 
-def test_a_pipeline_of_its_own_engine_and_one_of_an_engine_for_jobs_alone_give_the_same(directory, expected):
+def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
+    """Each has four windows at least, and all that wait are heard before the next step."""
+    recordings = [sound(3.5, number) for number in range(4)]
+    with StaticWhisperPipeline(directory, **F32) as pipe:
+        texts = [str(pipe.generate(samples, language="<|en|>")) for samples in recordings]
+        runner, all_wait = pipe.engine.runner, threading.Event()
+        hear = pipe._model._jobs._runner.run
+        pipe._model._jobs._runner.run = lambda *rest: (all_wait.wait(SECONDS), hear(*rest))[1]
+        with pipe.engine.record() as trace:
+            handles = [pipe.submit(samples, language="<|en|>") for samples in recordings]
+            while len(pipe._model._jobs._waiting) < 3:
+                time.sleep(0.001)
+            all_wait.set()
+            assert [str(handle.result(SECONDS)) for handle in handles] == texts
+    assert runner.cache.cross.num_sources == 4
+    counts = [len(step.decode) + len(step.prefill) for step in trace.steps]
+    assert sum(counts) / len(counts) > 3
+    assert max(counts) == 4
+
+
+def test_an_engine_for_jobs_alone_gives_the_same(directory, expected):
     engine = JobEngine()
     with StaticWhisperPipeline(directory, engine=engine, **F32) as speech:
         assert texts_of(speech) == expected

@@ -17,9 +17,10 @@ from click.testing import CliRunner
 from support.encoders.encoder_directories import a_directory, scores_directory
 from support.encoders.encoder_models import ARCHIVES
 from support.engine.held_engine import hold
+from support.models.whisper_directory import sound, wav, write_whisper
 from support.server.served import serving
 
-from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline
+from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline, StaticWhisperPipeline
 from staticllm.cli.servers import top
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 from staticllm.server.models.served import demo_spec, model_spec
@@ -254,3 +255,42 @@ def test_the_end_of_the_server_leaves_no_thread(folder):
             each.exception(SECONDS)  # a result, or the error of a server that stops
     left = {thread.name for thread in threading.enumerate()} - before
     assert not [name for name in left if name.startswith("staticllm")], left
+
+
+def test_a_recording_is_transcribed_in_the_engine_of_the_chat_which_comes_and_goes(tmp_path):
+    for package in ("python_multipart", "soundfile", "soxr"):
+        pytest.importorskip(package)
+    whisper = write_whisper(tmp_path / "whisper")
+    samples = sound(12.0)
+    with StaticWhisperPipeline(whisper, **F32) as alone:
+        text = str(alone.generate(samples, language="en"))
+    content = wav(samples, subtype="FLOAT")
+
+    def transcribe():
+        answer = httpx.post(
+            served.url + "/v1/audio/transcriptions",
+            files={"file": ("a.wav", content)},
+            data={"model": "whisper", "language": "en"},
+            timeout=SECONDS,
+        )
+        return answer.json()["text"]
+
+    specs = [demo_spec(), replace(model_spec(f"whisper={whisper}"), properties=F32)]
+    with serving(specs, is_lazy=True) as served, client_of(served) as client, ThreadPoolExecutor(1) as pool:
+        expected = transcribe()
+        assert expected == text.strip()
+        assert metric(served, "staticllm_shared_engine", model="whisper", engine="demo") is None
+        for _ in range(2):
+            heard = pool.submit(lambda: [transcribe() for _ in range(4)])
+            answer = client.chat.completions.create(**CHAT).choices[0].message.content
+            assert metric(served, "staticllm_shared_engine", model="whisper", engine="demo") == 1
+            with served.pipeline().record() as trace:
+                assert client.chat.completions.create(**CHAT).choices[0].message.content == answer
+                assert transcribe() == expected
+            calls = sorted([*trace.steps, *trace.jobs], key=lambda call: call.start)
+            assert all(before.end <= after.start for before, after in pairwise(calls)), "two at once"
+            assert len({job.source for job in trace.jobs}) == 2, "windows, and steps of the decoder"
+            body = {"model": "demo", "keep_alive": 0}
+            httpx.post(served.url + "/api/generate", json=body, timeout=SECONDS).raise_for_status()
+            assert heard.result(SECONDS) == [expected] * 4
+            assert transcribe() == expected
