@@ -21,6 +21,7 @@ from staticllm.core import Variant
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, ModelError, last_line
 from staticllm.kvcache.step import Segment
+from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.diagnostics.reports import Divergence
 from staticllm.pipelines.diagnostics.settings import PRECISION, candidates, planned_settings
@@ -97,9 +98,10 @@ def measure_divergence(
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")
     if text is not None:
         config = replace(config, max_prompt_len=PASSAGE_LEN, min_response_len=PASSAGE_LEN, max_num_seqs=1)
-    plan = prepare(models_path, device, config)
-    texts = reference_texts(Path(models_path))[0] if text is None else passages(Path(models_path), text)
-    exact = StatefulReference(models_path)
+    directory = check_model_dir(models_path)
+    plan = prepare(directory, device, config)
+    texts = reference_texts(directory)[0] if text is None else passages(directory, text)
+    exact = StatefulReference(directory)
     rows = 1 if text is None or plan.lowered.shape.needs_real_rows else PASSAGE_ROWS
     settings = candidates(get_core(), plan.options)
     chosen = planned_settings(get_core(), plan.options)
@@ -111,7 +113,7 @@ def measure_divergence(
         yield summary(label, [_of_text(exact, program, tokens, rows) for tokens in texts], parts)
     for number, (label, properties) in enumerate(PEERS.items(), len(settings)):
         on_progress(number, total)
-        program = StatefulReference(models_path, properties)
+        program = StatefulReference(directory, properties)
         yield summary(label, [_of_text(exact, program, tokens, rows) for tokens in texts])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.models import gguf_files
 
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
@@ -95,6 +96,12 @@ def test_a_given_text_is_read_in_passages_and_has_the_perplexity_of_the_original
     assert found.tokens == 80
     with pytest.raises(ConfigError, match="too short: at least 39 are needed"):
         next(measure_divergence(path, "CPU", config, text="The fox."))
+
+
+def test_a_gguf_file_is_measured_as_it_is(model_path, tmp_path):
+    gguf_files.write(model_path("llama"), tmp_path / "tiny.Q8_0.gguf", "llama", "Q8_0")
+    (found, *_) = measure_divergence(tmp_path / "tiny.Q8_0.gguf", "CPU", StaticLLMConfig(**SMALL))
+    assert np.isfinite(found.mean)
 
 
 def test_only_the_cpu_is_measured(model_path):
