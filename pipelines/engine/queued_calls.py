@@ -65,7 +65,8 @@ class QueuedCalls:
     def submit(self, call: Call[Result], priority: int = 0, deadline: float | None = None) -> Future[Result]:
         """Return the future result of a call. It gets the blocks to run, and a function to call while the device runs.
 
-        Cancelling gives it up, until its last block begins. The future raises what the call raises, and ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
+        Cancelling gives it up, until its last block begins. The future raises what the call raises, and ``ClosedError``. Raises
+        ``ClosedError`` (the engine was closed).
         """
         waiting = _Waiting(call, priority, deadline, self._clock())
         with self._lock:
