@@ -152,8 +152,8 @@ class StaticWhisperPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens, as they come.
                 It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             priority: Recordings with a higher priority are served first; those below 0 are proactive: nobody waits for them.
-            parallel_windows: Cut the recording where there is silence, into windows that do not depend on each other, and hear this
-                many of them together. None: each window begins where the text of the one before it ended, as in GenAI.
+            parallel_windows: Cut the recording where there is silence, and hear this many of its windows together. None: each
+                begins where the text of the one before it ended, as in GenAI.
             kwargs: Fields of ``WhisperGenerationConfig``, which override both configs.
 
         Raises:
@@ -190,7 +190,7 @@ class StaticWhisperPipeline:
             on_window: Receives each window of the recording at its end, on the same thread.
 
         Raises:
-            PromptError, GenerationConfigError, ConfigError: as for ``generate``; other errors are those of ``TranscriptionHandle.result``.
+            PromptError, GenerationConfigError, ConfigError: as for ``generate``; others come from the handle's ``result``.
         """
         samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)

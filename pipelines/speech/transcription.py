@@ -179,8 +179,9 @@ class Transcriber:
 
         A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that
         was cancelled, what was heard so far is returned. ``parallel``: windows begin where there is silence, and are heard
-        together; without it, each begins where the one before it ended. Raises ``ClosedError``, ``DeviceError``, ``NumericalError``,
-        ``BusyError``.
+        together; without it, each begins where the one before it ended.
+
+        Raises ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
         """
         found = Transcript()
         begin = time.perf_counter()
