@@ -13,7 +13,7 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.config import Scheduler, StaticLLMConfig, switch
+from staticllm.config import MAX_SEQS, Scheduler, StaticLLMConfig, switch, whole
 from staticllm.core import ProgressEvent
 from staticllm.errors import GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
@@ -36,9 +36,10 @@ from staticllm.pipelines.speech.results import (
 from staticllm.pipelines.speech.speech_files import speech_files
 from staticllm.pipelines.speech.speech_jobs import take_num_windows
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
-from staticllm.pipelines.speech.transcription import Timings, Transcriber
+from staticllm.pipelines.speech.transcription import ParallelWindows, Timings, Transcriber
 from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
 from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
+from staticllm.pipelines.speech.voice import voice_detector
 from staticllm.pipelines.speech.whisper_config import (
     WhisperGenerationConfig,
     WhisperOptions,
@@ -140,6 +141,7 @@ class StaticWhisperPipeline:
         streamer: Callable[[str], object] | genai.StreamerBase | None = None,
         *,
         priority: int = 0,
+        parallel_windows: int | None = None,
         **kwargs: object,
     ) -> WhisperDecodedResults:
         """Write what is said in a recording.
@@ -150,18 +152,22 @@ class StaticWhisperPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens, as they come.
                 It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             priority: Recordings with a higher priority are served first; those below 0 are proactive: nobody waits for them.
+            parallel_windows: Cut the recording where there is silence, and hear this many of its windows together. None: each
+                begins where the text of the one before it ended, as in GenAI.
             kwargs: Fields of ``WhisperGenerationConfig``, which override both configs.
 
         Raises:
             PromptError: the samples are empty, not finite, of more than one channel, or too many.
             GenerationConfigError: an option is unknown or has an impossible value.
+            ConfigError: ``parallel_windows`` is no number from 1 to 64, or the package that finds silence is not installed.
             BusyError, ClosedError, DeviceError, NumericalError: as for ``StaticLLMPipeline.generate``.
         """
         check_may_wait()
         samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if streamer is None else make_sink(streamer), self._tools.decode)
-        found = self._run(samples, options, priority, TranscriptionWatch(stream.push))
+        parallel = _parallel(parallel_windows)
+        found = self._run(samples, options, priority, TranscriptionWatch(stream.push), parallel)
         stream.end()
         return found
 
@@ -173,35 +179,42 @@ class StaticWhisperPipeline:
         on_text: Callable[[str], object] | None = None,
         on_window: Callable[[WindowHeard], object] | None = None,
         priority: int = 0,
+        parallel_windows: int | None = None,
         **kwargs: object,
     ) -> TranscriptionHandle:
         """Begin to write what is said in a recording, and return its handle.
 
         Args:
-            raw_speech_input: As for ``generate``, like ``generation_config``, ``priority`` and ``kwargs``.
+            raw_speech_input: As for ``generate``, like ``generation_config``, ``priority``, ``parallel_windows`` and ``kwargs``.
             on_text: Receives text as it is certain, on a thread of the transcription; an exception in it ends the transcription.
             on_window: Receives each window of the recording at its end, on the same thread.
 
         Raises:
-            PromptError, GenerationConfigError: as for ``generate``; other errors are those of ``TranscriptionHandle.result``.
+            PromptError, GenerationConfigError, ConfigError: as for ``generate``; others come from the handle's ``result``.
         """
         samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
         watch = TranscriptionWatch(stream.push, on_window or (lambda window: None))
+        parallel = _parallel(parallel_windows)
 
         def run() -> WhisperDecodedResults:
-            found = self._run(samples, options, priority, watch)
+            found = self._run(samples, options, priority, watch, parallel)
             stream.end()
             return found
 
         return TranscriptionHandle(run, watch.cancellation)
 
     def _run(
-        self, samples: NDArray[np.float32], options: WhisperOptions, priority: int, watch: TranscriptionWatch
+        self,
+        samples: NDArray[np.float32],
+        options: WhisperOptions,
+        priority: int,
+        watch: TranscriptionWatch,
+        parallel: ParallelWindows | None,
     ) -> WhisperDecodedResults:
         begin = time.perf_counter()
-        found = self._transcriber.transcribe(samples, options, priority, watch)
+        found = self._transcriber.transcribe(samples, options, priority, watch, parallel)
         decode = self._tools.decode
         return WhisperDecodedResults(
             texts=[decode(found.tokens)],
@@ -282,6 +295,13 @@ class StaticWhisperPipeline:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
+
+
+def _parallel(count: int | None) -> ParallelWindows | None:
+    """Return how a recording is cut for an option of a call. Raises ``ConfigError``."""
+    if count is None:
+        return None
+    return ParallelWindows(whole("parallel_windows", count, 1, MAX_SEQS), voice_detector())
 
 
 def _told(function: Callable[[str], object], text: str) -> None:

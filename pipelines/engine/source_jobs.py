@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class SourceJobs(QueuedCalls):
-    """The sources of an engine: one call for each, as long as the engine's bank has room for it."""
+    """The sources of an engine: one call for each, perhaps in blocks, as long as the engine's bank has room for it."""
 
     def __init__(self, runner: SourceRunner, engine: Engine) -> None:
-        super().__init__(engine, lambda: runner.cost, lambda: self._bank.num_free > 0)
+        super().__init__(engine, lambda: runner.block_costs, lambda: self._bank.num_free > 0)
         self._runner = runner
         self._engine = engine
 
@@ -49,8 +49,12 @@ class SourceJobs(QueuedCalls):
     def _bank(self) -> CrossBank:
         return self._engine.runner.cache.cross
 
-    def _hear(self, features: NDArray[np.float32], meanwhile: Meanwhile) -> int:
-        frames = self._runner.run(features, meanwhile)
+    def _hear(self, features: NDArray[np.float32], blocks: range, meanwhile: Meanwhile) -> int:
+        """Return the number of a source, if the last block is among these; else 0."""
+        self._runner.run_blocks(features, blocks, meanwhile)
+        if blocks.stop < self._runner.num_blocks:
+            return 0
+        frames = self._runner.finite_frames()
         if frames is None:
             raise NumericalError(
                 "the encoder computed values that are not finite: check the sound, or try INFERENCE_PRECISION_HINT='f32'"
@@ -62,7 +66,7 @@ class AlignmentJobs(QueuedCalls):
     """The texts whose frames are wanted: one call for each."""
 
     def __init__(self, runner: AlignmentRunner, engine: Engine) -> None:
-        super().__init__(engine, lambda: runner.cost)
+        super().__init__(engine, lambda: [runner.cost])
         self._runner = runner
         self._engine = engine
 
@@ -74,5 +78,6 @@ class AlignmentJobs(QueuedCalls):
         """Drop the program."""
         self._runner.close()
 
-    def _align(self, source: int, tokens: Sequence[int], meanwhile: Meanwhile) -> NDArray[np.float32]:
+    def _align(self, source: int, tokens: Sequence[int], blocks: range, meanwhile: Meanwhile) -> NDArray[np.float32]:
+        del blocks  # there is one
         return self._runner.run(tokens, self._engine.runner.cache.cross.frames(source), meanwhile)

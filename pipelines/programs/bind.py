@@ -87,16 +87,27 @@ class BoundRequest:
         ``between`` is called after each call of the device but the last, while the device is free. It may run another program.
         """
         start = time.perf_counter()
-        first = len(self._calls) - self.num_blocks
-        for index, call in enumerate(self._calls):
-            call.start()
+        for block in range(self.num_blocks):
+            self.run_blocks(range(block, block + 1), None if block else meanwhile)
+            if between is not None and block < self.num_blocks - 1:
+                between()
+        return time.perf_counter() - start
+
+    def run_blocks(self, blocks: range, meanwhile: Callable[[], None] | None = None) -> float:
+        """Run some blocks of a run, the host's call with the first one, and return the seconds that they took.
+
+        The blocks of a run come in their order, whatever other programs run between them. The outputs are there after the last.
+        """
+        start = time.perf_counter()
+        num_before = len(self._calls) - self.num_blocks
+        first = num_before + blocks.start
+        for index in range(first if blocks.start else 0, num_before + blocks.stop):
+            self._calls[index].start()
             try:
                 if meanwhile is not None and index == first:
                     meanwhile()
             finally:
-                call.wait()
-            if between is not None and first <= index < len(self._calls) - 1:
-                between()
+                self._calls[index].wait()
         return time.perf_counter() - start
 
 

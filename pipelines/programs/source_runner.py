@@ -42,21 +42,41 @@ class OneSourceRunner(Generic[S]):
             number, line = place_of(groups, index)
             array = self.frames[number][line : line + 1]
             tensors[state.past_name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
-        self._program: BoundRequest | None = BoundRequest(compiled[self.variant], tensors)
+        program = BoundRequest(compiled[self.variant], tensors)
+        self._program: BoundRequest | None = program
+        self._shares = [1 / program.num_blocks] * program.num_blocks  # of the blocks in the seconds of a call
 
     @property
     def cost(self) -> float:
         """The seconds of a call."""
         return self.costs(self.variant)
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of a call, between which the device is free; 1 if it runs in one piece."""
+        return len(self._shares)
+
+    @property
+    def block_costs(self) -> list[float]:
+        """The seconds of each block of a call."""
+        return [share * self.cost for share in self._shares]
+
     def warm_up(self, known: Mapping[SourceVariant, float] | None = None) -> None:
-        """Run once, so that the cost is known; the second run counts, unless ``known`` has the seconds of a call."""
+        """Run, so that the costs are known. The first run of a block is slow, so the second one counts.
+
+        ``known``: the seconds of a call, of which only the shares of the blocks are then measured.
+        """
         assert self._program is not None, "it is closed"
-        seconds = self._program.run()
-        if known and self.variant in known:
-            self.costs.set(self.variant, known[self.variant])
-        else:
-            self.costs.set(self.variant, min(seconds, self._program.run()))
+        kept = known.get(self.variant) if known else None
+        seconds = self._seconds_of_blocks(self._program)
+        if kept is None or len(seconds) > 1:
+            seconds = list(map(min, seconds, self._seconds_of_blocks(self._program)))
+        self._shares = [each / sum(seconds) for each in seconds]
+        self.costs.set(self.variant, sum(seconds) if kept is None else kept)
+
+    @staticmethod
+    def _seconds_of_blocks(program: BoundRequest) -> list[float]:
+        return [program.run_blocks(range(block, block + 1)) for block in range(program.num_blocks)]
 
     def close(self) -> None:
         """Drop the program. Nothing can run afterwards."""
@@ -69,10 +89,11 @@ class OneSourceRunner(Generic[S]):
 
 
 class SourceRunner(OneSourceRunner[SourceShape]):
-    """Computes the keys and values of cross-attention of one source per call."""
+    """Computes the keys and values of cross-attention of one source per call, at once or in blocks."""
 
     def __init__(self, shape: SourceShape, compiled: Mapping[SourceVariant, AnyProgram]) -> None:
         self._features = np.zeros((1, shape.bands, shape.columns), np.float32)
+        self._seconds = 0.0  # of the blocks of this call that have run
         super().__init__(shape, compiled, {INPUT_FEATURES: self._features})
 
     def run(self, features: NDArray[np.float32], meanwhile: Callable[[], None] | None = None) -> Frames | None:
@@ -80,8 +101,23 @@ class SourceRunner(OneSourceRunner[SourceShape]):
 
         ``features [bands, columns]``. ``meanwhile`` is called while the device runs.
         """
-        self._features[0] = features
-        self._call(meanwhile)
+        self.run_blocks(features, range(self.num_blocks), meanwhile)
+        return self.finite_frames()
+
+    def run_blocks(
+        self, features: NDArray[np.float32], blocks: range, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Run some blocks of a call. They come in their order; from the first one, a new call begins."""
+        assert self._program is not None, "it is closed"
+        if blocks.start == 0:
+            self._features[0] = features
+            self._seconds = 0.0
+        self._seconds += self._program.run_blocks(blocks, meanwhile)
+        if blocks.stop == self.num_blocks:
+            self.costs.update(self.variant, self._seconds)
+
+    def finite_frames(self) -> Frames | None:
+        """Return the keys and values after the last block of a call, valid until the next one; None if some are not finite."""
         return self.frames if all(map(is_finite, self.frames)) else None
 
 

@@ -46,17 +46,21 @@ def speech_jobs(
     heads: Heads,
     on_progress: OnProgress = lambda event: None,
     check: Callable[[ov.Core, object], str] = check_device,
+    shares_engine: bool = False,
 ) -> SpeechJobs:
     """Return the jobs of a speech model for one device.
 
     ``num_windows``: the windows that are decoded together. ``heads``: layer and head of the attentions that align text and
-    speech; none if no words are wanted. ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises
-    ``ConfigError`` (a field has no meaning for speech).
+    speech; none if no words are wanted. ``check`` raises a ``DeviceError`` for a device that cannot be used. ``shares_engine``:
+    whether requests of other models may use the device; the encoder then runs in blocks, unless the user or a blob set has
+    chosen its programs. Raises ``ConfigError`` (a field has no meaning for speech).
     """
     config = _checked(candidate.config, files)
     explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
     device = check(get_core(), candidate.device)
     own = _own_config(config, files, num_windows, ENCODER)
+    if shares_engine and own.programs == "auto" and own.blob_path is None:
+        own = replace(own, programs="blocks")
     encoder = LoadJob(SourceKind(DECODER), files.directory, device, own, on_progress, explicit)
     decoder = Candidate(candidate.device, _own_config(config, files, num_windows, files.decoder), explicit)
     alignment = None

@@ -221,7 +221,7 @@ def _load_for(
     on_progress: OnProgress,
     host: JobHost | None,
 ) -> SpeechModel:
-    jobs = speech_jobs(files, candidate, num_windows, heads, on_progress)
+    jobs = speech_jobs(files, candidate, num_windows, heads, on_progress, shares_engine=host is not None)
     encoder: LoadedEncoder = load_job(jobs.encoder)
     alignment: LoadedAlignment | None = None
     own_host = JobEngine() if host is None else None  # the windows that wait are heard first, and then decoded together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +19,8 @@ from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
 from staticllm.pipelines.speech.results import WhisperWordTiming
 from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
 from staticllm.pipelines.speech.speech_model import Chosen, SpeechModel, Window
-from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
+from staticllm.pipelines.speech.transcription_watch import Cancellation, TranscriptionWatch, WindowHeard
+from staticllm.pipelines.speech.voice import Detector, Interval, speech_intervals, speech_windows
 from staticllm.pipelines.speech.whisper_config import WhisperOptions
 from staticllm.pipelines.speech.whisper_prompt import (
     NO_LANGUAGE,
@@ -44,6 +45,15 @@ class Timings:
     token_times: list[float] = field(default_factory=list)
     words: float = 0.0
 
+    def add(self, later: Timings) -> None:
+        """Add those of a later part of the recording."""
+        self.features += later.features
+        self.encode += later.encode
+        self.decode += later.decode
+        self.sampling += later.sampling
+        self.token_times += later.token_times
+        self.words += later.words
+
 
 @dataclass
 class Transcript:
@@ -57,23 +67,64 @@ class Transcript:
     timings: Timings = field(default_factory=Timings)
     is_cancelled: bool = False
 
+    def add(self, later: Transcript) -> None:
+        """Add what was said in a later part of the recording."""
+        self.tokens += later.tokens
+        self.segments += later.segments
+        self.words += later.words
+        self.logprobs += later.logprobs
+        self.timings.add(later.timings)
+        self.is_cancelled = self.is_cancelled or later.is_cancelled
+
+
+@dataclass(frozen=True)
+class ParallelWindows:
+    """That a recording is cut at silences, which ``detect`` finds, and that ``count`` of its parts are heard together."""
+
+    count: int
+    detect: Detector
+
 
 @dataclass(frozen=True)
 class _Run:
-    """One transcription: what was asked for, who follows it, the text before windows, its length, and what was found."""
+    """One transcription, or a part of it: what was asked for, who follows it, the text before windows, and what was found.
+
+    It begins at frame ``start`` of the recording, and ends before frame ``end``, after ``seconds``. ``is_first``: whether it has
+    the first window of the recording.
+    """
 
     options: WhisperOptions
     has_timestamps: bool
     priority: int
     watch: TranscriptionWatch
     context: ContextTokens
+    start: int
+    end: int
     seconds: float
     found: Transcript
+    is_first: bool = True
 
     @property
     def streams_tokens(self) -> bool:
         """Whether tokens of the text are certain as soon as they are chosen."""
         return not self.has_timestamps and not self.options.fall_back.may_decode_again
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What was said in a part of a recording, and its windows."""
+
+    found: Transcript
+    windows: list[WindowHeard]
+
+
+def _tell(heard: _Heard, run: _Run) -> None:
+    """Add a part to the transcription of the whole, and tell its caller."""
+    run.found.add(heard.found)
+    if heard.found.tokens and not run.watch.on_tokens(heard.found.tokens):
+        run.found.is_cancelled = True
+    for window in heard.windows:
+        run.watch.on_window(window)
 
 
 class FirstLogits:
@@ -117,18 +168,26 @@ class Transcriber:
             )
 
     def transcribe(
-        self, samples: NDArray[np.float32], options: WhisperOptions, priority: int, watch: TranscriptionWatch
+        self,
+        samples: NDArray[np.float32],
+        options: WhisperOptions,
+        priority: int,
+        watch: TranscriptionWatch,
+        parallel: ParallelWindows | None = None,
     ) -> Transcript:
         """Return what is said in a recording, ``[n]`` samples in [-1, 1] at the model's rate.
 
         A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that
-        was cancelled, what was heard so far is returned. Raises ``ClosedError``, ``DeviceError``, ``NumericalError``,
-        ``BusyError``.
+        was cancelled, what was heard so far is returned. ``parallel``: windows begin where there is silence, and are heard
+        together; without it, each begins where the one before it ended.
+
+        Raises ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
         """
         found = Transcript()
         begin = time.perf_counter()
         try:
             features = log_mel(samples, self._mel, watch.cancellation.check)
+            parts = None if parallel is None else self._parts(samples, parallel, watch)
         except CancelledError:
             found.is_cancelled = True
             return found
@@ -136,19 +195,73 @@ class Transcriber:
         is_long = len(samples) > self._mel.window_samples
         has_timestamps = is_long or options.return_timestamps
         seconds = len(samples) / self._mel.sampling_rate
-        run = _Run(options, has_timestamps, priority, watch, context_tokens(options, self._encode), seconds, found)
+        end = max(features.shape[1], 1)
+        context = context_tokens(options, self._encode)
+        run = _Run(options, has_timestamps, priority, watch, context, 0, end, seconds, found)
         found.language = options.language or NO_LANGUAGE
-        num_frames = features.shape[1]
-        start = 0
-        while start < max(num_frames, 1) and not found.is_cancelled:
-            window = window_of(features, start, self._mel.window_frames)
-            try:
-                start += self._window(window, start, num_frames, run)
-            except CancelledError:
-                found.is_cancelled = True
+        if parallel is None or parts is None:
+            self._hear(features, run)
+        elif parts:
+            self._hear_together(features, run, parts, parallel.count)
         return found
 
-    def _window(self, features: NDArray[np.float32], start: int, num_frames: int, run: _Run) -> int:
+    def _parts(
+        self, samples: NDArray[np.float32], parallel: ParallelWindows, watch: TranscriptionWatch
+    ) -> list[Interval]:
+        """Return the parts of a recording, each of at most a window, that leave the silence out. Raises ``CancelledError``."""
+        probabilities = parallel.detect(samples, watch.cancellation.check)
+        intervals = speech_intervals(probabilities, len(samples))
+        return speech_windows(intervals, probabilities, self._mel.window_samples)
+
+    def _hear(self, features: NDArray[np.float32], run: _Run) -> Transcript:
+        """Add what is said from the start of a run to its end, window after window, and return what was found."""
+        start = run.start
+        while start < run.end and not run.found.is_cancelled:
+            window = window_of(features[:, : run.end], start, self._mel.window_frames)
+            try:
+                start += self._window(window, start, run)
+            except CancelledError:
+                run.found.is_cancelled = True
+        return run.found
+
+    def _hear_together(self, features: NDArray[np.float32], run: _Run, parts: Sequence[Interval], count: int) -> None:
+        """Add what is said in parts of a recording, of which ``count`` are heard together. They are told in their order.
+
+        The first one finds the language, if it is not given. An error in one of them ends the others.
+        """
+        cancellation = Cancellation()
+        futures: list[Future[_Heard]] = []
+        with (
+            ThreadPoolExecutor(count, "staticllm-window") as pool,
+            run.watch.cancellation.ending(cancellation.cancel),
+        ):
+            try:
+                for index, part in enumerate(parts):
+                    futures.append(pool.submit(self._hear_part, features, run, part, cancellation, index == 0))
+                    if index == 0 and run.options.language is None and run.options.tokens.is_multilingual:
+                        run.found.language = futures[0].result().found.language
+                for future in futures:
+                    if not run.found.is_cancelled:
+                        _tell(future.result(), run)
+            finally:
+                cancellation.cancel()
+                for future in futures:
+                    future.cancel()
+
+    def _hear_part(
+        self, features: NDArray[np.float32], run: _Run, part: Interval, cancellation: Cancellation, is_first: bool
+    ) -> _Heard:
+        """Return what is said in a part of a recording."""
+        windows: list[WindowHeard] = []
+        watch = TranscriptionWatch(on_window=windows.append, cancellation=cancellation)
+        start = part.start // self._mel.hop_length
+        end = max(start + 1, part.end // self._mel.hop_length)
+        seconds = part.end / self._mel.sampling_rate
+        found = Transcript(run.found.language)
+        own = replace(run, watch=watch, start=start, end=end, seconds=seconds, is_first=is_first, found=found)
+        return _Heard(self._hear(features, own), windows)
+
+    def _window(self, features: NDArray[np.float32], start: int, run: _Run) -> int:
         """Add the text of the window that begins at frame ``start``, and return the frames to the next one."""
         found = run.found
         options = run.options
@@ -156,10 +269,11 @@ class Transcriber:
         num_before = len(found.logprobs)
         with self._model.hear(features, run.priority, cancellation=watch.cancellation) as window:
             found.timings.encode.append(window.encode_seconds)
-            if start == 0 and options.language is None:
+            is_first = run.is_first and start == run.start
+            if is_first and options.language is None:
                 found.language = self._language(window, options, run)
             prompt = window_prompt(
-                run.context, options, found.language, start == 0, run.has_timestamps, self._model.files.max_positions
+                run.context, options, found.language, is_first, run.has_timestamps, self._model.files.max_positions
             )
             tokens = self._decode_well(window, prompt, run)
             if options.word_timestamps:
@@ -167,7 +281,7 @@ class Transcriber:
         logprobs = found.logprobs[num_before:]
         times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
         offset = start / self._mel.frames_per_second
-        heard = segments_of(tokens, times, offset) if run.has_timestamps else WindowSegments(advance=num_frames)
+        heard = segments_of(tokens, times, offset) if run.has_timestamps else WindowSegments(advance=run.end - start)
         found.segments += heard.segments
         text = heard.text_tokens if run.has_timestamps else [token for token in tokens if token < options.tokens.eos]
         found.tokens += text

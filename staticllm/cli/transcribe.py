@@ -43,6 +43,11 @@ class Transcribed:
 @value("-m --model", click.Path(), "Directory of a speech model.", required=True)
 @value("--language", None, "Language that is spoken, such as de.  [the model detects it]", metavar="CODE")
 @flag("--translate", "Write it in English.")
+@value(
+    "--parallel-windows",
+    click.IntRange(min=1),
+    "Cut each recording at silences, and hear this many of its windows together.  [one after another]",
+)
 @value("--device", None, DEVICE_HELP, "CPU")
 @property_option
 @click.option("--text", "form", flag_value="text", default=True, help="Write text.  [the default]")
@@ -100,6 +105,8 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
         found["language"] = options["language"]
     if options["translate"]:
         found["task"] = "translate"
+    if options["parallel_windows"] is not None:
+        found["parallel_windows"] = options["parallel_windows"]
     return found
 
 

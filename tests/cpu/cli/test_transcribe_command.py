@@ -17,6 +17,8 @@ from support import command_line
 from support.models.whisper_directory import RATE, sound, wav, write_whisper
 
 from staticllm import StaticWhisperPipeline
+from staticllm.pipelines import whisper_pipeline
+from staticllm.pipelines.speech.voice import FRAME
 
 soundfile = pytest.importorskip("soundfile")
 soxr = pytest.importorskip("soxr")
@@ -76,6 +78,20 @@ def test_text(staticllm, directory, pipe, files):
     expected = str(pipe.generate(samples_of(0.8))).strip()
     assert done.stdout.split() == "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in expected).split()
     assert expected
+
+
+def test_windows_at_silences(staticllm, directory, pipe, files, monkeypatch):
+    def detect(samples, on_block):
+        return np.random.default_rng(5).uniform(0.6, 1, -(-len(samples) // FRAME)).astype(np.float32)
+
+    monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: detect)
+    done = staticllm("transcribe", files[3.0], "-m", directory, "--parallel-windows", 3, "--json", *F32)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = pipe.generate(samples_of(3.0), parallel_windows=1, return_timestamps=True)
+    assert json.loads(done.stdout)["text"].split() == str(expected).split()
+    assert str(expected) != str(pipe.generate(samples_of(3.0), return_timestamps=True)), "other windows"
+    refused = staticllm("transcribe", files[3.0], "-m", directory, "--parallel-windows", 0)
+    assert refused.returncode == 2 and "--parallel-windows" in refused.stderr
 
 
 def test_json_has_the_times_of_segments(staticllm, directory, pipe, files):

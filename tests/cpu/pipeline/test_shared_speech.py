@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -28,7 +28,7 @@ RECORDINGS = [sound(seconds, number) for number, seconds in enumerate((0.8, 3.5,
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return write_whisper(tmp_path_factory.mktemp("whisper"))
+    return write_whisper(tmp_path_factory.mktemp("whisper"), num_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
     with StaticWhisperPipeline(directory, **F32) as pipe:
         texts = [str(pipe.generate(samples, language="<|en|>")) for samples in recordings]
         runner, all_wait = pipe.engine.runner, threading.Event()
-        hear = pipe._model._jobs._runner.run
-        pipe._model._jobs._runner.run = lambda *rest: (all_wait.wait(SECONDS), hear(*rest))[1]
+        hear = pipe._model._jobs._runner.run_blocks
+        pipe._model._jobs._runner.run_blocks = lambda *rest: (all_wait.wait(SECONDS), hear(*rest))[1]
         with pipe.engine.record() as trace:
             handles = [pipe.submit(samples, language="<|en|>") for samples in recordings]
             while len(pipe._model._jobs._waiting) < 3:
@@ -90,6 +90,65 @@ def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
     counts = [len(step.decode) + len(step.prefill) for step in trace.steps]
     assert sum(counts) / len(counts) > 3
     assert max(counts) == 4
+
+
+def test_a_chat_decodes_between_two_blocks_of_the_encoder(llm, speech, expected, monkeypatch):
+    """A call is said to take half a second, so that no job holds two of its blocks."""
+    answer = str(llm.generate(PROMPTS[0], max_new_tokens=40))
+    runner = speech._model._jobs._runner
+    assert runner.num_blocks > 2
+    monkeypatch.setattr(runner.costs, "update", lambda variant, seconds: None)
+    runner.costs.set(runner.variant, 0.5)
+    first_block, goes_on = threading.Event(), threading.Event()
+    hear, begins = runner.run_blocks, []
+
+    def noted(features, blocks, meanwhile):
+        begins.append((blocks, llm.stats().num_steps))
+        hear(features, blocks, meanwhile)
+        first_block.set()
+        assert goes_on.wait(SECONDS)
+
+    monkeypatch.setattr(runner, "run_blocks", noted)
+    handle = speech.submit(RECORDINGS[0], language="<|en|>")
+    assert first_block.wait(SECONDS)
+    chat = llm.submit(PROMPTS[0], max_new_tokens=40)
+    goes_on.set()
+    assert str(handle.result(SECONDS)) == expected[0]
+    assert str(chat.result(SECONDS)) == answer
+    assert [blocks for blocks, _ in begins] == [range(block, block + 1) for block in range(runner.num_blocks)]
+    assert begins[-1][1] > begins[0][1], "steps of the chat ran between two blocks"
+
+
+def test_a_recording_is_given_up_between_two_blocks(speech, expected, monkeypatch):
+    runner = speech._model._jobs._runner
+    runner.costs.set(runner.variant, 0.5)
+    is_submitted = threading.Event()
+    handles, begins = [], []
+    hear = runner.run_blocks
+
+    def cancel(features, blocks, meanwhile):
+        begins.append((features.tobytes(), blocks))
+        hear(features, blocks, meanwhile)
+        assert is_submitted.wait(SECONDS)
+        handles[0].cancel()
+
+    monkeypatch.setattr(runner, "run_blocks", cancel)
+    handles.append(speech.submit(sound(0.9, 99)))
+    is_submitted.set()
+    with pytest.raises(CancelledError):
+        handles[0].result(SECONDS)
+    assert texts_of(speech) == expected
+    first, _ = begins[0]
+    assert [blocks for each, blocks in begins if each == first] == [range(1)], "no more blocks of what was given up"
+
+
+@pytest.mark.parametrize(("options", "in_blocks"), [({}, True), ({"PROGRAMS": "shared"}, False)])
+def test_an_encoder_on_a_shared_engine_runs_in_blocks_unless_the_user_chose(directory, llm, options, in_blocks):
+    with StaticWhisperPipeline(directory, engine=llm.engine, **options, **F32) as speech:
+        assert (speech._model._jobs._runner.num_blocks > 1) is in_blocks
+        assert sum(speech._model._jobs._runner.block_costs) == pytest.approx(speech._model._jobs._runner.cost)
+    with StaticWhisperPipeline(directory, **options, **F32) as alone:
+        assert alone._model._jobs._runner.num_blocks == 1
 
 
 def test_an_engine_for_jobs_alone_gives_the_same(directory, expected):

@@ -40,13 +40,15 @@ def named(node, name):
     return node
 
 
-def write_encoder(folder, seed=0):
-    """Features ``[batch, BANDS, COLUMNS]`` → hidden states ``[batch, FRAMES, HIDDEN]``."""
+def write_encoder(folder, seed=0, num_layers=0):
+    """Features ``[batch, BANDS, COLUMNS]`` → hidden states ``[batch, FRAMES, HIDDEN]``. Layers may follow, which are alike."""
     writer = Writer(seed)
     features = named(ops.parameter([-1, BANDS, COLUMNS], np.float32), "input_features")
     kernel = writer.weights(HIDDEN, BANDS, 3)
     found = ops.convolution(features, kernel, [2], [1], [1], [1])
     hidden = writer.linear(ops.tanh(ops.transpose(found, np.array([0, 2, 1]))))
+    for _ in range(num_layers):
+        hidden = ops.add(hidden, writer.linear(ops.tanh(writer.linear(hidden, 2 * HIDDEN))))
     model = ov.Model([named(ops.result(hidden), "last_hidden_state")], [features], "encoder")
     ov.save_model(model, str(folder / f"{ENCODER}.xml"), compress_to_fp16=False)
 
@@ -95,9 +97,9 @@ def write_decoder(folder, seed=1, cross_mask=0.0, vocab=VOCAB):
     ov.save_model(model, str(folder / f"{DECODER}.xml"), compress_to_fp16=False)
 
 
-def write_speech_model(folder, seed=0, vocab=VOCAB):
-    """Write both IRs into a folder, and return it."""
-    write_encoder(folder, seed)
+def write_speech_model(folder, seed=0, vocab=VOCAB, num_layers=0):
+    """Write both IRs into a folder, and return it. ``num_layers``: those of the encoder."""
+    write_encoder(folder, seed, num_layers)
     write_decoder(folder, seed + 1, vocab=vocab)
     return folder
 

@@ -15,8 +15,11 @@ RATE = 16000
 LANGUAGES = ("en", "de")
 
 
-def write_whisper(folder, seed=0, is_multilingual=True):
-    """Write IRs, tokenizer and configs into a folder, and return it. Its tokenizer is that of the demo model."""
+def write_whisper(folder, seed=0, is_multilingual=True, num_layers=0):
+    """Write IRs, tokenizer and configs into a folder, and return it. Its tokenizer is that of the demo model.
+
+    ``num_layers``: those of the encoder, each of which may be a block.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     demo = demo_model_path()
     eos = json.loads((demo / "config.json").read_text())["vocab_size"]
@@ -24,7 +27,7 @@ def write_whisper(folder, seed=0, is_multilingual=True):
     languages = {f"<|{code}|>": start + 1 + index for index, code in enumerate(LANGUAGES)}
     task = start + 1 + len(LANGUAGES)
     no_timestamps = task + 4
-    write_speech_model(folder, seed, vocab=no_timestamps + 1 + FRAMES + 1)
+    write_speech_model(folder, seed, vocab=no_timestamps + 1 + FRAMES + 1, num_layers=num_layers)
     for name in ("openvino_tokenizer", "openvino_detokenizer"):
         for ending in (".xml", ".bin"):
             shutil.copyfile(demo / f"{name}{ending}", folder / f"{name}{ending}")
