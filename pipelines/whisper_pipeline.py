@@ -13,7 +13,7 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.config import Scheduler, StaticLLMConfig, switch
+from staticllm.config import Scheduler, StaticLLMConfig
 from staticllm.core import ProgressEvent
 from staticllm.errors import GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
@@ -34,7 +34,7 @@ from staticllm.pipelines.speech.results import (
     chunks_of,
 )
 from staticllm.pipelines.speech.speech_files import speech_files
-from staticllm.pipelines.speech.speech_jobs import take_num_windows
+from staticllm.pipelines.speech.speech_jobs import take_has_words, take_num_windows
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
 from staticllm.pipelines.speech.transcription import Timings, Transcriber
 from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
@@ -97,7 +97,7 @@ class StaticWhisperPipeline:
         host = None if engine is None else checked_host(engine)
         given = dict(config) if isinstance(config, Mapping) else config
         num_windows = take_num_windows(properties, given)
-        has_words = switch("word_timestamps", properties.pop("word_timestamps", False))
+        has_words = take_has_words(properties, given)
         files = speech_files(models_path)
         candidates = resolve_candidates(device, given, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
@@ -234,6 +234,11 @@ class StaticWhisperPipeline:
         return sources.num_sources
 
     @property
+    def has_words(self) -> bool:
+        """Whether the pipeline was loaded with ``word_timestamps=True``, so that calls may ask for the times of words."""
+        return self._model.has_alignment
+
+    @property
     def sampling_rate(self) -> int:
         """Samples per second that the model hears."""
         return self._mel.sampling_rate
@@ -274,7 +279,7 @@ class StaticWhisperPipeline:
                 f"generation_config is a {type(config).__name__}: must be a WhisperGenerationConfig or a dict"
             )
         options = whisper_options(base, given)
-        if options.word_timestamps and not self._model.has_alignment:
+        if options.word_timestamps and not self.has_words:
             raise GenerationConfigError(
                 "word_timestamps=True for a pipeline that was loaded without: give the constructor word_timestamps=True"
             )
