@@ -203,11 +203,15 @@ class StaticWhisperPipeline:
         begin = time.perf_counter()
         found = self._transcriber.transcribe(samples, options, priority, watch)
         decode = self._tools.decode
+        clock = time.perf_counter()
+        text = decode(found.tokens)
+        chunks = chunks_of(found.segments, decode) if options.return_timestamps else None
+        found.timings.text = time.perf_counter() - clock
         return WhisperDecodedResults(
-            texts=[decode(found.tokens)],
+            texts=[text],
             scores=[1.0],
             language=found.language,
-            chunks=chunks_of(found.segments, decode) if options.return_timestamps else None,
+            chunks=chunks,
             words=found.words if options.word_timestamps else None,
             perf_metrics=_metrics_of(found.timings, len(found.tokens), begin, self._load_ms),
         )
@@ -328,6 +332,8 @@ def _metrics_of(timings: Timings, num_tokens: int, begin: float, load_ms: float)
         token_infer_durations=[seconds * us for seconds in timings.decode],
         inference_durations=[(sum(timings.decode) + sum(timings.encode)) * us],
         sampling_durations=[seconds * us for seconds in timings.sampling],
+        tokenization_durations=[0.0],  # prompts are tokens
+        detokenization_durations=[timings.text * us],
     )
     own = WhisperRawPerfMetrics(
         features_extraction_durations=[timings.features * us],

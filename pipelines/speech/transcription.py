@@ -43,6 +43,7 @@ class Timings:
     sampling: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     words: float = 0.0
+    text: float = 0.0
 
 
 @dataclass
