@@ -13,7 +13,7 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from staticllm.config import MAX_SEQS, Scheduler, StaticLLMConfig, switch, whole
+from staticllm.config import MAX_SEQS, Scheduler, StaticLLMConfig, whole
 from staticllm.core import ProgressEvent
 from staticllm.errors import GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
@@ -34,7 +34,7 @@ from staticllm.pipelines.speech.results import (
     chunks_of,
 )
 from staticllm.pipelines.speech.speech_files import speech_files
-from staticllm.pipelines.speech.speech_jobs import take_num_windows
+from staticllm.pipelines.speech.speech_jobs import take_has_words, take_num_windows
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
 from staticllm.pipelines.speech.transcription import ParallelWindows, Timings, Transcriber
 from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
@@ -98,7 +98,7 @@ class StaticWhisperPipeline:
         host = None if engine is None else checked_host(engine)
         given = dict(config) if isinstance(config, Mapping) else config
         num_windows = take_num_windows(properties, given)
-        has_words = switch("word_timestamps", properties.pop("word_timestamps", False))
+        has_words = take_has_words(properties, given)
         files = speech_files(models_path)
         candidates = resolve_candidates(device, given, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
@@ -216,11 +216,15 @@ class StaticWhisperPipeline:
         begin = time.perf_counter()
         found = self._transcriber.transcribe(samples, options, priority, watch, parallel)
         decode = self._tools.decode
+        clock = time.perf_counter()
+        text = decode(found.tokens)
+        chunks = chunks_of(found.segments, decode) if options.return_timestamps else None
+        found.timings.text = time.perf_counter() - clock
         return WhisperDecodedResults(
-            texts=[decode(found.tokens)],
+            texts=[text],
             scores=[1.0],
             language=found.language,
-            chunks=chunks_of(found.segments, decode) if options.return_timestamps else None,
+            chunks=chunks,
             words=found.words if options.word_timestamps else None,
             perf_metrics=_metrics_of(found.timings, len(found.tokens), begin, self._load_ms),
         )
@@ -245,6 +249,11 @@ class StaticWhisperPipeline:
         sources = self.config.sources
         assert sources is not None, "load_speech sets them"
         return sources.num_sources
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the pipeline was loaded with ``word_timestamps=True``, so that calls may ask for the times of words."""
+        return self._model.has_alignment
 
     @property
     def sampling_rate(self) -> int:
@@ -287,7 +296,7 @@ class StaticWhisperPipeline:
                 f"generation_config is a {type(config).__name__}: must be a WhisperGenerationConfig or a dict"
             )
         options = whisper_options(base, given)
-        if options.word_timestamps and not self._model.has_alignment:
+        if options.word_timestamps and not self.has_words:
             raise GenerationConfigError(
                 "word_timestamps=True for a pipeline that was loaded without: give the constructor word_timestamps=True"
             )
@@ -343,6 +352,8 @@ def _metrics_of(timings: Timings, num_tokens: int, begin: float, load_ms: float)
         token_infer_durations=[seconds * us for seconds in timings.decode],
         inference_durations=[(sum(timings.decode) + sum(timings.encode)) * us],
         sampling_durations=[seconds * us for seconds in timings.sampling],
+        tokenization_durations=[0.0],  # prompts are tokens
+        detokenization_durations=[timings.text * us],
     )
     own = WhisperRawPerfMetrics(
         features_extraction_durations=[timings.features * us],

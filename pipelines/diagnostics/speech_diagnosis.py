@@ -10,7 +10,6 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.config import switch
 from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core, kind, known_properties
 from staticllm.errors import ModelError, NumericalError, last_line
@@ -24,13 +23,12 @@ from staticllm.pipelines.loading.decoder_kind import job_of
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles, speech_files
-from staticllm.pipelines.speech.speech_jobs import ALIGNMENT, folder_of, speech_jobs, take_num_windows
+from staticllm.pipelines.speech.speech_jobs import ALIGNMENT, folder_of, speech_jobs, take_has_words, take_num_windows
 from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig, alignment_heads
 from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.ports import BEAM_IDX, INPUT_IDS, LOGITS
 from staticllm.properties import resolve
 
-WORDS = "WORD_TIMESTAMPS"
 PROMPT, STEPS = 6, 18
 """Tokens of the text that is compared: those of its first call, and those that follow one by one."""
 ORDINARY = 1000
@@ -54,10 +52,9 @@ def parts_of(
     ``properties``: those of ``StaticWhisperPipeline``. Raises ``ModelError``, ``DeviceError`` and ``ConfigError``.
     """
     files = speech_files(directory)
-    given = {name: value for name, value in properties.items() if name.upper() != WORDS}
-    wanted = [value for name, value in properties.items() if name.upper() == WORDS]
+    given = dict(properties)
     num_windows = take_num_windows(given, None)
-    heads = alignment_heads(WhisperGenerationConfig(files.file)) if wanted and switch(WORDS, wanted[0]) else ()
+    heads = alignment_heads(WhisperGenerationConfig(files.file)) if take_has_words(given, None) else ()
     name = check(get_core(), device)
     resolved = resolve(given, known_properties(get_core(), name))
     candidate = Candidate(name, resolved.config, resolved.explicit)

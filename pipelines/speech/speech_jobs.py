@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import openvino as ov
 
-from staticllm.config import MAX_SEQS, StaticLLMConfig, whole
+from staticllm.config import MAX_SEQS, StaticLLMConfig, switch, whole
 from staticllm.core import OnProgress, SourceSpec
 from staticllm.devices import check_device, get_core
 from staticllm.errors import ConfigError
@@ -19,6 +19,7 @@ from staticllm.pipelines.loading.source_kind import AlignmentKind, SourceKind
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
 
 MAX_WINDOWS = "MAX_WINDOWS"
+WORD_TIMESTAMPS = "WORD_TIMESTAMPS"
 NUM_WINDOWS = 4
 """The windows that are decoded together, by default. More are decoded in little more time; each takes memory."""
 PROMPT_PARTS = 4
@@ -87,10 +88,27 @@ def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | Sta
 
     Raises ``ConfigError`` (it is no whole number from 1 to 64).
     """
-    given = properties.pop(MAX_WINDOWS, None)
-    if isinstance(config, dict) and MAX_WINDOWS in config:
-        given = config.pop(MAX_WINDOWS)
+    given = _taken(MAX_WINDOWS, properties, config)
     return NUM_WINDOWS if given is None else whole(MAX_WINDOWS, given, 1, MAX_SEQS)
+
+
+def take_has_words(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> bool:
+    """Remove ``word_timestamps`` from the properties, and return it: whether calls may ask for the times of words.
+
+    Raises ``ConfigError`` (it is neither true nor false).
+    """
+    given = _taken(WORD_TIMESTAMPS, properties, config)
+    return given is not None and switch(WORD_TIMESTAMPS, given)
+
+
+def _taken(name: str, properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> Any:
+    """Remove a property, in any case, from the properties and a config that is a dict, which goes before; None if in neither."""
+    given = None
+    for values in (properties, config):
+        if isinstance(values, dict):
+            for key in [key for key in values if str(key).upper() == name]:
+                given = values.pop(key)
+    return given
 
 
 def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:

@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.speech.results import NO_END, WhisperDecodedResultChunk, WhisperDecodedResults
+from staticllm.pipelines.speech.results import (
+    NO_END,
+    WhisperDecodedResultChunk,
+    WhisperDecodedResults,
+    WhisperWordTiming,
+)
 
 ARROW = "-->"
 """What separates the times of a cue, and must not be in its text."""
@@ -120,11 +125,15 @@ def verbose_json(results: WhisperDecodedResults, layout: Layout = Layout()) -> d
             for number, cue in enumerate(_cues(results.chunks, layout))
         ]
     if results.words is not None:
-        found["words"] = [
-            {"word": word.word.strip(), "start": round(word.start_ts, 3), "end": round(word.end_ts, 3)}
-            for word in results.words
-        ]
+        found["words"] = word_times(results.words)
     return found
+
+
+def word_times(words: Sequence[WhisperWordTiming]) -> list[dict[str, object]]:
+    """Return words with their times, seconds, as OpenAI's API has them."""
+    return [
+        {"word": word.word.strip(), "start": round(word.start_ts, 3), "end": round(word.end_ts, 3)} for word in words
+    ]
 
 
 def _json(results: WhisperDecodedResults, layout: Layout) -> str:

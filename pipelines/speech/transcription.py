@@ -44,6 +44,7 @@ class Timings:
     sampling: list[float] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     words: float = 0.0
+    text: float = 0.0
 
     def add(self, later: Timings) -> None:
         """Add those of a later part of the recording."""
@@ -300,10 +301,14 @@ class Transcriber:
         return detected_language(self._first_logits(window, request, run), options.tokens)
 
     def _find_words(self, window: Window, tokens: list[int], start: int, run: _Run) -> None:
-        """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at."""
+        """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at.
+
+        A text that fills all positions loses its last token, because the marks before and after it take places too.
+        """
         own = run.options.tokens
         begin = start_tokens(own, run.found.language, run.options.task)
-        text = text_tokens_of(tokens, own)
+        num_marks = len(alignment_tokens(begin, (), own))
+        text = text_tokens_of(tokens, own)[: self._model.files.max_positions - num_marks]
         if not text:
             return
         weights = window.align(alignment_tokens(begin, text, own), run.priority)

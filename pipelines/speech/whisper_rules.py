@@ -46,7 +46,8 @@ class TimestampRules:
     is_active = True
 
     def __init__(self, tokens: WhisperTokens, max_initial_index: int, generated: Sequence[int] = ()) -> None:
-        self._tokens = tokens
+        self._eos = tokens.eos
+        self._no_timestamps = tokens.no_timestamps
         self._begin = tokens.timestamp_begin
         self._max_initial_index = max_initial_index
         self._num_generated = 0
@@ -60,7 +61,7 @@ class TimestampRules:
         begin = self._begin
         if begin >= len(logits):
             return
-        logits[self._tokens.no_timestamps] = -np.inf
+        logits[self._no_timestamps] = -np.inf
         if self._num_generated == 0:
             logits[:begin] = -np.inf
             logits[begin + self._max_initial_index + 1 :] = -np.inf
@@ -69,7 +70,7 @@ class TimestampRules:
             logits[begin:] = -np.inf
             return
         if self._was_timestamp:
-            logits[: self._tokens.eos] = -np.inf
+            logits[: self._eos] = -np.inf
         if self._latest >= 0:
             is_end = self._was_timestamp  # of a segment: the next one may begin there, too
             logits[begin : self._latest + (not is_end)] = -np.inf

@@ -32,7 +32,14 @@ from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.loading.source_kind import SourceKind
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, speech_files
-from staticllm.pipelines.speech.speech_jobs import MAX_WINDOWS, OF_TEXT, check_speech_config, take_num_windows
+from staticllm.pipelines.speech.speech_jobs import (
+    MAX_WINDOWS,
+    OF_TEXT,
+    WORD_TIMESTAMPS,
+    check_speech_config,
+    take_has_words,
+    take_num_windows,
+)
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
@@ -180,12 +187,13 @@ class SpeechKind(ServedKind):
 
     def option_names(self, device: str) -> frozenset[str]:
         lengths = {"MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"}  # which follow from the model's windows
-        own = {*DECODER_OPTIONS, MAX_WINDOWS} - {name.upper() for name in OF_TEXT} - lengths
+        own = {*DECODER_OPTIONS, MAX_WINDOWS, WORD_TIMESTAMPS} - {name.upper() for name in OF_TEXT} - lengths
         return frozenset(own) | _names_of(device)
 
     def check_options(self, device: str, properties: Mapping[str, object]) -> None:
         rest = dict(properties)
         take_num_windows(rest, None)
+        take_has_words(rest, None)
         for candidate in resolve_candidates(device, rest, {}):
             check_speech_config(candidate.config)
 

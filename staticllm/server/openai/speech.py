@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.responses import PlainTextResponse, Response
 
-from staticllm.pipelines.speech.subtitles import Layout, written
+from staticllm.pipelines.speech.subtitles import Layout, word_times, written
 from staticllm.server.answers.fields import IgnoredFields, Text
 from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.answers.work import TierFields, is_proactive
@@ -57,11 +57,6 @@ async def translations(call: ApiCall, body: TranslationRequest, file: UploadFile
 async def transcriptions(call: ApiCall, body: TranscriptionRequest, file: UploadFile) -> Response:
     """Write what is said."""
     granularities = body.timestamp_granularities or []
-    if "word" in granularities:
-        raise ApiError(
-            400, "timestamp_granularities has 'word': only segments have times; leave it out",
-            param="timestamp_granularities", code="unsupported_parameter",
-        )  # fmt: skip
     if granularities and body.response_format != "verbose_json":
         raise ApiError(
             400, f"timestamp_granularities with response_format {body.response_format!r}: give verbose_json",
@@ -69,7 +64,8 @@ async def transcriptions(call: ApiCall, body: TranscriptionRequest, file: Upload
         )  # fmt: skip
     if body.stream and body.response_format not in ("json", "text"):
         raise ApiError(400, f"stream with response_format {body.response_format!r}: give json", param="response_format")
-    return await _respond(call, body, file, {} if body.language is None else {"language": body.language.lower()})
+    asked: dict[str, Any] = {} if body.language is None else {"language": body.language.lower()}
+    return await _respond(call, body, file, asked | ({"word_timestamps": True} if "word" in granularities else {}))
 
 
 async def _respond(call: ApiCall, body: TranslationRequest, file: UploadFile, asked: dict[str, Any]) -> Response:
@@ -79,6 +75,8 @@ async def _respond(call: ApiCall, body: TranslationRequest, file: UploadFile, as
     is_handed_over = False
     try:
         await call.connected(turn.begin())
+        if "word_timestamps" in asked:
+            _check_has_words(model)
         await call.connected(turn.read(file))
         options = {**_options(body), **_of_model(model, asked)}
         await turn.submit(options)
@@ -94,6 +92,17 @@ async def _respond(call: ApiCall, body: TranslationRequest, file: UploadFile, as
             await turn.close()
 
 
+def _check_has_words(model: ServedModel) -> None:
+    """Raise ``ApiError`` if the model was loaded without the program that finds words."""
+    if not model.speech.has_words:
+        name = model.spec.name
+        raise ApiError(
+            400, f"timestamp_granularities has 'word', and {name!r} was loaded without: serve it with "
+            f"-p {name}:WORD_TIMESTAMPS=YES, or leave 'word' out",
+            param="timestamp_granularities", code="unsupported_parameter",
+        )  # fmt: skip
+
+
 def _options(body: TranslationRequest) -> dict[str, Any]:
     """Return the options of ``StaticWhisperPipeline.submit``. Temperature 0 is greedy decoding."""
     options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED}
@@ -107,7 +116,9 @@ def _options(body: TranslationRequest) -> dict[str, Any]:
 def _of_model(model: ServedModel, asked: dict[str, Any]) -> dict[str, Any]:
     """Return language and task. A model that knows English only takes none; clients that name English get what they ask for."""
     is_multilingual = model.speech.get_generation_config().is_multilingual
-    return {} if not is_multilingual and asked.get("language") == ENGLISH else asked
+    if is_multilingual or asked.get("language") != ENGLISH:
+        return asked
+    return {name: value for name, value in asked.items() if name != "language"}
 
 
 async def _events(turn: SpeechTurn) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -129,16 +140,18 @@ def _answer(body: TranslationRequest, model: ServedModel, heard: Heard, task: st
         return PlainTextResponse(written(heard.results, body.response_format, Layout(duration=heard.seconds)))
     if body.response_format == "json":
         return json_response({"text": _text_of(heard), "usage": _usage(heard)})
-    return json_response(
-        {
-            "task": task,
-            "language": heard.results.language,
-            "duration": round(heard.seconds, 3),
-            "text": _text_of(heard),
-            "segments": _segments(model, heard, body.temperature),
-            "usage": _usage(heard),
-        }
-    )
+    parts: dict[str, Any] = {
+        "task": task,
+        "language": heard.results.language,
+        "duration": round(heard.seconds, 3),
+        "text": _text_of(heard),
+    }
+    granularities = (isinstance(body, TranscriptionRequest) and body.timestamp_granularities) or ["segment"]
+    if "word" in granularities:
+        parts["words"] = word_times(heard.results.words or [])
+    if "segment" in granularities:
+        parts["segments"] = _segments(model, heard, body.temperature)
+    return json_response({**parts, "usage": _usage(heard)})
 
 
 def _text_of(heard: Heard) -> str:

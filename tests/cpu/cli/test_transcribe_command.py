@@ -107,6 +107,16 @@ def test_json_has_the_times_of_segments(staticllm, directory, pipe, files):
     assert len(segments) > 1
 
 
+def test_json_has_words_if_the_model_is_loaded_with_them(staticllm, directory, files):
+    done = staticllm("transcribe", files[0.8], "-m", directory, *F32, "--json", "-p", "WORD_TIMESTAMPS=YES")
+    assert (done.returncode, done.stderr) == (0, "")
+    with StaticWhisperPipeline(directory, config={"WORD_TIMESTAMPS": "YES"}, INFERENCE_PRECISION_HINT="f32") as pipe:
+        expected = pipe.generate(samples_of(0.8), return_timestamps=True, word_timestamps=True).words
+    found = [(each["word"], each["start"], each["end"]) for each in json.loads(done.stdout)["words"]]
+    assert found == [(word.word.strip(), round(word.start_ts, 3), round(word.end_ts, 3)) for word in expected]
+    assert found
+
+
 @pytest.mark.parametrize("form", ["srt", "vtt", "timestamps"])
 def test_subtitles_have_the_times_of_segments(staticllm, directory, pipe, files, form):
     done = staticllm("transcribe", files[2.5], "-m", directory, *F32, f"--{form}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -29,7 +30,8 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(directory, tmp_path_factory):
     english = write_whisper(tmp_path_factory.mktemp("english"), seed=5, is_multilingual=False)
-    specs = [demo_spec(), model_spec(f"whisper={directory}"), model_spec(f"english={english}")]
+    with_words = replace(model_spec(f"english={english}"), properties={"WORD_TIMESTAMPS": "YES"})
+    specs = [demo_spec(), model_spec(f"whisper={directory}"), with_words]
     assert [spec.kind for spec in specs] == ["chat", "speech", "speech"]
     with serving(specs, max_audio=60.0, max_upload=4 << 20) as served:
         post(served)
@@ -109,6 +111,21 @@ def test_segments_have_times(client, pipe):
         assert pipe.decode(segment.tokens) == segment.text
         assert segment.avg_logprob < 0
         assert segment.seek / 100 <= segment.start + 1e-6
+
+
+@pytest.mark.parametrize("granularities", [["word"], ["word", "segment"]])
+def test_words_have_times_if_the_model_was_loaded_with_them(client, served, granularities):
+    found = client.audio.transcriptions.create(
+        model="english", file=("a.wav", recording(2.5)), response_format="verbose_json", language="en",
+        timestamp_granularities=granularities,
+    )  # fmt: skip
+    expected = served.pipeline("english").generate(sound(2.5), return_timestamps=True, word_timestamps=True)
+    assert found.text == str(expected).strip()
+    assert [(each.word, each.start, each.end) for each in found.words] == [
+        (word.word.strip(), round(word.start_ts, 3), round(word.end_ts, 3)) for word in expected.words
+    ]
+    assert len(found.words) > 1
+    assert (found.segments is not None) == ("segment" in granularities)
 
 
 def test_forms_of_text(served, pipe):
@@ -191,7 +208,11 @@ def test_without_a_name_the_first_speech_model_answers(served):
 
 
 BAD_FIELDS = {
-    "word": ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "only segments have times"),
+    "word": (
+        {"timestamp_granularities[]": "word", "response_format": "verbose_json"},
+        "serve it with -p whisper:WORD_TIMESTAMPS=YES",
+    ),
+    "word without times": ({"timestamp_granularities[]": "word"}, "verbose_json"),
     "granularity without times": ({"timestamp_granularities[]": "segment"}, "verbose_json"),
     "unknown granularity": ({"timestamp_granularities[]": "line", "response_format": "verbose_json"}, "segment"),
     "format": ({"response_format": "docx"}, "response_format"),
@@ -377,7 +398,10 @@ def test_options_of_a_speech_model_are_checked_before_it_is_loaded(directory):
     from staticllm.server.settings import ServerSettings
 
     spec = model_spec(f"whisper={directory}")
-    check_options([demo_spec(), spec], ServerSettings(properties={"MAX_WINDOWS": 2, "MAX_PROMPT_LEN": 512}))
+    known = {"MAX_WINDOWS": 2, "MAX_PROMPT_LEN": 512, "WORD_TIMESTAMPS": True}
+    check_options([demo_spec(), spec], ServerSettings(properties=known))
+    with pytest.raises(ConfigError, match="WORD_TIMESTAMPS='MAYBE'"):
+        check_options([spec], ServerSettings(properties={"WORD_TIMESTAMPS": "MAYBE"}))
     with pytest.raises(ConfigError, match="MAX_WINDOWS=0"):
         check_options([spec], ServerSettings(properties={"MAX_WINDOWS": 0}))
     with pytest.raises(ConfigError, match="MAX_WINDOWZ"):

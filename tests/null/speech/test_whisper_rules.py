@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from staticllm.pipelines.generation.beam_search import BeamRules
 from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig, WhisperTokens, whisper_options
 from staticllm.pipelines.speech.whisper_rules import (
     TimestampRules,
@@ -62,6 +63,22 @@ def test_rules_are_those_of_the_definition(generated, values, max_initial):
     again = np.array(values, np.float32)
     TimestampRules(TOKENS, max_initial, generated).process(again)
     np.testing.assert_array_equal(again, logits)
+
+
+def test_beams_copy_the_processors_of_a_model():
+    options = options_of(suppress_tokens=[1])
+    begin = options.tokens.timestamp_begin
+    vocab_size = begin + 10
+    rules = BeamRules(whisper_processors(options, vocab_size, has_timestamps=True))
+    rules.accept(begin + 2)
+    other = rules.clone()
+    rules.accept(5)
+    logits = [np.zeros(vocab_size, np.float32) for _ in range(2)]
+    logits[0][begin:] = 20
+    rules.process(logits[0])
+    other.process(logits[1])
+    assert np.isfinite(logits[0]).nonzero()[0].tolist() == list(range(begin + 3, vocab_size)), "a segment may end"
+    assert not np.isfinite(logits[1][begin:]).any(), "a segment begins with text"
 
 
 def test_greedy_decoding_of_random_logits_makes_pairs():

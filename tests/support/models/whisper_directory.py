@@ -37,6 +37,7 @@ def write_whisper(folder, seed=0, is_multilingual=True, num_layers=0):
         "transcribe_token_id": task + 1, "prev_sot_token_id": task + 2, "no_timestamps_token_id": no_timestamps,
         "is_multilingual": is_multilingual, "max_initial_timestamp_index": 5, "suppress_tokens": [1, 2],
         "begin_suppress_tokens": [eos], "max_length": POSITIONS, "return_timestamps": False,
+        "alignment_heads": [[0, 0], [1, 1]],
     }  # fmt: skip
     if is_multilingual:
         generation |= {"lang_to_id": languages, "task_to_id": {"translate": task, "transcribe": task + 1}}
