@@ -132,5 +132,6 @@ class _Original:
                 raise ModelError(f"the decoder has the input {port.get_any_name()!r}, which is not known")
         request = self._decoder.create_infer_request()
         found = request.infer(feeds)
-        logits: NDArray[np.float32] = next(value for port, value in found.items() if LOGITS in port.get_names())
-        return logits[0].copy()
+        (logits,) = (value for port, value in found.items() if LOGITS in port.get_names())
+        of_text: NDArray[np.float32] = logits[0].copy()
+        return of_text
