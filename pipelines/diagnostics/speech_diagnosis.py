@@ -120,7 +120,7 @@ class _Original:
     def logits(self, features: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits ``[tokens, vocab]`` of a text about a window."""
         hidden = self._encoder(features[None])[0]
-        feeds: dict[ov.Output, NDArray[Any]] = {}
+        feeds: dict[Any, NDArray[Any]] = {}
         for port in self._decoder.inputs:
             if INPUT_IDS in port.get_names():
                 feeds[port] = np.array([tokens], np.int64)
