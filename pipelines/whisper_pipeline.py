@@ -69,7 +69,7 @@ class StaticWhisperPipeline:
             then decides which pipeline uses the device next. None: the device is this pipeline's alone.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md).
-        properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls may ask for the times of words; and
+        properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls find the times of words by default; and
             ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of several, are decoded together (4).
 
     Raises:
@@ -104,6 +104,8 @@ class StaticWhisperPipeline:
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         mel = read_mel_config(files.directory)
         self._generation_config = WhisperGenerationConfig(files.file)
+        if has_words:
+            self._generation_config.word_timestamps = True  # as GenAI's constructor does
         tokenizer = read_tokenizer(files.directory)
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
         heads = alignment_heads(self._generation_config) if has_words else ()

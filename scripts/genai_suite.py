@@ -3,11 +3,13 @@
 python scripts/genai_suite.py CHECKOUT                       # test files and the samples, with both classes
 python scripts/genai_suite.py CHECKOUT test_sampling.py samples --model my_model --only ours
 python scripts/genai_suite.py CHECKOUT test_rag.py --encoder my_encoder --seconds 300   # embeddings and rerankers
+python scripts/genai_suite.py CHECKOUT test_whisper_pipeline.py test_whisper_pipeline_static.py --speech my_whisper
 
 Nothing is copied from the checkout, and nothing is downloaded. Tests that would take a model from a hub get --model instead,
 and their reference is GenAI's own stateful pipeline. Our class runs tests for the NPU on the CPU. Samples run in f32, and the
 texts of both classes are compared. For test_rag.py, the models are --encoder and the tiny ones of tests/_encoders, and the
-reference is the original in f32, one text per call.
+reference is the original in f32, one text per call. For the tests of Whisper, --speech has the folders ``stateful`` and
+``three_files`` of scripts/real_whisper.py, and the reference is GenAI's class on the CPU in f32.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
 PLUGIN = "genai_suite_plugin"
+RECORDINGS = Path("/usr/share/pocketsphinx/test/data/librivox")
 TESTS = (
     "test_llm_pipeline_static.py", "test_llm_pipeline.py", "test_sampling.py", "test_structured_output.py",
     "test_parsers.py", "test_stateful_speculative_decoding.py",
@@ -63,6 +66,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="model directory (default: the demo model)")
     parser.add_argument("--adapter", type=Path, help="safetensors file of a LoRA adapter for the model, for its sample")
     parser.add_argument("--encoder", type=Path, help="directory of an embedding model (default: a tiny one)")
+    parser.add_argument("--speech", type=Path, help="folder of a model of Whisper's kind: stateful, three_files")
+    parser.add_argument(
+        "--speech-languages", type=Path, help="the same of a multilingual model, for tests of languages"
+    )
+    parser.add_argument(
+        "--recordings", type=Path, default=RECORDINGS, help="folder of WAV files (16 bits, 16 kHz, mono)"
+    )
     parser.add_argument("--only", choices=("ours", "genai"), help="one class instead of both")
     parser.add_argument("--seconds", type=int, default=60, help="a test or sample that runs longer has failed")
     parser.add_argument("-k", default="", help="as for pytest")
@@ -70,6 +80,10 @@ def main() -> None:
     options.checkout, options.model = options.checkout.resolve(), (options.model or demo_model()).resolve()
     if not (options.checkout / "tests" / "python_tests").is_dir():
         sys.exit(f"{options.checkout} has no tests/python_tests: give a checkout of openvino.genai")
+    if options.speech is not None and not any(options.recordings.glob("*.wav")):
+        sys.exit(
+            f"{options.recordings} has no *.wav: give --recordings (Debian's pocketsphinx-testdata has such files)"
+        )
     sides = [options.only] if options.only else ["genai", "ours"]
     found: dict[str, dict[str, Outcomes]] = {}
     for what in options.what:
@@ -90,9 +104,15 @@ def demo_model() -> Path:
 
 def environment(options: argparse.Namespace, side: str, log: str = "", is_exact: bool = False) -> dict[str, str]:
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    encoder = "" if options.encoder is None else str(options.encoder.resolve())
+    folders = {
+        "ENCODER": options.encoder,
+        "SPEECH": options.speech,
+        "LANGUAGES": options.speech_languages,
+        "RECORDINGS": options.recordings,
+    }
     own = {"GENAI_SUITE_CLASS": side, "GENAI_SUITE_MODEL": str(options.model), "GENAI_SUITE_LOG": log}
-    own["GENAI_SUITE_ENCODER"] = encoder
+    for name, path in folders.items():
+        own[f"GENAI_SUITE_{name}"] = "" if path is None else str(path.resolve())
     own["GENAI_SUITE_EXACT"] = "1" if is_exact else ""
     return {**os.environ, **own, "GENAI_SUITE_SECONDS": str(options.seconds), "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import genai_suite_encoders
+import genai_suite_speech
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
@@ -237,6 +238,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in seen]
     for module in {item.module for item in items if item.path.name == "test_rag.py"}:
         genai_suite_encoders.replace_references(module)
+    genai_suite_speech.replace_references()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -245,6 +247,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
     import faulthandler
 
     note(test=item.nodeid, outcome="died")
+    genai_suite_speech.begin(item)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -265,6 +268,9 @@ def install() -> None:
         genai.LLMPipeline = our_class()
         genai.draft_model = our_draft_model
         genai_suite_encoders.put_our_classes()
+        genai_suite_speech.put_our_class()
+    else:
+        genai_suite_speech.put_own_class()
     if os.environ.get("GENAI_SUITE_EXACT"):
         genai.LLMPipeline, genai.draft_model = in_f32(genai.LLMPipeline, genai.draft_model)
 

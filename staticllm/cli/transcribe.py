@@ -65,7 +65,7 @@ def transcribe(files: tuple[str, ...], model: str, **options: Any) -> None:
     paths = [Path(file) for file in files]
     targets = _targets(paths, options)
     with progress("loading") as shown, _loaded(model, options, shown) as pipe:
-        asked = _asked(options) | ({"word_timestamps": True} if pipe.has_words and options["form"] == "json" else {})
+        asked = _asked(options) | {"word_timestamps": pipe.has_words and options["form"] == "json"}
         work = Transcriptions(pipe, asked, shown)
         for target, found in zip(targets, work.run(paths), strict=True):
             _write(found, target, options, len(paths) > 1, shown)

@@ -33,7 +33,8 @@ class OtherProcesses:
         if elapsed < SHORTEST:
             return 0.0
         processors = own_processors()
-        before, now = self._busy, _busy_seconds(processors)
+        before = self._busy
+        now = _busy_seconds(processors)
         own = time.process_time() - self._own
         self.begin()
         if before is None or now is None:

@@ -105,7 +105,7 @@ def _check_has_words(model: ServedModel) -> None:
 
 def _options(body: TranslationRequest) -> dict[str, Any]:
     """Return the options of ``StaticWhisperPipeline.submit``. Temperature 0 is greedy decoding."""
-    options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED}
+    options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED, "word_timestamps": False}
     if body.prompt:
         options["initial_prompt"] = body.prompt
     if body.temperature > 0:

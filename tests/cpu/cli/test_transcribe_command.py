@@ -80,17 +80,17 @@ def test_text(staticllm, directory, pipe, files):
     assert expected
 
 
-def test_windows_at_silences(staticllm, directory, pipe, files, monkeypatch):
+def test_windows_at_silences(directory, pipe, files, monkeypatch):
     def detect(samples, on_block):
         return np.random.default_rng(5).uniform(0.6, 1, -(-len(samples) // FRAME)).astype(np.float32)
 
     monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: detect)
-    done = staticllm("transcribe", files[3.0], "-m", directory, "--parallel-windows", 3, "--json", *F32)
+    done = command_line.in_here("transcribe", files[3.0], "-m", directory, "--parallel-windows", 3, "--json", *F32)
     assert (done.returncode, done.stderr) == (0, "")
     expected = pipe.generate(samples_of(3.0), parallel_windows=1, return_timestamps=True)
     assert json.loads(done.stdout)["text"].split() == str(expected).split()
     assert str(expected) != str(pipe.generate(samples_of(3.0), return_timestamps=True)), "other windows"
-    refused = staticllm("transcribe", files[3.0], "-m", directory, "--parallel-windows", 0)
+    refused = command_line.in_here("transcribe", files[3.0], "-m", directory, "--parallel-windows", 0)
     assert refused.returncode == 2 and "--parallel-windows" in refused.stderr
 
 

@@ -20,7 +20,7 @@ from transformers import (
 
 SHAPES = {"tiny": (80, 2, 2), "v3": (128, 2, 2), "distil": (80, 3, 1)}
 """Name → bands, and layers of encoder and decoder."""
-LANGUAGES = ("en", "zh", "de", "es")
+LANGUAGES = ("en", "zh", "de", "es", "fr")
 
 
 def config_of(bands, encoder_layers, decoder_layers, start):
