@@ -163,6 +163,19 @@ def with_exact_f32(device: str, properties: Mapping[str, Any]) -> dict[str, Any]
     return {**exact, **properties}
 
 
+def for_one_row(core: ov.Core, device: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties for a program of static shape with one row.
+
+    OpenVINO 2026.4's CPU plugin fuses attention, and then computes it wrongly, mostly as NaN, if it is in bf16 and has one row of
+    static shape (seen with AVX-512 BF16 without AMX). Programs of more rows, or of dynamic shape, are right.
+    """
+    if kind(device) != "CPU":
+        return dict(properties)
+    hint = properties.get("INFERENCE_PRECISION_HINT") or core.get_property(device, "INFERENCE_PRECISION_HINT")
+    apart = {} if type_name(hint) == "f32" else {"SNIPPETS_MODE": "DISABLE"}
+    return {**apart, **properties}
+
+
 def default_mode(device: str) -> ProgramMode:
     """Return ``shared`` if dynamic shapes cost nothing and each program needs a copy of the weights, else ``separate``."""
     return "shared" if kind(device) in _DYNAMIC_SHAPES else "separate"

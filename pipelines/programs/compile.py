@@ -25,7 +25,7 @@ from staticllm.core import (
     Variant,
     mode_of,
 )
-from staticllm.devices import default_mode, get_core
+from staticllm.devices import default_mode, for_one_row, get_core
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
 from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
 from staticllm.system.mapped_weights import MappedWeights
@@ -93,7 +93,14 @@ class CompileOptions:
         """Return the group of a variant. In ``shared`` mode the variants of one group share a program."""
         part = self._part(variant)
         is_apart = self.layout in (part, "phases")
-        return ProgramGroup(part if is_apart else None, dict(self.properties[part]))
+        properties = dict(self.properties[part])
+        if self._has_one_row(variant, part):
+            properties = for_one_row(get_core(), self.device, properties)
+        return ProgramGroup(part if is_apart else None, properties)
+
+    def _has_one_row(self, variant: ProgramVariant, part: Part) -> bool:
+        """Return whether the program of a variant may be one of static shape with one row."""
+        return variant.rows == 1 and (self.mode == "separate" or (part == "few_rows" and self.few_rows == 1))
 
     def _part(self, variant: ProgramVariant) -> Part:
         return "few_rows" if variant.rows <= self.few_rows and "few_rows" in self.properties else variant.phase
