@@ -264,12 +264,12 @@ def random_models(tmp_path_factory):
     return target
 
 
-@pytest.mark.parametrize("shape", ["tiny", "v3", "distil"])
-def test_thirty_clips_are_heard_as_by_genai_by_models_of_other_shapes(random_models, clips, shape):
+@pytest.mark.parametrize(("shape", "count"), [("tiny", 30), ("v3", 8), ("distil", 8)])
+def test_clips_are_heard_as_by_genai_by_models_of_other_shapes(random_models, clips, shape, count):
     """Of recordings longer than a window, GenAI's last column of features is zero, and ours is not: these are shorter."""
     folder = random_models / shape
     theirs = genai.WhisperPipeline(str(folder / "stateful"), "CPU", **F32)
-    for form, number in (("stateful", 30), ("three_files", 4)):
+    for form, number in (("stateful", count), ("three_files", 2)):
         with StaticWhisperPipeline(folder / form, "CPU", **F32) as pipe:
             for options in ({}, {"num_beams": 3, "return_timestamps": True}):
                 for index, clip in enumerate(clips[:number]):
