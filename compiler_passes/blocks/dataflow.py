@@ -129,7 +129,7 @@ class Dataflow:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """The places of the chain after which no value from before them is read, except their own, and before all results."""
+        """The places before the first result of the chain, after which no value from before them is read, except their own."""
         found = list[int]()
         last_read = -1
         for place, node in enumerate(self.chain):
