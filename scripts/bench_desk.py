@@ -19,6 +19,9 @@ time between two pieces of a streamed answer; its bound is 4 steps alone or 100 
 doubled while two prompts wait. Documents and agents are rates until the day's end. What the device has left for agents is
 what neither documents nor reactive work take: 1 - documents / documents alone - reactive time, as the server's ``/metrics``
 count the device time of reactive work alone. With a large ``--scale`` reactive work alone may fill the device.
+
+``--longest 5`` prints what the device of the chats ran in each of the 5 longest gaps, as the server's ``/api/scheduler`` tells it;
+time between calls is that of jobs, which are documents, or nobody's.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +58,7 @@ CONVERSATIONS, TURNS = 3, 3
 NUM_PARAGRAPHS, BATCH = 2000, 64
 SECONDS_TO_START = 120
 REST_SECONDS, IS_RESTING = 2.0, 0.05
+READ_SECONDS = 2.0
 FLEX = {"service_tier": "flex"}
 MIN_BOUND = 0.1
 NUM_BOUND_STEPS = 4
@@ -71,10 +76,11 @@ class Setup:
 
 @dataclass
 class Notes:
-    """What one kind of work found, in seconds: times to the first piece, gaps between pieces; tokens or texts, and their time."""
+    """What one kind of work found, in seconds: times to the first piece, the moments of each two pieces that follow one another;
+    tokens or texts, and their time."""
 
     ttfts: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
     amount: float = 0
     seconds: float = 0.0
 
@@ -82,9 +88,13 @@ class Notes:
     def rate(self) -> float:
         return self.amount / self.seconds if self.seconds else 0.0
 
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in self.spans]
+
     def add(self, other: Notes) -> None:
         self.ttfts += other.ttfts
-        self.gaps += other.gaps
+        self.spans += other.spans
         self.amount += other.amount
         self.seconds += other.seconds
 
@@ -100,6 +110,7 @@ def main() -> None:
         if not setups:
             setups = started(stack, options)
         wait_until_quiet(options.idle)
+        logs = {name: stack.enter_context(calls_of(setup)) for name, setup in setups.items() if options.longest}
         found: dict[tuple[str, str], Notes] = {}
         for number in range(options.rounds):
             names = list(setups)
@@ -108,6 +119,11 @@ def main() -> None:
                 for kind, notes in turn(setups[name], options, seed=number).items():
                     found.setdefault((name, kind), Notes()).add(notes)
     report(list(setups), found, options)
+    for name, log in logs.items():
+        notes = [found[name, f"{kind} together"] for kind in REACTIVE]
+        longest = sorted((span for each in notes for span in each.spans), key=lambda span: span[0] - span[1])
+        for span in longest[: options.longest]:
+            print(f"\n{name}, {1e3 * (span[1] - span[0]):.0f} ms:", *during(log, span), sep="\n  ")
 
 
 def arguments() -> argparse.Namespace:
@@ -120,6 +136,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="how much faster the clock of chats runs  [1]")
     parser.add_argument("--idle", type=float, default=60.0, help="seconds for servers to measure costs  [60]")
     parser.add_argument("--encoder", type=Path, default=cache_dir() / "minilm", help="make_bench_encoder.py makes it")
+    parser.add_argument("--longest", type=int, default=0, metavar="N", help="what ran in the N longest gaps  [0]")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME=CHAT_URL,DOCUMENTS_URL[,CHAT,DOCUMENTS]")
     options = parser.parse_args()
@@ -184,6 +201,40 @@ def wait_until_quiet(seconds: float) -> None:
 
 def processor_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+@contextmanager
+def calls_of(setup: Setup) -> Iterator[list[tuple[float, float, dict[str, Any]]]]:
+    """Collect the calls of the chat model in a thread for the time of a block: begin, end, and what they held."""
+    found: list[tuple[float, float, dict[str, Any]]] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        cursor = 0
+        while not is_over.wait(READ_SECONDS):
+            told = httpx.get(f"{setup.chat_url}/api/scheduler?after={cursor}", timeout=30).json()
+            shift = time.perf_counter() - told["now"]
+            cursor = told["cursor"]
+            for call in told["calls"]:
+                begin = call["start"] + shift
+                found.append((begin, begin + call["ms"] / 1e3, call))
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        try:
+            yield found
+        finally:
+            is_over.set()
+            reader.result()
+
+
+def during(log: list[tuple[float, float, dict[str, Any]]], span: tuple[float, float]) -> Iterator[str]:
+    """Describe the calls that overlap a time, in ms after its begin."""
+    for begin, end, call in log:
+        if end > span[0] and begin < span[1]:
+            prompts = ", ".join(f"{rows} of prompt {number}" for number, rows in call["prefill"])
+            held = f"{call['rows']} rows, {len(call['decode'])} decode, {call['proactive']} proactive, {call['waiting']} wait"
+            yield f"{1e3 * (begin - span[0]):.0f} to {1e3 * (end - span[0]):.0f}: {held}; {prompts or 'no prompt'}"
 
 
 def turn_into_use(setup: Setup) -> None:
@@ -331,7 +382,7 @@ def stream(setup: Setup, path: str, body: dict[str, Any], text: list[str] | None
                     text.append(piece)
     found.seconds = time.perf_counter() - begin
     found.ttfts = [times[0] - begin] if times else []
-    found.gaps = [after - before for before, after in pairwise(times)]
+    found.spans = list(pairwise(times))
     return found
 
 

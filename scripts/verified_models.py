@@ -5,7 +5,7 @@
 
 The files come from scripts/real_models.py, as do the texts; the interpreter is one of an environment for exports. The logits of
 the beginning of a text are compared, and greedy tokens after 10 parts of it. ``--readers`` compares the logits of OpenVINO's
-reader of GGUF files, without what our conversion adds, and of openvino_genai's.
+reader of GGUF files, without what our conversion adds, and of openvino_genai's, and says what that does to the perplexity.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from real_models import fetch
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
 from staticllm.export.exporter import ExportRequest, export
 from staticllm.pipelines.conversion import gguf_model
+from staticllm.pipelines.diagnostics.divergence import TextDivergence, summary
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.sources.converted import converted
 
@@ -97,10 +98,17 @@ def readers(name: str, python: Path) -> Iterator[str]:
         for reader, read in ways.items():
             try:
                 folder = read(path) if reader == "ours" else read(path, Path(scratch) / reader)
-                off = f"{share_of_range(StatefulReference(folder).logits(ids), expected):.2g}"
+                found = compared(StatefulReference(folder).logits(ids), expected, ids)
             except Exception as error:
-                off = f"not read: {str(error).splitlines()[-1]}"
-            yield f"{path.name}, {reader} reader: logits off by {off} of their range, {len(ids)} tokens"
+                found = f"not read: {str(error).splitlines()[-1]}"
+            yield f"{path.name}, {reader} reader, {len(ids)} tokens: {found}"
+
+
+def compared(found: NDArray[np.float32], expected: NDArray[np.float32], ids: list[int]) -> str:
+    """Compare logits ``[tokens, vocab]`` after each token of a text with those of transformers, in words."""
+    text = summary("", [TextDivergence.of(expected, found, ids[1:])])
+    off = f"logits off by {share_of_range(found, expected):.2g} of their range, divergence {text.mean:.2g} nats per token"
+    return f"{off}, perplexity {text.perplexity:.2f} instead of {text.exact_perplexity:.2f}"
 
 
 def read_by_openvino(path: Path, target: Path) -> Path:
