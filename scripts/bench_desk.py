@@ -20,8 +20,8 @@ doubled while two prompts wait. Documents and agents are rates until the day's e
 what neither documents nor reactive work take: 1 - documents / documents alone - reactive time, as the server's ``/metrics``
 count the device time of reactive work alone. With a large ``--scale`` reactive work alone may fill the device.
 
-``--longest 5`` prints what the device of the chats ran in each of the 5 longest gaps, as the server's ``/api/scheduler`` tells it;
-time between calls is that of jobs, which are documents, or nobody's.
+``--longest 5`` prints what the device of the chats ran in each of the 5 longest gaps, as ``/api/scheduler`` tells it; time
+between calls is that of jobs, which are documents, or nobody's.
 """
 
 from __future__ import annotations
