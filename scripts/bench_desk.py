@@ -15,10 +15,11 @@ request at a time and does not embed, gpt4all has no server, llama-cpp-py-sync n
 
 Figures are over all rounds. "Alone" is without documents and agents: chats and completions are both reactive, and delay each
 other (on a virtual clock, two prompts at once make the p95 of completions 2.5 times as long as without chats). A gap is the
-time between two pieces of a streamed answer; its bound is 4 steps alone or 100 ms, whichever is longer (docs/scheduling.md),
-doubled while two prompts wait. Documents and agents are rates until the day's end. What the device has left for agents is
-what neither documents nor reactive work take: 1 - documents / documents alone - reactive time, as the server's ``/metrics``
-count the device time of reactive work alone. With a large ``--scale`` reactive work alone may fill the device.
+time between two pieces of a streamed answer, where line breaks wait for what follows them, or at the server between two tokens;
+its bound is 4 steps alone or 100 ms, whichever is longer (docs/scheduling.md), doubled while two prompts wait. Documents and
+agents are rates until the day's end. What the device has left for agents is what neither documents nor reactive work take:
+1 - documents / documents alone - reactive time, as the server's ``/metrics`` count the device time of reactive work alone. With a
+large ``--scale`` reactive work alone may fill the device.
 
 ``--longest 5`` prints what the device of the chats ran in each of the 5 longest gaps, as ``/api/scheduler`` tells it; time
 between calls is that of jobs, which are documents, or nobody's.
@@ -110,7 +111,8 @@ def main() -> None:
         if not setups:
             setups = started(stack, options)
         wait_until_quiet(options.idle)
-        logs = {name: stack.enter_context(calls_of(setup)) for name, setup in setups.items() if options.longest}
+        reading = stack.enter_context(ExitStack())
+        logs = {name: reading.enter_context(feed_of(setup)) for name, setup in setups.items()}
         found: dict[tuple[str, str], Notes] = {}
         for number in range(options.rounds):
             names = list(setups)
@@ -118,12 +120,16 @@ def main() -> None:
             for name in [*names[first:], *names[:first]]:
                 for kind, notes in turn(setups[name], options, seed=number).items():
                     found.setdefault((name, kind), Notes()).add(notes)
+        reading.close()
+    for name, log in logs.items():
+        for when in ("alone", "together"):
+            found[name, f"reactive {when}"].spans = log.gaps_within(found[name, f"reactive {when}"].spans)
     report(list(setups), found, options)
     for name, log in logs.items():
         notes = [found[name, f"{kind} together"] for kind in REACTIVE]
         longest = sorted((span for each in notes for span in each.spans), key=lambda span: span[0] - span[1])
         for span in longest[: options.longest]:
-            print(f"\n{name}, {1e3 * (span[1] - span[0]):.0f} ms:", *during(log, span), sep="\n  ")
+            print(f"\n{name}, {1e3 * (span[1] - span[0]):.0f} ms:", *log.during(span), sep="\n  ")
 
 
 def arguments() -> argparse.Namespace:
@@ -203,38 +209,71 @@ def processor_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
+class Feed:
+    """What the server tells of the chat model's calls and ended answers, with moments of this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._url = f"{setup.chat_url}/api/scheduler"
+        self._shifts: list[float] = []
+        self._calls: list[dict[str, Any]] = []
+        self._ended: list[dict[str, Any]] = []
+        self._cursor = 0
+
+    def read(self) -> bool:
+        """Take what is new; return whether the server tells anything."""
+        answer = httpx.get(self._url, params={"after": self._cursor}, timeout=30)
+        if answer.status_code != 200:
+            return False
+        told = answer.json()
+        self._shifts.append(time.perf_counter() - told["now"])
+        self._cursor = told["cursor"]
+        self._calls += told["calls"]
+        self._ended += told["ended"]
+        return True
+
+    @property
+    def _shift(self) -> float:
+        return min(self._shifts)  # the fastest answer tells the time best
+
+    def gaps_within(self, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return the longest gap of each reactive answer that ended within some times."""
+        found = []
+        for answer in self._ended:
+            if answer["class"] == "reactive" and answer["longest_gap_ms"] is not None:
+                end = answer["end"] + self._shift
+                if any(begin <= end <= until for begin, until in times):
+                    found.append((end, end + answer["longest_gap_ms"] / 1e3))
+        return found
+
+    def during(self, span: tuple[float, float]) -> Iterator[str]:
+        """Describe the calls that overlap a time, in ms after its begin."""
+        for call in self._calls:
+            begin = call["start"] + self._shift
+            end = begin + call["ms"] / 1e3
+            if end > span[0] and begin < span[1]:
+                prompts = ", ".join(f"{rows} of prompt {number}" for number, rows in call["prefill"]) or "no prompt"
+                held = f"{call['rows']} rows, {len(call['decode'])} decode, {call['proactive']} proactive"
+                gap = f"{call['waiting']} wait, {call['gap_ms'] or 0:.0f} ms after the token before"
+                yield f"{1e3 * (begin - span[0]):.0f} to {1e3 * (end - span[0]):.0f}: {held}; {prompts}; {gap}"
+
+
 @contextmanager
-def calls_of(setup: Setup) -> Iterator[list[tuple[float, float, dict[str, Any]]]]:
-    """Collect the calls of the chat model in a thread for the time of a block: begin, end, and what they held."""
-    found: list[tuple[float, float, dict[str, Any]]] = []
+def feed_of(setup: Setup) -> Iterator[Feed]:
+    """Read the feed of a server in a thread for the time of a block."""
+    feed = Feed(setup)
     is_over = threading.Event()
 
     def read() -> None:
-        cursor = 0
-        while not is_over.wait(READ_SECONDS):
-            told = httpx.get(f"{setup.chat_url}/api/scheduler?after={cursor}", timeout=30).json()
-            shift = time.perf_counter() - told["now"]
-            cursor = told["cursor"]
-            for call in told["calls"]:
-                begin = call["start"] + shift
-                found.append((begin, begin + call["ms"] / 1e3, call))
+        while not is_over.wait(READ_SECONDS) and feed.read():
+            pass
 
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read)
         try:
-            yield found
+            yield feed
         finally:
             is_over.set()
             reader.result()
-
-
-def during(log: list[tuple[float, float, dict[str, Any]]], span: tuple[float, float]) -> Iterator[str]:
-    """Describe the calls that overlap a time, in ms after its begin."""
-    for begin, end, call in log:
-        if end > span[0] and begin < span[1]:
-            prompts = ", ".join(f"{rows} of prompt {number}" for number, rows in call["prefill"])
-            held = f"{call['rows']} rows, {len(call['decode'])} decode, {call['proactive']} proactive, {call['waiting']} wait"
-            yield f"{1e3 * (begin - span[0]):.0f} to {1e3 * (end - span[0]):.0f}: {held}; {prompts or 'no prompt'}"
 
 
 def turn_into_use(setup: Setup) -> None:
@@ -251,12 +290,16 @@ def turn(setup: Setup, options: argparse.Namespace, seed: int) -> dict[str, Note
     for kind, notes in together(REACTIVE, setup, begin + options.day, options, 10 * seed).items():
         found[f"{kind} alone"] = notes
     used = reactive_seconds(setup) - before
-    found["reactive time"] = Notes(amount=used, seconds=time.perf_counter() - begin)
+    found["reactive alone"] = Notes(
+        amount=used, seconds=time.perf_counter() - begin, spans=[(begin, time.perf_counter())]
+    )
     for kind, work in PROACTIVE.items():
         found[f"{kind} alone"] = work(setup, time.perf_counter() + options.alone, options, 10 * seed)
     all_works = {**REACTIVE, **PROACTIVE}
+    begin = time.perf_counter()
     for kind, notes in together(all_works, setup, time.perf_counter() + options.day, options, 10 * seed + 5).items():
         found[f"{kind} together"] = notes
+    found["reactive together"] = Notes(spans=[(begin, time.perf_counter())])
     return found
 
 
@@ -419,11 +462,16 @@ def figures(notes: dict[str, Notes]) -> dict[str, str]:
     )
     for when, found in (("alone", before), ("together", gaps)):
         shown[f"gaps above the bound, {when}"] = f"{sum(gap > bound for gap in found)} of {len(found)}"
+    server = [notes[f"reactive {when}"].gaps for when in ("alone", "together")]
+    if all(server):
+        above = ", ".join(f"{sum(gap > bound for gap in each)} of {len(each)}" for each in server)
+        shown["longest gap at the server, ms: alone, together"] = ", ".join(f"{1e3 * max(each):.0f}" for each in server)
+        shown["answers with a gap above the bound at the server: alone, together"] = above
     share = {kind: notes[f"{kind} together"].rate / notes[f"{kind} alone"].rate for kind in PROACTIVE}
     for kind, unit in (("documents", "documents"), ("agents", "tokens of agents")):
         alone, day = notes[f"{kind} alone"].rate, notes[f"{kind} together"].rate
         shown[f"{unit} per second: alone, together, ratio"] = f"{alone:.1f}, {day:.1f}, {share[kind]:.2f}"
-    reactive = notes["reactive time"].rate
+    reactive = notes["reactive alone"].rate
     left = 1 - share["documents"] - reactive
     shown["share of the device of reactive work alone"] = f"{reactive:.2f}"
     shown["agents of what documents and reactive work leave"] = f"{share['agents'] / left:.2f}" if left > 0.05 else "-"

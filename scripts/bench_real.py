@@ -144,7 +144,7 @@ def report(figures: Figures, peers: list[str], path: Path, options: argparse.Nam
 PEERS: dict[str, Callable[[Path, argparse.Namespace], Generate | None]] = {
     "ours": ours,
     "genai": openvino_genai,
-    "genai on our conversion": lambda path, options: openvino_genai(converted(path), options),
+    "genai on our conversion": lambda path, options: openvino_genai(converted(path), options, ATTENTION_BACKEND="SDPA"),
     "ours f32": lambda path, options: ours(path, options, **F32),
     "genai f32": lambda path, options: openvino_genai(path, options, **F32),
     "llama.cpp": llama_cpp,

@@ -16,15 +16,16 @@ OPTIONAL = ("examples", "adapters")
 """The extras whose tests run with ``--all``; without them these tests are skipped."""
 
 MAX_WORKERS = 4
-"""Each worker has its own programs in memory. One process for all tests would come near the limit of memory maps, because the
+"""The most processes that run tests, one more than there are cores: a third of their time, tests wait for processes and timers.
+Each worker has its own programs in memory. One process for all tests would come near the limit of memory maps, because the
 plugin's kernels leave some behind."""
 
 
 def main() -> None:
     python = ensure_environment("test", *(OPTIONAL if "--all" in sys.argv else ()))
-    workers = min(os.cpu_count() or 1, MAX_WORKERS)
+    workers = min((os.cpu_count() or 1) + 1, MAX_WORKERS)
     # A worker that dies ends the run and is named: with one in its place, xdist may wait forever for tests that have run.
-    in_parallel = [] if workers == 1 else ["-n", str(workers), "--dist", "loadfile", "--max-worker-restart", "0"]
+    in_parallel = ["-n", str(workers), "--dist", "loadfile", "--max-worker-restart", "0"]
     run(python, "-m", "pytest", "--durations=10", *in_parallel, *sys.argv[1:])
 
 

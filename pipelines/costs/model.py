@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -23,6 +24,9 @@ STABLE_CALLS = 5
 LEAST_OF_NEAREST = 0.25
 """Lower bound of an estimate, as a share of the nearest measurement."""
 MIN_SECONDS = 1e-6
+NUM_RECENT, FEWEST_RECENT, LATE_SHARE = 64, 20, 0.05
+"""Calls whose ratios to their expected costs are kept; how many must be known; the share that may be longer than ``overrun``."""
+MOST_OVERRUN = 2.0
 SMOOTHING = 0.2
 """Weight of the newest call in the expected duration of the next call of the same shapes."""
 MAX_SHAPES = 256
@@ -50,6 +54,7 @@ class CostModel(Generic[V]):
         self._adopted: set[V] = set()
         self._estimates: dict[V, float] = {}
         self._parts: NDArray[np.float64] | None = None
+        self._ratios = deque[float](maxlen=NUM_RECENT)
 
     def __call__(self, variant: V) -> float:
         known = self._seconds.get(variant) or self._estimates.get(variant)
@@ -67,6 +72,17 @@ class CostModel(Generic[V]):
     def stable(self) -> dict[V, float]:
         """The seconds per call of the variants whose costs are stable."""
         return {variant: seconds for variant, seconds in self._seconds.items() if self.is_stable(variant)}
+
+    @property
+    def overrun(self) -> float:
+        """How many times their expected seconds the slowest twentieth of the recent calls took, from 1 to ``MOST_OVERRUN``.
+
+        It is above 1 where other programs use the device, or the cores that it needs.
+        """
+        if len(self._ratios) < FEWEST_RECENT:
+            return 1.0
+        slow = sorted(self._ratios)[-1 - int(LATE_SHARE * len(self._ratios))]
+        return min(max(slow, 1.0), MOST_OVERRUN)
 
     @property
     def adopted(self) -> frozenset[V]:
@@ -93,6 +109,8 @@ class CostModel(Generic[V]):
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
         known = self._seconds.get(variant)
         if known is not None:
+            if self.is_stable(variant):
+                self._ratios.append(seconds / known)
             is_faster = seconds < known and not self.is_stable(variant)  # the first run at a size may be very slow
             mixed = averaged(known, min(seconds, SLOWEST * known), NEW_SHARE)
             self._seconds[variant] = seconds if is_faster else mixed

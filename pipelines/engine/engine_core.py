@@ -317,7 +317,8 @@ class EngineCore:
         high_slot = runner.cache.slots.high_slot
         leaving_slots = manager.prefix.leaving_slots
         device = Device(
-            runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots, runner.num_blocks
+            runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots, runner.num_blocks,
+            runner.costs.overrun,
         )  # fmt: skip
         view = self.device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self.planner.longest_job(view)) if self.jobs.has_jobs else ()

@@ -182,6 +182,7 @@ class CallWatch:
             "ttft_ms": _ms(request.ttft),
             "tpot_ms": _ms(request.tpot),
             "longest_gap_ms": _ms(request.longest_gap),
+            "class": "proactive" if request.is_proactive else "reactive",
         }
 
 

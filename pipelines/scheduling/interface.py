@@ -116,6 +116,7 @@ class Device:
         num_blocks: In how many blocks a call runs, between two of which a decode step may run; 1 if a call runs in one piece.
         leaving_slots: How many of the KV slots in use hold ended conversations that are offloaded while the first chunk of a
             prompt runs, if more chunks follow.
+        overrun: How many times ``seconds`` the slowest calls take now; 1 where costs are exact.
     """
 
     index: VariantIndex
@@ -125,6 +126,7 @@ class Device:
     swap_seconds: float = 0.0
     leaving_slots: int = 0
     num_blocks: int = 1
+    overrun: float = 1.0
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """Return the smallest variant for ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.

@@ -237,9 +237,12 @@ def step_of(view: View) -> float:
 
 
 def slack_of(view: View) -> float:
-    """Return the seconds that other calls may take between two tokens of the requests that have a bound."""
+    """Return the seconds that other calls may take between two tokens of the requests that have a bound.
+
+    They are expected seconds: where calls take longer than expected, the bound holds fewer of them.
+    """
     step = step_of(view)
-    return view.token_bound.of(step, view.tpot_ms) * BOUND_USED - step
+    return view.token_bound.of(step, view.tpot_ms) * BOUND_USED / view.device.overrun - step
 
 
 def job_slack_of(view: View) -> float:

@@ -49,6 +49,23 @@ def test_measurements_change_a_cost_gradually():
     assert table(Variant(1, 256)) == pytest.approx(0.02, rel=1e-3)
 
 
+def test_the_overrun_is_that_of_the_slowest_twentieth_of_recent_calls():
+    variant, costs = Variant(1, 256), CostModel[Variant]()
+    costs.set(variant, 0.01)
+    for _ in range(19):
+        costs.update(variant, costs(variant))
+    assert costs.overrun == 1.0
+    for ratio in (1.5, 1.0) * 40:
+        costs.update(variant, ratio * costs(variant))
+    assert costs.overrun == pytest.approx(1.5)
+    for ratio in (0.5, 9.0) * 40:
+        costs.update(variant, ratio * costs(variant))
+    assert costs.overrun == 2.0
+    for _ in range(70):
+        costs.update(variant, 0.9 * costs(variant))
+    assert costs.overrun == 1.0
+
+
 def test_a_slow_first_inference_does_not_set_the_cost():
     table = CostModel({variant: seconds(variant) for variant in SIZES})
     new = Variant(128, 256)

@@ -43,6 +43,18 @@ def test_without_requests_the_most_urgent_job_runs():
     assert chosen(JobScheduler(), view_of(jobs=())) is None
 
 
+def test_jobs_fill_less_of_the_time_where_calls_take_longer_than_expected():
+    """Calls that take 1.5 times their costs: of the three jobs of exact costs, one is left."""
+    turns, now, count = JobScheduler(), 100.0, 0
+    while True:
+        view = view_of(now, streams=(running(100.0),))
+        if not chosen(turns, replace(view, device=replace(view.device, overrun=1.5))):
+            break
+        now, count = now + 1.5 * BULK.seconds, count + 1
+    assert count == 1
+    assert now + 1.5 * STEP < 100.1
+
+
 @pytest.mark.parametrize(
     ("targets", "num_jobs", "bound"),
     [
