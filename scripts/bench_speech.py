@@ -3,15 +3,19 @@
     python scripts/real_whisper.py && python scripts/bench_speech.py                 # three rounds of a recording of 5 minutes
     python scripts/bench_speech.py --minutes 10 --rounds 3 --peers ours genai
     STATICLLM_PEERS_PYTHON=… python scripts/bench_speech.py --peers ours genai faster-whisper
+    python scripts/bench_speech.py --beside-chat                     # a chat on the same device, which streams all the time
 
 The recording repeats what the distribution's package pocketsphinx-testdata has. Figures are medians over rounds: how many seconds
 of speech are written in one second (1 / real-time factor), for one recording, and for four at once and one after another.
 faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others.
+``--beside-chat``: SmolLM2 and Whisper share an engine; a recording of 60 s is written alone, and while answers of 128 tokens
+stream one after another. A gap is the time between two tokens, as the engine recorded it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,6 +27,8 @@ import wave
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,9 @@ def main() -> None:
         sys.exit("no Whisper tiny.en: python scripts/real_whisper.py")
     if not RECORDINGS.is_dir():
         sys.exit(f"no {RECORDINGS}: install the distribution's package pocketsphinx-testdata")
+    if options.beside_chat:
+        beside_chat(recording(FOUR_SECONDS), options.rounds)
+        return
     long = recording(60 * options.minutes)
     four = recording(FOUR_SECONDS)
     with ExitStack() as stack:
@@ -91,7 +100,47 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=["ours", "genai"])
+    parser.add_argument(
+        "--beside-chat", action="store_true", help="time a recording beside a chat, and the chat's gaps"
+    )
     return parser.parse_args()
+
+
+def beside_chat(samples: NDArray[np.float32], rounds: int) -> None:
+    """Print how fast a recording is written alone and beside a chat on the same device, and the gaps of the chat."""
+    from staticllm import StaticLLMPipeline, StaticWhisperPipeline
+
+    with (
+        StaticLLMPipeline(fetch("smollm2"), "CPU") as chat,
+        StaticWhisperPipeline(place() / "stateful", "CPU", engine=chat.engine) as speech,
+    ):
+        chat.wait_until_complete()
+        speech.generate(samples[: 10 * RATE])
+        alone, beside, gaps = [], [], {"alone": list[float](), "beside": list[float]()}
+        answer = partial(chat.generate, max_new_tokens=128, ignore_eos=True, do_sample=False)
+        for number in range(rounds):
+            gaps["alone"] += gaps_of(answer(f"Tell me about the number {number}."))
+            alone.append(timed(lambda: speech.generate(samples))[0])
+            with ThreadPoolExecutor(1) as pool:
+                written = pool.submit(timed, lambda: speech.generate(samples))
+                for again in itertools.count():
+                    if written.done():
+                        break
+                    gaps["beside"] += gaps_of(answer(f"Tell me about the numbers {number} and {again}."))
+                beside.append(written.result()[0])
+    share = statistics.median(one / other for one, other in zip(alone, beside, strict=True))
+    print(f"{rounds} rounds; {this_machine().line}")
+    print(
+        f"60 s of speech: {statistics.median(alone):.1f} s alone, {statistics.median(beside):.1f} s beside a chat, {share:.2f}"
+    )
+    for name, found in gaps.items():
+        shown = f"median {statistics.median(found):.1f}, longest {max(found):.0f} of {len(found)}"
+        print(f"gaps of the chat {name}, ms: {shown}")
+
+
+def gaps_of(result: Any) -> list[float]:
+    """Return the times between the tokens of an answer, ms."""
+    return [after - before for before, after in pairwise(result.perf_metrics.raw_metrics.m_new_token_times)]
 
 
 def recording(seconds: float) -> NDArray[np.float32]:
