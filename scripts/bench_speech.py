@@ -7,6 +7,7 @@
 
 The recording repeats what the distribution's package pocketsphinx-testdata has. Figures are medians over rounds: how many seconds
 of speech are written in one second (1 / real-time factor), for one recording, and for four at once and one after another.
+"packed" cuts a recording where there is silence and takes four windows of it together, as faster-whisper's batched pipeline does.
 faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others.
 ``--beside-chat``: SmolLM2 and Whisper share an engine; a recording of 60 s is written alone, and while answers of 128 tokens
 stream one after another. A gap is the time between two tokens, as the engine recorded it.
@@ -26,7 +27,7 @@ import time
 import wave
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,10 +46,13 @@ FOUR_SECONDS = 60.0
 Transcribe = Callable[[NDArray[np.float32]], str]
 PEER = """
 import json, sys, numpy as np
-from faster_whisper import WhisperModel
+from faster_whisper import BatchedInferencePipeline, WhisperModel
 model = WhisperModel(sys.argv[1], device="cpu", cpu_threads=int(sys.argv[2]), compute_type="int8")
+batch = int(sys.argv[3])
+transcribe = BatchedInferencePipeline(model).transcribe if batch else model.transcribe
+more = {"batch_size": batch} if batch else {"condition_on_previous_text": False}
 for line in sys.stdin:
-    segments, _ = model.transcribe(np.load(json.loads(line)), beam_size=1, condition_on_previous_text=False)
+    segments, _ = transcribe(np.load(json.loads(line)), beam_size=1, **more)
     print(json.dumps("".join(each.text for each in segments)), flush=True)
 """
 
@@ -166,11 +170,11 @@ def at_once(transcribe: Transcribe, samples: NDArray[np.float32]) -> list[str]:
 
 
 @contextmanager
-def ours() -> Iterator[Transcribe]:
+def ours(num_windows: int | None = None) -> Iterator[Transcribe]:
     from staticllm import StaticWhisperPipeline
 
     with StaticWhisperPipeline(place() / "stateful", "CPU") as pipe:
-        yield lambda samples: str(pipe.generate(samples))
+        yield lambda samples: str(pipe.generate(samples, parallel_windows=num_windows))
 
 
 @contextmanager
@@ -182,10 +186,10 @@ def of_genai() -> Iterator[Transcribe]:
 
 
 @contextmanager
-def faster_whisper() -> Iterator[Transcribe]:
+def faster_whisper(batch: int = 0) -> Iterator[Transcribe]:
     """Run faster-whisper in its own environment, with a line of JSON per recording."""
     python = os.environ.get("STATICLLM_PEERS_PYTHON", sys.executable)
-    command = [python, "-c", PEER, str(fetch("whisper")), str(os.cpu_count() or 1)]
+    command = [python, "-c", PEER, str(fetch("whisper")), str(os.cpu_count() or 1), str(batch)]
     with (
         tempfile.TemporaryDirectory() as scratch,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
@@ -202,7 +206,14 @@ def faster_whisper() -> Iterator[Transcribe]:
         child.stdin.close()
 
 
-PEERS = {"ours": ours, "genai": of_genai, "faster-whisper": faster_whisper}
+PACKED = 4
+PEERS: dict[str, Callable[[], AbstractContextManager[Transcribe]]] = {
+    "ours": ours,
+    "genai": of_genai,
+    "faster-whisper": faster_whisper,
+    "ours packed": partial(ours, PACKED),
+    "faster-whisper packed": partial(faster_whisper, PACKED),
+}
 
 
 def report(options: argparse.Namespace, found: dict[tuple[str, str], list[float]], texts: dict[str, str]) -> None:
