@@ -64,7 +64,7 @@ def transcribe(files: tuple[str, ...], model: str, **options: Any) -> None:
     """
     paths = [Path(file) for file in files]
     targets = _targets(paths, options)
-    with progress("loading") as shown, _loaded(model, options, shown) as pipe:
+    with progress("loading") as shown, _loaded(model, options, len(paths), shown) as pipe:
         asked = _asked(options) | {"word_timestamps": pipe.has_words and options["form"] == "json"}
         work = Transcriptions(pipe, asked, shown)
         for target, found in zip(targets, work.run(paths), strict=True):
@@ -112,11 +112,15 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _loaded(model: str, options: dict[str, Any], shown: Progress) -> Iterator[StaticWhisperPipeline]:
+def _loaded(model: str, options: dict[str, Any], num_files: int, shown: Progress) -> Iterator[StaticWhisperPipeline]:
+    """Load the model; for one window at a time, if that is all that is needed: each token reads the places of all windows."""
     from staticllm.model_paths.arguments import expanded
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 
     properties = property_values(options["properties"])
+    has_one = num_files == 1 and options["parallel_windows"] is None
+    if has_one and not {"MAX_WINDOWS", "BLOB_PATH"} & {name.upper() for name in properties}:
+        properties["MAX_WINDOWS"] = 1
     with StaticWhisperPipeline(expanded(model), options["device"], on_progress=shown, config=properties) as pipe:
         yield pipe
 

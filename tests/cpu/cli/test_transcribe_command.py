@@ -117,6 +117,18 @@ def test_json_has_words_if_the_model_is_loaded_with_them(staticllm, directory, f
     assert found
 
 
+@pytest.mark.parametrize(
+    ("arguments", "num_windows"),
+    [((), 1), (("-p", "MAX_WINDOWS=3"), 3), (("-p", "max_windows=2"), 2), (("--parallel-windows", "2"), 4)],
+)
+def test_one_file_alone_is_loaded_for_one_window(directory, files, monkeypatch, arguments, num_windows):
+    found = []
+    load = whisper_pipeline.load_speech
+    monkeypatch.setattr(whisper_pipeline, "load_speech", lambda *args: found.append(args[2]) or load(*args))
+    done = command_line.in_here("transcribe", files[0.8], "-m", directory, *F32, *arguments)
+    assert (done.returncode, found) == (0, [num_windows])
+
+
 @pytest.mark.parametrize("form", ["srt", "vtt", "timestamps"])
 def test_subtitles_have_the_times_of_segments(staticllm, directory, pipe, files, form):
     done = staticllm("transcribe", files[2.5], "-m", directory, *F32, f"--{form}")
