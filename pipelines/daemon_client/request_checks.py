@@ -46,6 +46,8 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
         raise ConfigError(f"max_new_tokens={longest!r}: must be a whole number of at least 1")
     if request.grammar is not None:
         request.grammar.check()
+    if request.rules is not None:
+        request.rules.check()
     check_scales(request.adapters, num_adapters)
     _check_stop_strings(request)
     _check_beams(request)

@@ -25,7 +25,6 @@ from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, job_priority
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
 from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, launch
 from staticllm.pipelines.loading.kind import Loaded
@@ -78,13 +77,13 @@ class Window:
         with self._cancellation.ending(found.cancel):
             return found.result()
 
-    def generate(self, request: EngineRequest, processors: Sequence[LogitsProcessor] = ()) -> Iterator[Chosen]:
+    def generate(self, request: EngineRequest) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
         Raises ``BusyError``, ``ClosedError``, and what ends the request.
         """
         request = replace(request, source=self._source)
-        queue = self._engine.submit(request, processors=[list(processors)] if processors else ())
+        queue = self._engine.submit(request)
         has_ended = False
         try:
             with self._cancellation.ending(lambda: self._engine.cancel(request.id)):

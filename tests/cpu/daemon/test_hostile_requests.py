@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -12,6 +13,7 @@ from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.testing import fake_pipeline
 
@@ -24,6 +26,8 @@ NESTED = {
     "sampling": EngineRequest(PROMPT).to_dict()["sampling"],
     "beams": EngineRequest(PROMPT, beams=BeamParams(3)).to_dict()["beams"],
     "drafts": EngineRequest(PROMPT, drafts=DraftParams(3, 5)).to_dict()["drafts"],
+    "rules": EngineRequest(PROMPT, rules=SpeechRules((1,), (2,), (3, 4))).to_dict()["rules"],
+    "timestamps": asdict(TimestampParams(2, 20, 5)),
     "grammar": EngineRequest(PROMPT, grammar=Grammar("regex", "[0-9]{2}")).to_dict()["grammar"],
 }
 
@@ -74,7 +78,8 @@ def test_a_wrong_field_ends_no_other_request(model, name):
 def test_a_wrong_part_of_a_field_ends_no_other_request(model, part):
     for name in NESTED[part]:
         for value in HOSTILE:
-            check(model, plain(**{part: {**NESTED[part], name: value}}))
+            changed = {part: {**NESTED[part], name: value}}
+            check(model, plain(**({"rules": changed} if part == "timestamps" else changed)))
 
 
 def test_a_client_cannot_choose_the_id_of_its_request(model):
