@@ -65,13 +65,17 @@ class SpeechRules:
         for name in ("begin_suppress_tokens", "suppress_tokens", "allowed_tokens"):
             tokens = getattr(self, name)
             if len(tokens) > MAX_TOKENS or not all(0 <= token <= MAX_TOKEN for token in tokens):
-                raise ConfigError(f"{name}={shown(tokens)}: must be at most {MAX_TOKENS} token ids from 0 to {MAX_TOKEN}")
+                raise ConfigError(
+                    f"{name}={shown(tokens)}: must be at most {MAX_TOKENS} token ids from 0 to {MAX_TOKEN}"
+                )
         params = self.timestamps
         if params is None:
             return
         for name, least in (("eos", 0), ("begin", 1), ("max_initial_index", 0)):
             if not least <= (value := getattr(params, name)) <= MAX_TOKEN:
-                raise ConfigError(f"timestamps.{name}={shown(value)}: must be a whole number from {least} to {MAX_TOKEN}")
+                raise ConfigError(
+                    f"timestamps.{name}={shown(value)}: must be a whole number from {least} to {MAX_TOKEN}"
+                )
 
 
 class SuppressTokens(BadWords):

@@ -19,12 +19,12 @@ import openvino as ov
 import openvino_genai as genai
 import pytest
 
+from staticllm.pipelines.generation.speech_rules import TimestampRules
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, read_mel_config, window_of
 from staticllm.pipelines.speech.results import chunks_of
 from staticllm.pipelines.speech.segments import WindowTimes, segments_of
 from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig, whisper_options
 from staticllm.pipelines.speech.whisper_prompt import NO_LANGUAGE, context_tokens, window_prompt
-from staticllm.pipelines.generation.speech_rules import TimestampRules
 from staticllm.pipelines.speech.whisper_rules import whisper_rules
 from staticllm.pipelines.speech.words import (
     alignment_tokens,

@@ -115,7 +115,9 @@ def test_no_options_no_processors():
 
 
 def first_choice(rules, logits):
-    return Sampler(SamplingParams(wants_logprobs=True), rules.processors(VOCAB), np.random.default_rng(0)).sample(logits)
+    return Sampler(SamplingParams(wants_logprobs=True), rules.processors(VOCAB), np.random.default_rng(0)).sample(
+        logits
+    )
 
 
 def test_the_language_is_the_most_likely_of_the_known_ones():
