@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ClosedError, NumericalError
+from staticllm.pipelines.engine.jobs import job_priority
 from staticllm.pipelines.engine.queued_calls import Meanwhile, QueuedCalls
 from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 
@@ -31,15 +32,21 @@ class SourceJobs(QueuedCalls):
     def hear(self, features: NDArray[np.float32], priority: int = 0, deadline: float | None = None) -> Future[int]:
         """Return the future number of a source, for ``EngineRequest.source``; ``remove`` must follow once it is there.
 
-        ``features [bands, columns]``. Cancelling the future gives the source up. It raises ``NumericalError`` (keys or values are
-        not finite), ``DeviceError`` (the device failed) and ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
+        ``features [bands, columns]``; ``priority`` is that of its requests. Cancelling the future gives the source up. It raises
+        ``NumericalError`` (keys or values are not finite), ``DeviceError`` (the device failed) and ``ClosedError``. Raises
+        ``ClosedError`` (the engine was closed).
         """
-        return self.submit(partial(self._hear, features), priority, deadline)
+        return self.submit(partial(self._hear, features), job_priority(priority), deadline)
 
     def remove(self, source: int) -> None:
         """Give the place of a source to the next one, once the requests that see it have ended."""
         with suppress(ClosedError):
             self._engine.remove_source(source)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of device time that a source takes."""
+        return self._runner.cost
 
     def release(self) -> None:
         """Drop the program."""
@@ -72,7 +79,7 @@ class AlignmentJobs(QueuedCalls):
 
     def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
         """Return the future weights ``[heads, tokens, source_len]`` of a text about a source that is in the bank."""
-        return self.submit(partial(self._align, source, tuple(tokens)), priority)
+        return self.submit(partial(self._align, source, tuple(tokens)), job_priority(priority))
 
     def release(self) -> None:
         """Drop the program."""
