@@ -10,13 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.logits_processors import BadWords, LogitsProcessor, MinNewTokens
-from staticllm.pipelines.generation.options.extra import MAX_TOKEN
-
-MAX_TOKENS = 1 << 18
-"""The most tokens in each list of the rules."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +54,6 @@ class SpeechRules:
         if self.timestamps is not None:
             processors.append(TimestampRules(self.timestamps))
         return processors
-
-    def check(self) -> None:
-        """Check the bounds of values whose types are known. Raises ``ConfigError`` (one is out of its bounds)."""
-        for name in ("begin_suppress_tokens", "suppress_tokens", "allowed_tokens"):
-            tokens = getattr(self, name)
-            if len(tokens) > MAX_TOKENS or not all(0 <= token <= MAX_TOKEN for token in tokens):
-                raise ConfigError(
-                    f"{name}={shown(tokens)}: must be at most {MAX_TOKENS} token ids from 0 to {MAX_TOKEN}"
-                )
-        params = self.timestamps
-        if params is None:
-            return
-        for name, least in (("eos", 0), ("begin", 1), ("max_initial_index", 0)):
-            if not least <= (value := getattr(params, name)) <= MAX_TOKEN:
-                raise ConfigError(
-                    f"timestamps.{name}={shown(value)}: must be a whole number from {least} to {MAX_TOKEN}"
-                )
 
 
 class SuppressTokens(BadWords):
