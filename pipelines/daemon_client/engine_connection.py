@@ -115,8 +115,10 @@ class EngineConnection:
         """End a request, or one of its answers, soon; the daemon ignores unknown ones. Takes no lock."""
         self.tell(Message(Kind.CANCEL, body={"request": request, "index": index, "reason": str(reason)}))
 
-    def hear(self, source: int, features: NDArray[np.float32], priority: int) -> float:
+    def hear(self, source: int, features: NDArray[np.float32], priority: int, forgotten: Sequence[int] = ()) -> float:
         """Let the daemon hear a window, ``features [bands, columns]``, whose ``source`` is a number of this program.
+
+        It forgets those in ``forgotten`` before, as ``forget_source`` says.
 
         Returns the seconds of device time that a window takes. Raises as ``ask``.
         """
@@ -124,6 +126,7 @@ class EngineConnection:
         for first in range(0, len(features), num_bands):
             part = features[first : first + num_bands]
             body = {"source": source, "first": first, "priority": priority, "tensors": tensors.describe([part], [0])}
+            body["forget"] = list(forgotten)
             answer = self.ask(Message(Kind.HEAR, body=body, payload=part.tobytes()))
         return answer.time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -18,6 +19,8 @@ from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.system.threads import start_thread
 
 Result = TypeVar("Result")
+MAX_FORGOTTEN = 64
+"""The last windows that were removed; a new one, which has the place of one of them, may go out before the message about it."""
 
 
 @dataclass(eq=False)
@@ -45,6 +48,7 @@ class RemoteSources:
         self._numbers = count(1)
         self._sources: dict[int, RemoteSource] = {}  # that have a place, by number
         self._waiting: list[RemoteSource] = []
+        self._forgotten = deque[int](maxlen=MAX_FORGOTTEN)
         self._changed = threading.Condition()
         self._is_closed = False
         self.seconds = 0.0
@@ -63,6 +67,8 @@ class RemoteSources:
         """Forget a window, or give up one that waits; an unknown one is ignored."""
         with self._changed:
             found = self._sources.pop(source, None)
+            if found is not None:
+                self._forgotten.append(source)
             self._changed.notify_all()
         if found is not None and (connection := found.connection) is not None:
             connection.forget_source(source)
@@ -89,7 +95,7 @@ class RemoteSources:
                 return
             source.connection = connection  # so that ``remove`` gives up what the daemon hears
             try:
-                self.seconds = connection.hear(number, source.features, source.priority)
+                self.seconds = connection.hear(number, source.features, source.priority, tuple(self._forgotten))
             except BaseException:
                 source.connection = None
                 raise

@@ -14,7 +14,6 @@ from typing import Any
 
 from .settings import Settings, read_settings
 
-
 OURS = {"LLMPipeline": "StaticLLMPipeline", "WhisperPipeline": "StaticWhisperPipeline"}
 """The pipelines of GenAI that are replaced, and our class for each."""
 
@@ -87,7 +86,8 @@ def _base_of(native: Any, settings: Settings) -> Any:
 class AttachedType(type):
     """The class of a pipeline: a call returns one of the daemon, or the native one if the daemon does not take it.
 
-    ``ours`` is the name of our class. A class that derives from it derives from the native one instead, so that it has its own methods.
+    ``ours`` is the name of our class. A class that derives from it derives from the native one instead, so that it has its own
+    methods.
     """
 
     native: Any

@@ -124,11 +124,12 @@ class Submit(Struct):
 
 
 class Hear(Struct):
-    """Bands of a window, from ``first`` on. ``source``: the client's number of the window."""
+    """Bands of a window, from ``first`` on. ``source``: the client's number of it; ``forget``: those that are forgotten before."""
 
     source: SourceNumber
     first: SmallNumber
     priority: RequestPriority = 0
+    forget: Annotated[list[SourceNumber], Meta(max_length=64)] = []
 
 
 class Align(Struct):

@@ -72,7 +72,7 @@ class Kind(IntEnum):
     TRACE = 28  # action: begin -> OK; action: end, path -> OK: events
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
     CLAIM = 29  # handle: model; session, tokens, adapters -> OK
-    HEAR = 30  # handle: model; source, first, priority, a tensor: bands of a window -> OK; to the last ones when it was heard
+    HEAR = 30  # handle: model; source, first, priority, forget, a tensor: bands of a window -> OK; when it was heard
     ALIGN = 31  # handle: model; source, tokens, priority -> DONE
     FORGET = 32  # source -> OK
 

@@ -72,6 +72,8 @@ class SourceHandlers:
     def _hear(self, message: Message) -> Message | None:
         asked = read_body(message, bodies.Hear)
         model = self._session.speech_model(message.handle)
+        for number in asked.forget:
+            self._remove(number)
         if asked.first == 0:
             self._begin(asked.source, model)
         source = self._of_model(asked.source, model)
@@ -84,8 +86,8 @@ class SourceHandlers:
             self._remove(asked.source)
             raise
         stream = self._stream()
-        number = message.number
-        source.heard.add_done_callback(lambda heard: stream.answer(_heard(number, heard, model)))
+        question = message.number
+        source.heard.add_done_callback(lambda heard: stream.answer(_heard(question, heard, model)))
         return None
 
     def _begin(self, number: int, model: SpeechService) -> None:
