@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ProcessLostError, PromptError, pipeline_closed
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import check_process, start_thread
 
 Result = TypeVar("Result")
 MAX_FORGOTTEN = 64
@@ -51,6 +52,7 @@ class RemoteSources:
         self._forgotten = deque[int](maxlen=MAX_FORGOTTEN)
         self._changed = threading.Condition()
         self._is_closed = False
+        self._pid = os.getpid()
         self.seconds = 0.0
         """The seconds of device time that a window takes."""
 
@@ -60,6 +62,7 @@ class RemoteSources:
         Cancelling the future gives the window up. It raises ``ClosedError``, ``ProcessLostError`` (the daemon ended twice) and
         what the daemon raises.
         """
+        check_process(self._pid)
         source = RemoteSource(next(self._numbers), np.ascontiguousarray(features, np.float32), priority)
         return self._begun(lambda future: self._hear(source, future), lambda: self.remove(source.number))
 
@@ -75,6 +78,7 @@ class RemoteSources:
 
     def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
         """Return the future weights ``[heads, tokens, source_len]`` of a text about a window that was heard."""
+        check_process(self._pid)
 
         def ask(connection: EngineConnection) -> NDArray[np.float32]:
             self.bring(connection, source)

@@ -124,7 +124,7 @@ class Submit(Struct):
 
 
 class Hear(Struct):
-    """Bands of a window, from ``first`` on. ``source``: the client's number of it; ``forget``: those that are forgotten before."""
+    """Bands of a window, from ``first`` on. ``source``: the client's number of it; ``forget``: those of windows that ended."""
 
     source: SourceNumber
     first: SmallNumber

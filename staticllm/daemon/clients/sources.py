@@ -81,7 +81,8 @@ class SourceHandlers:
             self._take(source, asked.first, message)
             if source.num_bands < len(source.features):
                 return Message(Kind.OK)
-            source.heard = model.hear(source.features, asked.priority + self._session.priority)
+            priority = asked.priority + self._session.priority
+            source.heard = model.hear(source.features, priority, self._session.client.number)
         except BaseException:
             self._remove(asked.source)
             raise
@@ -126,7 +127,8 @@ class SourceHandlers:
             raise BusyError("a text of this program is being aligned: wait for it")
         stream = self._stream()
         number = message.number
-        self._aligned = model.align(source.number, asked.tokens, asked.priority + self._session.priority)
+        priority = asked.priority + self._session.priority
+        self._aligned = model.align(source.number, asked.tokens, priority, self._session.client.number)
         self._aligned.add_done_callback(lambda found: stream.answer(_weights(number, found)))
 
     def _forget(self, message: Message) -> Message:

@@ -197,12 +197,20 @@ class OutputStream:
         if self._is_broken:
             return
         try:
-            try:
-                self._tensors.send(answer.message, answer.arrays)
-            except BusyError as error:  # no shared memory is left for the client
-                self._tensors.send(replace(refused(error), number=answer.message.number), ())
+            if answer.arrays:
+                self._send_arrays(answer)
+            else:
+                with self._channel_lock:
+                    self._channel.send(answer.message)
         except OSError:
             self._break()
+
+    def _send_arrays(self, answer: Answer) -> None:
+        try:
+            self._tensors.send(answer.message, answer.arrays)
+        except BusyError as error:  # no shared memory is left for the client
+            with self._channel_lock:
+                self._channel.send(replace(refused(error), number=answer.message.number))
 
     def _send(self, number: int, outputs: list[Output]) -> None:
         self._count_tokens(number, outputs)

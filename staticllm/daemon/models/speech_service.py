@@ -15,6 +15,7 @@ from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.daemon.models.sources import SpeechSource
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, PromptError
+from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
 from staticllm.pipelines.launch.engine import Launched
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -27,8 +28,10 @@ class SpeechService(LanguageModel):
 
     def __init__(self, id: int, model: SpeechModel, devices: Devices, num_bytes: int = 0) -> None:
         assert isinstance(model.launched, Launched), "it was loaded in this process"
+        assert isinstance(model.sources, SourceJobs)
         super().__init__(id, model.launched, devices, num_bytes)
         self._model = model
+        self._sources = model.sources
 
     @property
     def features_shape(self) -> tuple[int, int]:
@@ -38,7 +41,7 @@ class SpeechService(LanguageModel):
     @property
     def seconds(self) -> float:
         """The seconds of device time that a window takes."""
-        return self._model.sources.seconds
+        return self._sources.seconds
 
     @property
     def num_sources(self) -> int:
@@ -55,29 +58,37 @@ class SpeechService(LanguageModel):
         if not source:
             raise PromptError("the request has no source, or its source was removed")
 
-    def hear(self, features: NDArray[np.float32], priority: int) -> Future[int]:
-        """Return the future number of a source; ``give_up`` must follow. Raises ``PromptError`` and ``ClosedError``."""
+    def hear(self, features: NDArray[np.float32], priority: int, owner: int) -> Future[int]:
+        """Return the future number of a source, for which a client pays; ``give_up`` must follow.
+
+        Raises ``PromptError`` (the features are not finite) and ``ClosedError``.
+        """
         if not np.isfinite(features).all():
             raise PromptError("the features of a window are not finite: check the sound")
-        return self._model.sources.hear(features, priority)
+        heard = self._sources.hear(features, priority, owner=owner)
+        self.engine.hurry(priority, owner)
+        return heard
 
     def give_up(self, heard: Future[int]) -> None:
         """Remove a source, or give it up if it is not there yet."""
         if not heard.cancel():
-            heard.add_done_callback(lambda future: forget(self._model.sources, future))
+            heard.add_done_callback(lambda future: forget(self._sources, future))
 
-    def align(self, source: int, tokens: Sequence[int], priority: int) -> Future[NDArray[np.float32]]:
-        """Return the future weights ``[heads, tokens, source_len]`` of a text about a source.
+    def align(self, source: int, tokens: Sequence[int], priority: int, owner: int) -> Future[NDArray[np.float32]]:
+        """Return the future weights ``[heads, tokens, source_len]`` of a text about a source, for which a client pays.
 
         Raises ``ConfigError`` (the model was loaded without heads), ``PromptError`` (tokens are wrong) and ``ClosedError``.
         """
-        if self._model.alignment is None:
+        alignment = self._model.alignment
+        if not isinstance(alignment, AlignmentJobs):
             raise ConfigError("the model was loaded without alignment heads: load it with word_timestamps=True")
         most = self._model.files.max_positions
         if not 0 < len(tokens) <= most or not self.are_tokens(tokens):
             last = self.launched.vocab_size - 1
             raise PromptError(f"a text of {len(tokens)} ids: must be 1 to {most} ids from 0 to {last}")
-        return self._model.alignment.align(source, tokens, priority)
+        found = alignment.align(source, tokens, priority, owner)
+        self.engine.hurry(priority, owner)
+        return found
 
     def snapshot(self, asked: Snapshot) -> int:
         """Raise an error: keys and values of a speech model are about a source. Raises ``ConfigError``."""

@@ -158,6 +158,14 @@ def test_the_daemon_takes_what_a_program_takes(model, monkeypatch, name):
             {"sampling": {**NESTED["sampling"], "dry_breakers": [[1 << 31]]}},
             "^dry_sequence_breakers=.*must be token ids",
         ),
+        ({"rules": {"suppress_tokens": [-1]}}, "^suppress_tokens=.*must be at most 262144 token ids from 0"),
+        ({"rules": {"allowed_tokens": [1 << 31]}}, "^allowed_tokens=.*must be at most 262144 token ids from 0"),
+        (
+            {"rules": {"begin_suppress_tokens": [1] * 262145}},
+            "^begin_suppress_tokens=.*must be at most 262144 token ids",
+        ),
+        ({"rules": {"timestamps": {"eos": 5, "begin": 0}}}, "^timestamps.begin=0: must be a whole number from 1 to"),
+        ({"rules": {"timestamps": {"eos": -1, "begin": 9}}}, "^timestamps.eos=-1: must be a whole number from 0 to"),
         (
             {"beams": {**NESTED["beams"], "length_penalty": 1.1e3}},
             "^length_penalty=1100.0: must be a number from -1000",
