@@ -218,7 +218,9 @@ class SpeechModel:
 
     def close(self) -> None:
         """End all windows, and release the device. A second call does nothing."""
-        self._on_close()
+        on_close = self._on_close
+        self._on_close = lambda: None  # it holds programs
+        on_close()
         self.launched.close()
         if self.own_host is not None:
             self.own_host.close()

@@ -62,6 +62,7 @@ class SourceHandlers:
             self._remove(number)
         if self._aligned is not None:
             self._aligned.cancel()
+            self._aligned = None  # it holds the model
 
     def _of_model(self, source: int, model: object) -> ClientSource:
         found = self._sources.get(source)

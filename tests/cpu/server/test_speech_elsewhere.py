@@ -6,6 +6,7 @@ import httpx
 import psutil
 import pytest
 from support.attach.daemons import daemon_process, wait_for
+from support.helpers import EXACT
 from support.models.whisper_directory import sound, wav, write_whisper
 from support.server.served import serving
 
@@ -15,7 +16,6 @@ from staticllm.server.models.served import demo_spec, model_spec
 
 for package in ("python_multipart", "soundfile", "soxr"):
     pytest.importorskip(package)
-F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 SECONDS = 120
 
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(directory):
-    with StaticWhisperPipeline(directory, **F32) as pipe:
+    with StaticWhisperPipeline(directory, **EXACT) as pipe:
         return str(pipe.generate(sound(0.8))).strip()
 
 
@@ -43,10 +43,10 @@ def written(served):
 def test_a_speech_model_of_the_daemon_is_shared_and_loaded_again(run_folder, monkeypatch, directory, expected):
     with daemon_process(monkeypatch, run_folder) as process:
         specs = [demo_spec(), model_spec(f"whisper={directory}")]
-        with serving(specs, runs_in="daemon", properties=F32) as served:
+        with serving(specs, runs_in="daemon", properties=EXACT) as served:
             assert written(served) == expected
             assert served.state.hub.models["whisper"].home is not None
-            with StaticWhisperPipeline(directory, daemon=True, **F32):
+            with StaticWhisperPipeline(directory, daemon=True, **EXACT):
                 users = [
                     model["users"] for model in lifetime.status(run_folder)["models"] if "whisper" in model["path"]
                 ]
@@ -58,7 +58,7 @@ def test_a_speech_model_of_the_daemon_is_shared_and_loaded_again(run_folder, mon
 
 
 def test_a_speech_model_has_a_worker_of_its_own(run_folder, directory, expected):
-    with serving([model_spec(f"whisper={directory}")], runs_in="worker", properties=F32) as served:
+    with serving([model_spec(f"whisper={directory}")], runs_in="worker", properties=EXACT) as served:
         assert written(served) == expected
         model = served.state.hub.models["whisper"]
         first = model.home.pid
