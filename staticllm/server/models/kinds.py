@@ -180,8 +180,8 @@ class SpeechKind(ServedKind):
         return SourceKind.fits(model, directory)
 
     def load(self, wanted: Wanted) -> StaticWhisperPipeline:
-        is_here = wanted.engines is not None and not wanted.daemon
-        engine = wanted.engines.of(wanted.device.partition(",")[0]) if is_here else None
+        engines = None if wanted.daemon else wanted.engines
+        engine = None if engines is None else engines.of(wanted.device.partition(",")[0])
         return StaticWhisperPipeline(
             wanted.path, wanted.device, config=dict(wanted.properties), engine=engine, on_progress=wanted.on_progress,
             daemon=wanted.daemon,
