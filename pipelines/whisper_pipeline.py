@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -14,14 +15,16 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.config import MAX_SEQS, Scheduler, StaticLLMConfig, whole
-from staticllm.core import ProgressEvent
-from staticllm.errors import GenerationConfigError
+from staticllm.core import OnProgress, ProgressEvent, SourceSpec
+from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
+from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
+from staticllm.pipelines.daemon_client.remote_launch import RemoteSpeech, check_sendable, remote_launcher
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.hosted_engine import HostedEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
-from staticllm.pipelines.launch.arguments import read_tokenizer, resolve_candidates
+from staticllm.pipelines.launch.arguments import Candidate, read_tokenizer, resolve_candidates
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -33,7 +36,7 @@ from staticllm.pipelines.speech.results import (
     WhisperRawPerfMetrics,
     chunks_of,
 )
-from staticllm.pipelines.speech.speech_files import speech_files
+from staticllm.pipelines.speech.speech_files import SpeechFiles, speech_files
 from staticllm.pipelines.speech.speech_jobs import take_has_words, take_num_windows
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
 from staticllm.pipelines.speech.transcription import ParallelWindows, Timings, Transcriber
@@ -69,6 +72,7 @@ class StaticWhisperPipeline:
             then decides which pipeline uses the device next. None: the device is this pipeline's alone.
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md).
+        daemon: Whether the model runs in the daemon, which programs of this user share, or a ``DaemonHome`` (docs/daemon.md).
         properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls find the times of words by default; and
             ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of several, are decoded together (4).
 
@@ -92,10 +96,15 @@ class StaticWhisperPipeline:
         engine: JobHost | None = None,
         on_progress: Callable[[ProgressEvent], None] | None = None,
         scheduler: Scheduler | Policy | None = None,
+        daemon: bool | DaemonHome = False,
         **properties: object,
     ) -> None:
         begin = time.perf_counter()
         host = None if engine is None else checked_host(engine)
+        if daemon:
+            check_sendable(scheduler)
+            if host is not None:
+                raise ConfigError("engine= and daemon=: the daemon's engine shares its device by itself; leave one out")
         given = dict(config) if isinstance(config, Mapping) else config
         num_windows = take_num_windows(properties, given)
         has_words = take_has_words(properties, given)
@@ -110,7 +119,10 @@ class StaticWhisperPipeline:
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
         heads = alignment_heads(self._generation_config) if has_words else ()
         tell = on_progress or (lambda event: None)
-        self._model = load_speech(files, candidates, num_windows, heads, policy, tell, host)
+        if daemon:
+            self._model = _in_daemon(daemon, files, candidates, RemoteSpeech(num_windows, heads), policy, tell)
+        else:
+            self._model = load_speech(files, candidates, num_windows, heads, policy, tell, host)
         close_when_collected(self, SpeechModel.close, self._model)
         self._mel = mel
         try:
@@ -128,12 +140,14 @@ class StaticWhisperPipeline:
     @property
     def engine(self) -> Engine:
         """The engine of the decoder; embedding pipelines may share its device (``engine=``)."""
+        if not isinstance(self._model.engine, Engine):
+            raise ConfigError("the engine is in the daemon: other models of this program do not run on it")
         return self._model.engine
 
     @property
     def shared_engine(self) -> JobHost | None:
         """The engine of ``engine``; None if the pipeline has none."""
-        engine = self.engine
+        engine = self._model.engine
         return engine.host if self._model.own_host is None and isinstance(engine, HostedEngine) else None
 
     def generate(
@@ -272,7 +286,7 @@ class StaticWhisperPipeline:
 
     def stats(self) -> Stats:
         """Return statistics of all windows and calls since the pipeline was made."""
-        return self.engine.stats()
+        return self._model.engine.stats()
 
     def close(self) -> None:
         """End all transcriptions, and release the device. A second call does nothing."""
@@ -306,6 +320,22 @@ class StaticWhisperPipeline:
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
+
+
+def _in_daemon(
+    daemon: bool | DaemonHome,
+    files: SpeechFiles,
+    candidates: Sequence[Candidate],
+    speech: RemoteSpeech,
+    policy: Policy,
+    on_progress: OnProgress,
+) -> SpeechModel:
+    """Return a speech model of a daemon, which computes everything but features and text. Raises as ``remote_launcher``."""
+    launched = remote_launcher(daemon, speech=speech)(files.directory, candidates, policy, on_progress)
+    spec = SourceSpec(files.decoder, files.source_len, speech.num_windows)
+    launched = replace(launched, config=replace(launched.config, sources=spec))
+    sources = launched.engine.sources
+    return SpeechModel(files, launched, sources, launched.features_shape, sources if speech.heads else None)
 
 
 def _parallel(count: int | None) -> ParallelWindows | None:

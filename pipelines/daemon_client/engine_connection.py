@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
 from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
 
 from staticllm.children.answers import check
 from staticllm.core import FinishReason
@@ -24,6 +27,7 @@ from staticllm.errors import (
 from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
 from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, output_from_dict
 from staticllm.system.threads import start_thread
+from staticllm.wire import tensors
 from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
 
@@ -34,6 +38,8 @@ TOO_LONG = (
     f"a request of more than {MAX_FRAME} bytes cannot go to the daemon: shorten its prompt, grammar or lists of tokens, or load "
     "the model in this program (daemon=False, STATICLLM_ATTACH=off)"
 )
+MAX_PART = MAX_FRAME // 2
+"""The most bytes of features in one message."""
 OnLost = Callable[[], object]
 
 
@@ -56,7 +62,9 @@ class EngineConnection:
     runs them at any moment, also on a thread that is sending.
     """
 
-    def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost) -> None:
+    def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost, num_sources: int = 0) -> None:
+        """``num_sources``: the sources of a speech model that this program may have at a time."""
+        self.num_sources = num_sources
         self._link = link
         self._handle = handle
         self._on_lost = on_lost
@@ -66,6 +74,7 @@ class EngineConnection:
         self._numbers = count(1)
         self._lock = threading.Lock()  # of the tables
         self._sending = threading.Lock()
+        self._aligning = threading.Lock()  # the answer lies in the one block of shared memory
         self._is_closed = False
         self._is_lost = False
         self._channel.watch(self._check_silence)
@@ -92,7 +101,8 @@ class EngineConnection:
         with self._lock:
             self._running[request.id] = RunningRequest(queue, set(range(request.num_sequences)))
         try:
-            answer = self.ask(Message(Kind.SUBMIT, number=request.id, body={"request": request.to_dict()}))
+            body = {"request": request.to_dict(), "source": request.source}
+            answer = self.ask(Message(Kind.SUBMIT, number=request.id, body=body))
         except BaseException as error:
             self._forget(request.id)
             if not isinstance(error, StaticLLMError):  # Ctrl-C: the daemon may have accepted it
@@ -104,6 +114,34 @@ class EngineConnection:
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request, or one of its answers, soon; the daemon ignores unknown ones. Takes no lock."""
         self.tell(Message(Kind.CANCEL, body={"request": request, "index": index, "reason": str(reason)}))
+
+    def hear(self, source: int, features: NDArray[np.float32], priority: int, forgotten: Sequence[int] = ()) -> float:
+        """Let the daemon hear a window, ``features [bands, columns]``, whose ``source`` is a number of this program.
+
+        It forgets those in ``forgotten`` before, as ``forget_source`` says.
+
+        Returns the seconds of device time that a window takes. Raises as ``ask``.
+        """
+        num_bands = max(1, MAX_PART // features[0].nbytes)
+        for first in range(0, len(features), num_bands):
+            part = features[first : first + num_bands]
+            body = {"source": source, "first": first, "priority": priority, "tensors": tensors.describe([part], [0])}
+            body["forget"] = list(forgotten)
+            answer = self.ask(Message(Kind.HEAR, body=body, payload=part.tobytes()))
+        return answer.time
+
+    def forget_source(self, source: int) -> None:
+        """Let the daemon forget a source soon, or give it up if it is being heard; it ignores unknown ones. Takes no lock."""
+        self.tell(Message(Kind.FORGET, body={"source": source}))
+
+    def align(self, source: int, tokens: Sequence[int], priority: int) -> NDArray[np.float32]:
+        """Return the weights ``[heads, tokens, source_len]`` of a text about a source. Raises as ``ask``."""
+        with self._aligning:
+            answer = self.ask(
+                Message(Kind.ALIGN, body={"source": source, "tokens": list(tokens), "priority": priority})
+            )
+            ((_, weights),) = self._channel.tensors_of(answer)
+            return np.array(weights)
 
     def has(self, request: int) -> bool:
         """Return whether a request runs."""
@@ -125,7 +163,7 @@ class EngineConnection:
             self._answers[number] = future
         try:
             with self._sending:
-                self._channel.send(Message(message.kind, self._handle, number, body=message.body))
+                self._channel.send(replace(message, handle=self._handle, number=number))
         except BaseException as error:
             with self._lock:
                 self._answers.pop(number, None)

@@ -139,7 +139,7 @@ class LiveRequest(OutputQueue):
 
 
 class Recovery:
-    """Brings the requests of ``live`` that are lost into the daemon to which ``connect`` returns a connection.
+    """Brings the requests of ``live`` that are lost into the daemon to which ``connect`` returns a connection, by ``submit``.
 
     One thread connects and submits: it may wait for long, for a daemon that starts and for a model that is compiled. Meanwhile
     a second one ends at once what was cancelled, is past its deadline or has waited for ``RECOVERY_SECONDS``. Both end when no
@@ -148,9 +148,15 @@ class Recovery:
     Any thread may call the methods. ``wake`` takes no lock, so finalizers may call it.
     """
 
-    def __init__(self, live: Mapping[int, LiveRequest], connect: Callable[[], EngineConnection]) -> None:
+    def __init__(
+        self,
+        live: Mapping[int, LiveRequest],
+        connect: Callable[[], EngineConnection],
+        submit: Callable[[EngineConnection, LiveRequest], object],
+    ) -> None:
         self._live = live
         self._connect = connect
+        self._submit_to = submit
         self._lock = threading.Lock()  # of the two flags; nothing is called while it is held
         self._is_running = False
         self._is_closed = False
@@ -234,7 +240,7 @@ class Recovery:
             return
         live.begin_again()
         try:
-            connection.submit(live.request, live)
+            self._submit_to(connection, live)
         except ProcessLostError:
             live.lose()
         except StaticLLMError as error:

@@ -17,8 +17,9 @@ from staticllm.kvcache.sequence import AdapterScales
 from staticllm.pipelines.daemon_client.daemon_link import Startable
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
 from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
+from staticllm.pipelines.daemon_client.remote_sources import RemoteSources
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
-from staticllm.pipelines.engine.request import EngineRequest, Finished, OutputQueue
+from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.system.threads import CLOSE_SECONDS, check_process
@@ -34,7 +35,8 @@ class RemoteEngine:
     loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
     go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
     ``ProcessLostError``. ``on_lost`` is called on the connection's thread when the daemon has ended. ``has_own_tokenizer``:
-    whether the pipeline has another tokenizer than that of the model's directory. Any thread may call.
+    whether the pipeline has another tokenizer than that of the model's directory. ``sources`` hears the windows of a speech
+    model. Any thread may call.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class RemoteEngine:
         self._has_own_tokenizer = has_own_tokenizer
         self._pid = os.getpid()
         self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
-        self._recovery = Recovery(self._live, self._connected)
+        self._recovery = Recovery(self._live, self._connected, self._submit_to)
         self._connection = connect(self._lose)
+        self.sources = RemoteSources(self._connected, self._connection.num_sources)
 
     @property
     def is_connected(self) -> bool:
@@ -95,10 +98,10 @@ class RemoteEngine:
         self._live[request.id] = live
         try:
             try:
-                times = self._connected().submit(request, live)
+                times = self._submit_to(self._connected(), live)
             except ProcessLostError:
                 live.rewind()  # its outputs may have been faster than the answer that it is accepted
-                times = self._connected().submit(request, live)
+                times = self._submit_to(self._connected(), live)
         except BaseException:
             self._live.pop(request.id, None)
             raise
@@ -160,6 +163,7 @@ class RemoteEngine:
             self._drain()
         self._is_closed = True
         self._recovery.close()
+        self.sources.close()
         self._give_up()
         limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
         if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
@@ -183,6 +187,12 @@ class RemoteEngine:
                 self._connection.close()
                 raise pipeline_closed()
             return self._connection
+
+    def _submit_to(self, connection: EngineConnection, live: LiveRequest) -> CompileTimes | None:
+        """Submit a request, after the source that it sees was heard there. Raises as ``EngineConnection.submit``."""
+        if live.request.source:
+            self.sources.bring(connection, live.request.source)
+        return connection.submit(live.request, live)
 
     def _lose(self) -> None:
         """Care for the requests of a connection that has ended, on its thread, which must not wait."""

@@ -26,12 +26,25 @@ from staticllm.wire.messages import Kind, Message
 
 SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
 """Fields of the config that do not leave this process."""
+KEPT = ("vocab_size", "kv_type", "max_prompt_len", "min_response_len", "num_sources", "bands", "columns")
+"""What the next daemon must say of a model as the one before it."""
 STAYS = "cannot be sent to the daemon, only used in this program (daemon=False, STATICLLM_ATTACH=auto)"
 
 
 @dataclass(frozen=True)
+class RemoteSpeech:
+    """How a speech model is loaded: the windows that are decoded together, and the attention heads that find words, if wanted."""
+
+    num_windows: int
+    heads: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
 class RemoteLaunched:
-    """A model that the daemon serves on ``device``; the counterpart of ``Launched``."""
+    """A model that the daemon serves on ``device``; the counterpart of ``Launched``.
+
+    ``features_shape``: bands and columns of a window, of a speech model.
+    """
 
     engine: RemoteEngine
     config: StaticLLMConfig
@@ -39,6 +52,7 @@ class RemoteLaunched:
     vocab_size: int
     kv_type: str
     has_mapped_weights: bool
+    features_shape: tuple[int, int] = (0, 0)
     background: None = None
 
     def close(self, drain: bool = False) -> None:
@@ -50,12 +64,15 @@ Launch = Callable[[Path, Sequence[Candidate], Policy, OnProgress], RemoteLaunche
 
 
 def remote_launcher(
-    daemon: bool | DaemonHome, draft: DraftSource | None = None, has_own_tokenizer: bool = False
+    daemon: bool | DaemonHome,
+    draft: DraftSource | None = None,
+    has_own_tokenizer: bool = False,
+    speech: RemoteSpeech | None = None,
 ) -> Launch:
     """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
 
     ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon
-    uses.
+    uses. ``speech``: how a speech model is loaded; None for a language model.
 
     The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property
     cannot be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the
@@ -64,13 +81,14 @@ def remote_launcher(
     if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
         raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
     home = UserDaemon() if isinstance(daemon, bool) else daemon
-    return partial(_launch, home, draft, has_own_tokenizer)
+    return partial(_launch, home, draft, has_own_tokenizer, speech)
 
 
 def _launch(
     home: DaemonHome,
     draft: DraftSource | None,
     has_own_tokenizer: bool,
+    speech: RemoteSpeech | None,
     directory: Path,
     candidates: Sequence[Candidate],
     policy: Policy,
@@ -80,7 +98,7 @@ def _launch(
     if model_in_memory(directory) is not None:
         raise ConfigError(f"a model in memory {STAYS}")
     begin = time.perf_counter()
-    model = _RemoteModel(directory, candidates, home, draft)
+    model = _RemoteModel(directory, candidates, home, draft, speech)
     on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
     engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, home.on_lost, has_own_tokenizer)
     try:
@@ -97,15 +115,21 @@ def _launch(
         engine.close()
         raise
     return RemoteLaunched(
-        engine, config, answer["device"], answer["vocab_size"], answer["kv_type"], answer["has_mapped_weights"]
-    )
+        engine, config, answer["device"], answer["vocab_size"], answer["kv_type"], answer["has_mapped_weights"],
+        (answer.get("bands", 0), answer.get("columns", 0)),
+    )  # fmt: skip
 
 
 class _RemoteModel:
     """A model that a daemon loads, and the next daemon after a loss. ``described``: the answer of the first one."""
 
     def __init__(
-        self, directory: Path, candidates: Sequence[Candidate], home: DaemonHome, draft: DraftSource | None
+        self,
+        directory: Path,
+        candidates: Sequence[Candidate],
+        home: DaemonHome,
+        draft: DraftSource | None,
+        speech: RemoteSpeech | None,
     ) -> None:
         self._home = home
         self._body = {
@@ -116,6 +140,7 @@ class _RemoteModel:
             ],
             "adapters": _plain_adapters(candidates[0].config.adapters),
             "draft": _plain_draft(draft),
+            "speech": None if speech is None else {"num_windows": speech.num_windows, "heads": list(speech.heads)},
         }
         self.described: dict[str, Any] = {}
         self._link: DaemonLink | None = None  # on which the model is being loaded
@@ -141,13 +166,13 @@ class _RemoteModel:
                 raise pipeline_closed()
             answer = link.ask(Message(Kind.MODEL, body=self._body)).body
             self.described = self.described or answer
-            for name in ("vocab_size", "kv_type", "max_prompt_len", "min_response_len"):
-                if answer[name] != self.described[name]:
+            for name in KEPT:
+                if answer.get(name) != self.described.get(name):
                     raise ModelError(
-                        f"another daemon serves the model on {answer['device']} with {name} {answer[name]} instead of "
-                        f"{self.described[name]}: load the pipeline again"
+                        f"another daemon serves the model on {answer['device']} with {name} {answer.get(name)} instead of "
+                        f"{self.described.get(name)}: load the pipeline again"
                     )
-            return EngineConnection(link, answer["model"], on_lost)
+            return EngineConnection(link, answer["model"], on_lost, answer.get("num_sources", 0))
         except BaseException:
             link.close()
             raise

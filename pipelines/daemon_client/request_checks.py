@@ -46,6 +46,7 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
         raise ConfigError(f"max_new_tokens={longest!r}: must be a whole number of at least 1")
     if request.grammar is not None:
         request.grammar.check()
+    _check_rules(request)
     check_scales(request.adapters, num_adapters)
     _check_stop_strings(request)
     _check_beams(request)
@@ -109,6 +110,22 @@ def _check_drafts(request: EngineRequest) -> None:
             raise ConfigError(f"{name}={shown(value)}: must be a whole number from 0 to {LONGEST_DRAFT}")
     if not 0 <= drafts.confidence <= 1:
         raise ConfigError(f"confidence={drafts.confidence!r}: must be a number from 0 to 1")
+
+
+def _check_rules(request: EngineRequest) -> None:
+    """Check Whisper's rules. Raises ``ConfigError``."""
+    rules = request.rules
+    if rules is None:
+        return
+    for name in ("begin_suppress_tokens", "suppress_tokens", "allowed_tokens"):
+        tokens = getattr(rules, name)
+        if len(tokens) > MAX_SEQUENCE_TOKENS or not all(0 <= token <= MAX_TOKEN for token in tokens):
+            raise ConfigError(
+                f"{name}={shown(tokens)}: must be at most {MAX_SEQUENCE_TOKENS} token ids from 0 to {MAX_TOKEN}"
+            )
+    for name, least in (("eos", 0), ("begin", 1), ("max_initial_index", 0)) if rules.timestamps is not None else ():
+        if not least <= (value := getattr(rules.timestamps, name)) <= MAX_TOKEN:
+            raise ConfigError(f"timestamps.{name}={shown(value)}: must be a whole number from {least} to {MAX_TOKEN}")
 
 
 def _check_sequences(name: str, rows: Sequence[tuple[Any, ...]]) -> None:

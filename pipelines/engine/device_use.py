@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.pipelines.engine.batch import Batch
+from staticllm.pipelines.engine.jobs import Asked
 from staticllm.pipelines.engine.sequence import ActiveRequest
 from staticllm.pipelines.scheduling.request_table import Limits
 
@@ -75,9 +76,9 @@ class SoleUse:
         """Do nothing: the device is not shared."""
 
 
-def demand_of(requests: Iterable[ActiveRequest]) -> Demand:
-    """Return the highest priority of these requests, and their clients that have it."""
-    asked = [(each.priority, each.owner) for each in requests]
+def demand_of(requests: Iterable[ActiveRequest], jobs: Iterable[Asked] = ()) -> Demand:
+    """Return the highest priority of these requests and jobs, and their clients that have it."""
+    asked = [*((each.priority, each.owner) for each in requests), *jobs]
     highest = max((priority for priority, _ in asked), default=0)
     return Demand(highest, tuple({owner for priority, owner in asked if priority == highest and owner}))
 

@@ -84,6 +84,9 @@ def new_state(
     clock: Clock = time.perf_counter,
 ) -> RequestState:
     """Return a request as the core runs it. ``decode`` makes text of tokens, to find the stop strings of beams."""
+    if request.rules is not None:
+        given = processors or [()] * request.num_sequences
+        processors = [[*request.rules.processors(vocab_size), *more] for more in given]
     mask = None if grammar is None else grammar.mask
     state: RequestState
     if request.beams is None:

@@ -49,6 +49,7 @@ class EngineCore:
         self.jobs = JobSources()
         self.wait_until: float | None = None
         self.device = device_state(runner, options, clock)
+        self._last_job: list[Rows] = []  # of the last step, for the client that pays for it
         self._last_batches: list[Batch] = []  # of the last step: the inserted ones first
         self.planner = Planner(policy, options.waits_for_batch)
         self._unposted: list[SequenceState] = []  # the last call chose tokens for them that are not posted yet
@@ -85,12 +86,12 @@ class EngineCore:
     @property
     def demand(self) -> Demand:
         """For whom the next step uses the device."""
-        return demand_of(self.requests.values())
+        return demand_of(self.requests.values(), self.jobs.asked)
 
     @property
     def rows(self) -> list[Rows]:
-        """The rows of the last step's call and of those between its blocks, by client; empty if it made none."""
-        return rows_of(self._last_batches, self.device.runner.cache.slot_bytes)
+        """The rows of the last step's call and of those between its blocks, by client; a job has one, if a client pays for it."""
+        return self._last_job or rows_of(self._last_batches, self.device.runner.cache.slot_bytes)
 
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each client sequence that is expected back."""
@@ -150,6 +151,7 @@ class EngineCore:
         ``meanwhile`` is called once the device has begun. Any exception leaves requests that only ``end_all`` can end.
         """
         self._last_batches = []
+        self._last_job = []
         self._for_others = meanwhile
         self.end_expired()
         self._find_rotations()
@@ -287,9 +289,11 @@ class EngineCore:
     def _run_job(self, job: int) -> None:
         """Run a call of another model. Tokens that are not posted yet are posted while it runs."""
         start = self.clock()
+        owner = self.jobs.owner_of(job)
         num_parts = self.jobs.run(job, lambda: self._meanwhile(is_decoding=bool(self.requests)))
         self.post()
         if num_parts:
+            self._last_job = [Rows(owner, "call", 1, 0)] if owner else []
             self.profiler.record(JobRecord(start, self.clock() - start, job, num_parts))
 
     def _plan(self) -> Plan | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from staticllm.errors import ClosedError, ConfigError
 from staticllm.pipelines.scheduling.interface import JobView
@@ -23,6 +23,11 @@ def new_source_id() -> int:
 def job_priority(priority: int) -> int:
     """Return the priority of a job whose request has a priority: documents have 0, and somebody waits for what has 1."""
     return priority + 1 if priority >= 0 else priority
+
+
+def request_priority(priority: int) -> int:
+    """Return the priority of the request of a job with a priority: the inverse of ``job_priority``."""
+    return priority - 1 if priority > 0 else priority
 
 
 class JobSource(Protocol):
@@ -106,6 +111,19 @@ def checked_host(engine: object) -> JobHost:
     return cast("JobHost", engine)
 
 
+class Asked(NamedTuple):
+    """The priority of a request, and the client of the daemon that pays for it; 0 without one."""
+
+    priority: int
+    owner: int
+
+
+def _asked(source: object) -> Sequence[Asked]:
+    """Return for whom the next job of a source is; nothing for sources of other models, which no client pays for."""
+    found: Sequence[Asked] = getattr(source, "asked", ())
+    return found
+
+
 class JobSources:
     """The sources of one host. Any thread may call the methods, but ``views`` and ``run`` are for the thread of the device."""
 
@@ -137,6 +155,15 @@ class JobSources:
     def has_jobs(self) -> bool:
         """Whether a source may have a job."""
         return any(source.has_jobs for source in self._sources.values())
+
+    @property
+    def asked(self) -> list[Asked]:
+        """For whom the next job of each source uses the device, of those that serve clients of the daemon."""
+        return [each for source in self._sources.values() for each in _asked(source)]
+
+    def owner_of(self, id: int) -> int:
+        """Return the client of the daemon that pays for the next job of a source; 0 without one."""
+        return next((each.owner for each in _asked(self._sources.get(id))), 0)
 
     @property
     def wait_seconds(self) -> float:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from staticllm.errors import ClosedError, as_ours, pipeline_closed
-from staticllm.pipelines.engine.jobs import new_source_id
+from staticllm.pipelines.engine.jobs import Asked, new_source_id, request_priority
 from staticllm.pipelines.scheduling.interface import JobView
 
 if TYPE_CHECKING:
@@ -26,12 +26,16 @@ _CLOSED = "the pipeline was closed before this part of a recording was heard"
 
 @dataclass(eq=False)
 class _Waiting:
-    """A call that waits for the device, of which ``num_done`` blocks have run. Its future receives what it returns."""
+    """A call that waits for the device, of which ``num_done`` blocks have run. Its future receives what it returns.
+
+    ``owner``: the client of the daemon that pays for it; 0 without one.
+    """
 
     call: Call[Any]
     priority: int
     deadline: float | None
     arrival: float
+    owner: int
     result: Future[Any] = field(default_factory=Future)
     num_done: int = 0
 
@@ -62,13 +66,15 @@ class QueuedCalls:
         self._is_closing = False
         self._wake: Callable[[], None] = lambda: None
 
-    def submit(self, call: Call[Result], priority: int = 0, deadline: float | None = None) -> Future[Result]:
+    def submit(
+        self, call: Call[Result], priority: int = 0, deadline: float | None = None, owner: int = 0
+    ) -> Future[Result]:
         """Return the future result of a call. It gets the blocks to run, and a function to call while the device runs.
 
-        Cancelling gives it up, until its last block begins. The future raises what the call raises, and ``ClosedError``. Raises
-        ``ClosedError`` (the engine was closed).
+        ``owner``: the client of the daemon that pays for it; 0 without one. Cancelling gives the call up, until its last block
+        begins. The future raises what the call raises, and ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
         """
-        waiting = _Waiting(call, priority, deadline, self._clock())
+        waiting = _Waiting(call, priority, deadline, self._clock(), owner)
         with self._lock:
             if self._is_closing:
                 raise pipeline_closed()
@@ -80,6 +86,13 @@ class QueuedCalls:
     def has_jobs(self) -> bool:
         """Whether a call waits and may begin."""
         return bool(self._waiting) and self._has_room()
+
+    @property
+    def asked(self) -> Sequence[Asked]:
+        """The priority of the request that the next call is for, and who pays for it; nothing if none may begin."""
+        with self._lock:
+            waiting = self._next() if self._has_room() else None
+        return () if waiting is None else (Asked(request_priority(waiting.priority), waiting.owner),)
 
     @property
     def wait_seconds(self) -> float:

@@ -16,6 +16,7 @@ from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.options.table import SamplingParams
+from staticllm.pipelines.generation.speech_rules import SpeechRules
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.system.typed import typed
@@ -55,6 +56,7 @@ class EngineRequest:
         stop_strings: Texts that end a beam. Those of other answers are found by the reader.
         drafts: How its tokens are drafted; None without drafts.
         grammar: What each answer must look like; None for free text.
+        rules: Whisper's rules for the text of a window; None for text that is not about speech.
         adapters: The factor of each adapter that the model was loaded with; empty if the request uses none.
         source: The number of the source that its cross-attention sees (``CrossBank``); 0 without one. It stays in its process.
         owner: The client of the daemon that pays for its device time; 0 without one. It stays in its process.
@@ -77,6 +79,7 @@ class EngineRequest:
     stop_strings: tuple[str, ...] = ()
     drafts: DraftParams | None = None
     grammar: Grammar | None = None
+    rules: SpeechRules | None = None
     adapters: tuple[float, ...] = ()
     source: int = 0
     owner: int = 0

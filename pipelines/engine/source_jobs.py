@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ClosedError, NumericalError
+from staticllm.pipelines.engine.jobs import job_priority
 from staticllm.pipelines.engine.queued_calls import Meanwhile, QueuedCalls
 from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 
@@ -28,18 +29,26 @@ class SourceJobs(QueuedCalls):
         self._runner = runner
         self._engine = engine
 
-    def hear(self, features: NDArray[np.float32], priority: int = 0, deadline: float | None = None) -> Future[int]:
+    def hear(
+        self, features: NDArray[np.float32], priority: int = 0, deadline: float | None = None, owner: int = 0
+    ) -> Future[int]:
         """Return the future number of a source, for ``EngineRequest.source``; ``remove`` must follow once it is there.
 
-        ``features [bands, columns]``. Cancelling the future gives the source up. It raises ``NumericalError`` (keys or values are
-        not finite), ``DeviceError`` (the device failed) and ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
+        ``features [bands, columns]``; ``priority`` and ``owner`` are those of its requests. Cancelling the future gives the
+        source up. It raises ``NumericalError`` (keys or values are not finite), ``DeviceError`` (the device failed) and
+        ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
         """
-        return self.submit(partial(self._hear, features), priority, deadline)
+        return self.submit(partial(self._hear, features), job_priority(priority), deadline, owner)
 
     def remove(self, source: int) -> None:
         """Give the place of a source to the next one, once the requests that see it have ended."""
         with suppress(ClosedError):
             self._engine.remove_source(source)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of device time that a source takes."""
+        return self._runner.cost
 
     def release(self) -> None:
         """Drop the program."""
@@ -70,9 +79,11 @@ class AlignmentJobs(QueuedCalls):
         self._runner = runner
         self._engine = engine
 
-    def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
+    def align(
+        self, source: int, tokens: Sequence[int], priority: int = 0, owner: int = 0
+    ) -> Future[NDArray[np.float32]]:
         """Return the future weights ``[heads, tokens, source_len]`` of a text about a source that is in the bank."""
-        return self.submit(partial(self._align, source, tuple(tokens)), priority)
+        return self.submit(partial(self._align, source, tuple(tokens)), job_priority(priority), None, owner)
 
     def release(self) -> None:
         """Drop the program."""

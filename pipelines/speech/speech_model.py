@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from staticllm.config import StaticLLMConfig
 from staticllm.core import (
     AlignmentShape,
     FinishReason,
@@ -20,18 +22,17 @@ from staticllm.core import (
     SourceVariant,
 )
 from staticllm.errors import DeviceError, ModelError, pipeline_closed
-from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost, job_priority
+from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
 from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, launch
 from staticllm.pipelines.loading.kind import Loaded
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
-from staticllm.pipelines.scheduling.interface import Policy
+from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
 from staticllm.pipelines.speech.speech_files import SpeechFiles
 from staticllm.pipelines.speech.speech_jobs import Heads, speech_jobs
 from staticllm.pipelines.speech.transcription_watch import Cancellation
@@ -51,16 +52,64 @@ class Chosen:
     sampling_seconds: float
 
 
+class Sources(Protocol):
+    """Hears windows: ``SourceJobs``, or a daemon for this program."""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of device time that a window takes."""
+        ...
+
+    def hear(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
+        """Return the future number of a window, ``features [bands, columns]``; ``remove`` must follow once it is there."""
+        ...
+
+    def remove(self, source: int) -> None:
+        """Give the place of a window to the next one, once the requests that see it have ended."""
+        ...
+
+
+class Alignments(Protocol):
+    """Finds what texts look at: ``AlignmentJobs``, or a daemon for this program."""
+
+    def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
+        """Return the future weights ``[heads, tokens, source_len]`` of a text about a window that was heard."""
+        ...
+
+
+class LaunchedDecoder(Protocol):
+    """The decoder of a speech model, in this process or in a daemon: ``Launched``, ``RemoteLaunched``."""
+
+    @property
+    def engine(self) -> EngineClient:
+        """Its engine."""
+        ...
+
+    @property
+    def config(self) -> StaticLLMConfig:
+        """The config in force."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        ...
+
+    def close(self, drain: bool = False) -> None:
+        """End the engine. A second call does nothing."""
+        ...
+
+
 class Window:
     """A window that was heard: requests of the engine see it until ``SpeechModel.hear`` ends."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         source: int,
         seconds: float,
         cancellation: Cancellation,
-        alignment: AlignmentJobs | None = None,
+        alignment: Alignments | None = None,
     ) -> None:
         self._engine = engine
         self._source = source
@@ -74,17 +123,17 @@ class Window:
         Raises ``ClosedError``, ``DeviceError`` and ``concurrent.futures.CancelledError``.
         """
         assert self._alignment is not None, "loaded without alignment heads"
-        found = self._alignment.align(self._source, tokens, job_priority(priority))
+        found = self._alignment.align(self._source, tokens, priority)
         with self._cancellation.ending(found.cancel):
             return found.result()
 
-    def generate(self, request: EngineRequest, processors: Sequence[LogitsProcessor] = ()) -> Iterator[Chosen]:
+    def generate(self, request: EngineRequest) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
         Raises ``BusyError``, ``ClosedError``, and what ends the request.
         """
         request = replace(request, source=self._source)
-        queue = self._engine.submit(request, processors=[list(processors)] if processors else ())
+        queue = self._engine.submit(request)
         has_ended = False
         try:
             with self._cancellation.ending(lambda: self._engine.cancel(request.id)):
@@ -107,49 +156,46 @@ class Window:
 
 
 class SpeechModel:
-    """The loaded programs of a speech model. Any thread may call ``hear``; the engine serves all windows together."""
+    """The loaded programs of a speech model. Any thread may call ``hear``; the engine serves all windows together.
+
+    ``own_host``: the host of the engine that is closed with it; None if others own the host. ``on_close`` is called first when it
+    is closed.
+    """
 
     def __init__(
         self,
         files: SpeechFiles,
-        launched: Launched,
-        encoder: LoadedEncoder,
-        alignment: LoadedAlignment | None = None,
+        launched: LaunchedDecoder,
+        sources: Sources,
+        features_shape: tuple[int, int],
+        alignment: Alignments | None = None,
         own_host: JobEngine | None = None,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """``own_host``: the host of the engine that is closed with it; None if others own the host."""
-        self.own_host = own_host
+        """``features_shape``: bands and columns of a window. ``alignment``: None if no words are wanted."""
         self.files = files
         self.launched = launched
-        self._encoder = encoder
-        assert isinstance(launched.engine, Engine)
-        self._jobs = SourceJobs(encoder.runner, launched.engine)
-        launched.engine.add_jobs(self._jobs)
-        self._alignment = None if alignment is None else AlignmentJobs(alignment.runner, launched.engine)
-        if self._alignment is not None:
-            launched.engine.add_jobs(self._alignment)
+        self.features_shape = features_shape
+        self.own_host = own_host
+        self.sources = sources
+        self.alignment = alignment
+        self._on_close = on_close
 
     @property
     def has_alignment(self) -> bool:
         """Whether windows can ``align``."""
-        return self._alignment is not None
+        return self.alignment is not None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineClient:
         """The engine that owns the device."""
         return self.launched.engine
-
-    @property
-    def features_shape(self) -> tuple[int, int]:
-        """Bands and columns of a window."""
-        return self._encoder.programs.shape.bands, self._encoder.programs.shape.columns
 
     @contextmanager
     def hear(
         self,
         features: NDArray[np.float32],
         priority: int = 0,
-        deadline: float | None = None,
         cancellation: Cancellation | None = None,
     ) -> Iterator[Window]:
         """Let the device hear a window, ``[bands, columns]``, for the time of a block.
@@ -158,29 +204,32 @@ class SpeechModel:
         ``NumericalError`` (the window cannot be heard), and ``concurrent.futures.CancelledError``.
         """
         cancellation = cancellation or Cancellation()
-        heard = self._jobs.hear(features, job_priority(priority), deadline)
+        heard = self.sources.hear(features, priority)
         source = None
         try:
             with cancellation.ending(heard.cancel):
                 source = heard.result()
-            yield Window(self.engine, source, self._encoder.runner.cost, cancellation, self._alignment)
+            yield Window(self.engine, source, self.sources.seconds, cancellation, self.alignment)
         finally:
             if source is None and not heard.cancel():
-                heard.add_done_callback(lambda future: _forget(self._jobs, future))
+                heard.add_done_callback(lambda future: forget(self.sources, future))
             elif source is not None:
-                self._jobs.remove(source)
+                self.sources.remove(source)
 
     def close(self) -> None:
         """End all windows, and release the device. A second call does nothing."""
-        self._encoder.keep_costs()
+        on_close = self._on_close
+        self._on_close = lambda: None  # it holds programs
+        on_close()
         self.launched.close()
         if self.own_host is not None:
             self.own_host.close()
 
 
-def _forget(jobs: SourceJobs, future: Any) -> None:
-    if not future.cancelled() and future.exception() is None:
-        jobs.remove(future.result())
+def forget(sources: Sources, heard: Future[int]) -> None:
+    """Remove a window that has been heard, or could not be, although it was given up."""
+    if not heard.cancelled() and heard.exception() is None:
+        sources.remove(heard.result())
 
 
 def load_speech(
@@ -191,10 +240,13 @@ def load_speech(
     policy: Policy,
     on_progress: OnProgress,
     host: JobHost | None = None,
+    shared_bound: TokenBound | None = None,
 ) -> SpeechModel:
     """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
 
     ``host``: the engine that owns the first of the devices; None for an engine for jobs alone, as on any other device.
+    ``shared_bound``: the bound between two tokens of an engine that shares its device with those of other models, which it takes
+    turns with; None if it does not.
 
     ``heads``: layer and head of the attentions that align text and speech; none if no words are wanted.
 
@@ -202,7 +254,8 @@ def load_speech(
     """
     for index, candidate in enumerate(candidates, 1):
         try:
-            return _load_for(files, candidate, num_windows, heads, policy, on_progress, host if index == 1 else None)
+            own = host if index == 1 else None
+            return _load_for(files, candidate, num_windows, heads, policy, on_progress, own, shared_bound)
         except DeviceError as error:
             if index == len(candidates):
                 raise
@@ -220,11 +273,13 @@ def _load_for(
     policy: Policy,
     on_progress: OnProgress,
     host: JobHost | None,
+    shared_bound: TokenBound | None,
 ) -> SpeechModel:
-    jobs = speech_jobs(files, candidate, num_windows, heads, on_progress, shares_engine=host is not None)
+    shares = host is not None or shared_bound is not None
+    jobs = speech_jobs(files, candidate, num_windows, heads, on_progress, shares_engine=shares)
     encoder: LoadedEncoder = load_job(jobs.encoder)
     alignment: LoadedAlignment | None = None
-    own_host = JobEngine() if host is None else None  # the windows that wait are heard first, and then decoded together
+    own_host = None if shares else JobEngine()  # the windows that wait are heard first, and then decoded together
     try:
         if encoder.programs.shape.source_len != files.source_len:
             raise ModelError(
@@ -233,7 +288,10 @@ def _load_for(
             )
         if jobs.alignment is not None:
             alignment = load_job(jobs.alignment)
-        launched = launch(files.directory, [jobs.decoder], policy, on_progress, host=own_host or host)
+        bound = shared_bound or OWN_BOUND
+        launched = launch(
+            files.directory, [jobs.decoder], policy, on_progress, token_bound=bound, host=own_host or host
+        )
     except BaseException:
         if own_host is not None:
             own_host.close()
@@ -241,4 +299,22 @@ def _load_for(
         if alignment is not None:
             alignment.runner.close()
         raise
-    return SpeechModel(files, launched, encoder, alignment, own_host)
+    return _serving(files, launched, encoder, alignment, own_host)
+
+
+def _serving(
+    files: SpeechFiles,
+    launched: Launched,
+    encoder: LoadedEncoder,
+    alignment: LoadedAlignment | None,
+    own_host: JobEngine | None,
+) -> SpeechModel:
+    """Return the loaded programs as a model, whose encoder and alignment are jobs of the decoder's engine."""
+    sources = SourceJobs(encoder.runner, launched.engine)
+    launched.engine.add_jobs(sources)
+    texts = None
+    if alignment is not None:
+        texts = AlignmentJobs(alignment.runner, launched.engine)
+        launched.engine.add_jobs(texts)
+    shape = encoder.programs.shape
+    return SpeechModel(files, launched, sources, (shape.bands, shape.columns), texts, own_host, encoder.keep_costs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
 from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
+from staticllm.pipelines.generation.options.table import SamplingParams
+from staticllm.pipelines.generation.speech_rules import SpeechRules
 from staticllm.pipelines.speech.fall_back import HeardWindow, Verdict, options_at, verdict
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
 from staticllm.pipelines.speech.results import WhisperWordTiming
@@ -30,7 +32,7 @@ from staticllm.pipelines.speech.whisper_prompt import (
     start_tokens,
     window_prompt,
 )
-from staticllm.pipelines.speech.whisper_rules import detected_language, no_speech_probability, whisper_processors
+from staticllm.pipelines.speech.whisper_rules import language_of, language_rules, no_speech_rules, whisper_rules
 from staticllm.pipelines.speech.words import alignment_tokens, text_tokens_of, token_starts, words_of
 
 
@@ -126,25 +128,6 @@ def _tell(heard: _Heard, run: _Run) -> None:
         run.found.is_cancelled = True
     for window in heard.windows:
         run.watch.on_window(window)
-
-
-class FirstLogits:
-    """A logits processor that keeps the logits ``[vocab]`` of the first token, and changes nothing."""
-
-    remedy = ""
-
-    def __init__(self) -> None:
-        self.logits: Logits | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return self.logits is None
-
-    def process(self, logits: Logits) -> None:
-        self.logits = logits.copy()
-
-    def accept(self, token: int) -> None:
-        pass
 
 
 class Transcriber:
@@ -297,8 +280,8 @@ class Transcriber:
         """Return the language that the model hears."""
         if not options.tokens.is_multilingual:
             return NO_LANGUAGE
-        request = EngineRequest((options.tokens.decoder_start,), max_new_tokens=1, priority=run.priority)
-        return detected_language(self._first_logits(window, request, run), options.tokens)
+        tokens = options.tokens
+        return language_of(self._first(window, (tokens.decoder_start,), language_rules(tokens), run).id, tokens)
 
     def _find_words(self, window: Window, tokens: list[int], start: int, run: _Run) -> None:
         """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at.
@@ -342,17 +325,16 @@ class Transcriber:
 
     def _no_speech(self, window: Window, prompt: WindowPrompt, run: _Run) -> float:
         """Return the probability that there is no speech in a window."""
-        request = EngineRequest(prompt.tokens[: prompt.start + 1], max_new_tokens=1, priority=run.priority)
-        return no_speech_probability(self._first_logits(window, request, run), run.options.tokens)
+        rules = no_speech_rules(run.options.tokens)
+        return math.exp(self._first(window, prompt.tokens[: prompt.start + 1], rules, run).logprob)
 
-    def _first_logits(self, window: Window, request: EngineRequest, run: _Run) -> Logits:
-        """Return the logits ``[vocab]`` after the prompt of a request. Raises ``CancelledError``."""
-        first = FirstLogits()
-        for _ in window.generate(request, [first]):
-            pass
+    def _first(self, window: Window, prompt: tuple[int, ...], rules: SpeechRules, run: _Run) -> Chosen:
+        """Return the first token after a prompt, with its log-probability before the rules. Raises ``CancelledError``."""
+        sampling = SamplingParams(wants_logprobs=True)
+        request = EngineRequest(prompt, sampling, max_new_tokens=1, rules=rules, priority=run.priority)
+        found = list(window.generate(request))
         run.watch.cancellation.check()
-        assert first.logits is not None, "one token was chosen"
-        return first.logits
+        return found[0]
 
     def _decode(self, window: Window, prompt: WindowPrompt, generation: GenerationOptions, run: _Run) -> list[int]:
         """Return the tokens of a window, without its end."""
@@ -369,10 +351,10 @@ class Transcriber:
             min_new_tokens=generation.min_new_tokens,
             priority=run.priority,
             beams=generation.beams,
+            rules=whisper_rules(options, run.has_timestamps),
         )
-        processors = whisper_processors(options, self._model.launched.vocab_size, run.has_timestamps)
         tokens: list[int] = []
-        for chosen in window.generate(request, processors):
+        for chosen in window.generate(request):
             self._count(chosen, found)
             if chosen.id in generation.stop_token_ids:
                 continue

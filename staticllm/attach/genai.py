@@ -1,4 +1,4 @@
-"""Makes ``openvino_genai.LLMPipeline`` of an attached program a client of the daemon; sampling stays in the daemon."""
+"""Makes pipelines of ``openvino_genai`` in an attached program clients of the daemon; sampling stays in the daemon."""
 
 from __future__ import annotations
 
@@ -14,24 +14,35 @@ from typing import Any
 
 from .settings import Settings, read_settings
 
+OURS = {"LLMPipeline": "StaticLLMPipeline", "WhisperPipeline": "StaticWhisperPipeline"}
+"""The pipelines of GenAI that are replaced, and our class for each."""
+
 
 def attach(module: Any) -> None:
-    """Replace the pipeline of ``openvino_genai``, which has been imported. A second call does nothing.
+    """Replace the pipelines of ``openvino_genai``, which has been imported. A second call does nothing.
 
     Raises ``SettingsError`` (an environment variable has a value that is not allowed).
     """
     settings = read_settings()
-    if settings.mode != "off" and not isinstance(module.LLMPipeline, AttachedType):
-        native = module.LLMPipeline
-        names = {
-            "native": native,
-            "settings": settings,
-            "base": _base_of(native, settings),
-            "__init__": native.__init__,
-        }
-        module.LLMPipeline = AttachedType("LLMPipeline", (), names)
-        for owner, name in ((module, "draft_model"), (module.Adapter, "__init__"), (module.AdapterConfig, "__init__")):
-            _import_before(owner, name)
+    if settings.mode == "off" or isinstance(module.LLMPipeline, AttachedType):
+        return
+    for name, ours in OURS.items():
+        if (native := getattr(module, name, None)) is not None:  # an older GenAI has fewer
+            setattr(module, name, _attached(native, name, ours, settings))
+    for owner, name in ((module, "draft_model"), (module.Adapter, "__init__"), (module.AdapterConfig, "__init__")):
+        _import_before(owner, name)
+
+
+def _attached(native: Any, name: str, ours: str, settings: Settings) -> Any:
+    """Return the class that takes the place of a native one."""
+    names = {
+        "native": native,
+        "ours": ours,
+        "settings": settings,
+        "base": _base_of(native, settings),
+        "__init__": native.__init__,
+    }
+    return AttachedType(name, (), names)
 
 
 def _import_before(owner: Any, name: str) -> None:
@@ -46,7 +57,7 @@ def _import_before(owner: Any, name: str) -> None:
         if getattr(owner, name) is call:
             setattr(owner, name, native)
             with contextlib.suppress(Exception):  # then the pipeline runs natively, and says why
-                _pipeline_type()
+                _our_class(OURS["LLMPipeline"])
         return getattr(owner, name)(*args, **kwargs)
 
     setattr(owner, name, call)
@@ -63,7 +74,7 @@ def _base_of(native: Any, settings: Settings) -> Any:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if _is_for_daemon(settings, args, kwargs):
-            text = f"{type(self).__name__} derives from LLMPipeline, and the daemon has no such class"
+            text = f"{type(self).__name__} derives from {native.__name__}, and the daemon has no such class"
             if settings.mode == "require":
                 raise RuntimeError(text)
             warnings.warn(f"staticllm attach: {text}: it runs natively", RuntimeWarning, stacklevel=2)
@@ -73,17 +84,19 @@ def _base_of(native: Any, settings: Settings) -> Any:
 
 
 class AttachedType(type):
-    """The class of ``LLMPipeline``: a call returns a pipeline of the daemon, or the native one if the daemon does not take it.
+    """The class of a pipeline: a call returns one of the daemon, or the native one if the daemon does not take it.
 
-    A class that derives from it derives from the native one instead, so that it has its own methods.
+    ``ours`` is the name of our class. A class that derives from it derives from the native one instead, so that it has its own
+    methods.
     """
 
     native: Any
+    ours: str
     base: Any
     settings: Settings
 
     def __new__(cls, name: str, bases: tuple[Any, ...], names: dict[str, Any], **kwargs: Any) -> Any:
-        """Return a class; a native one if it derives from ``LLMPipeline``."""
+        """Return a class; a native one if it derives from an attached one."""
         real = tuple(base.base if isinstance(base, AttachedType) else base for base in bases)
         if real != bases:
             return types.new_class(name, real, kwargs, lambda namespace: namespace.update(names))
@@ -97,17 +110,17 @@ class AttachedType(type):
         if not _is_for_daemon(cls.settings, args, kwargs):
             return cls.native(*args, **kwargs)
         try:
-            return _pipeline_type()(*args, daemon=True, **kwargs)
+            return _our_class(cls.ours)(*args, daemon=True, **kwargs)
         except Exception as error:
             if cls.settings.mode == "require":
                 raise
             lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            warnings.warn(f"staticllm attach: {lines[-1]}: LLMPipeline runs natively", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"staticllm attach: {lines[-1]}: {cls.__name__} runs natively", RuntimeWarning, stacklevel=2)
         return cls.native(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         """Return whether an object is a pipeline of the daemon or a native one."""
-        return isinstance(instance, cls.native) or type(instance).__name__ == "StaticLLMPipeline"
+        return isinstance(instance, cls.native) or type(instance).__name__ == cls.ours
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         """Return whether a class is this one, or derives from the native one."""
@@ -117,13 +130,13 @@ class AttachedType(type):
         return getattr(cls.native, name)
 
 
-def _pipeline_type() -> Any:
-    """Return ``StaticLLMPipeline``, of the program's own environment or of ours. Raises ``ImportError``."""
+def _our_class(name: str) -> Any:
+    """Return a class of staticllm, of the program's own environment or of ours. Raises ``ImportError``."""
     try:
-        return importlib.import_module("staticllm").StaticLLMPipeline
+        return getattr(importlib.import_module("staticllm"), name)
     except ModuleNotFoundError as error:
         if error.name != "staticllm":
             raise
     folder = str(Path(__file__).resolve().parents[2])
     sys.path.append(folder)  # at the end: the program's own packages go first
-    return importlib.import_module("staticllm").StaticLLMPipeline
+    return getattr(importlib.import_module("staticllm"), name)

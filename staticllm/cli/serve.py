@@ -112,7 +112,7 @@ class _PortInUse(click.ClickException):
 @value("--access-log", None, "Write a line of JSON per request to FILE; - for standard error.", metavar="FILE")
 @flag("--otel", "Send spans of OpenTelemetry, to where its own variables (OTEL_…) say.")
 @flag("--supervise", "Run each model in a process of its own, which is started again after a crash.")
-@flag("--daemon", "Run chat models in your daemon, which other programs share.")
+@flag("--daemon", "Run chat and speech models in your daemon, which other programs share.")
 @flag("--random-key", "Make a key that only the ready file or descriptor tells.")
 @value(
     "--ready-fd",

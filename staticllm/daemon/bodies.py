@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
+from staticllm.config import MAX_SEQS
 from staticllm.core import FinishReason
+from staticllm.pipelines.engine.request import MAX_PRIORITY as MAX_REQUEST_PRIORITY
 from staticllm.system.typed import typed
 from staticllm.wire.messages import MAX_PRIORITY, Message, ProtocolError
 
@@ -18,6 +20,9 @@ Name = Annotated[str, Meta(max_length=128, pattern=_NO_ZERO)]
 Priority = Annotated[int, Meta(ge=0, le=2 * MAX_PRIORITY)]
 """A priority plus ``MAX_PRIORITY``."""
 Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+SourceNumber = Annotated[int, Meta(ge=1, le=1 << 62)]
+SmallNumber = Annotated[int, Meta(ge=0, le=1 << 16)]
+RequestPriority = Annotated[int, Meta(ge=-MAX_REQUEST_PRIORITY, le=MAX_REQUEST_PRIORITY)]
 Properties = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
@@ -75,13 +80,21 @@ class Draft(Struct):
     properties: Properties
 
 
+class Speech(Struct):
+    """How a speech model is loaded: the windows that are decoded together, and the layers and heads that find words."""
+
+    num_windows: Annotated[int, Meta(ge=1, le=MAX_SEQS)]
+    heads: Annotated[list[tuple[SmallNumber, SmallNumber]], Meta(max_length=1024)] = []
+
+
 class Language(Struct):
-    """A model directory with an engine."""
+    """A model directory with an engine. ``speech``: of a speech model."""
 
     directory: Text
     candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=8)]
     adapters: Adapters | None = None
     draft: Draft | None = None
+    speech: Speech | None = None
 
 
 class Property(Struct):
@@ -104,9 +117,33 @@ class State(Struct):
 
 
 class Submit(Struct):
-    """The fields of an ``EngineRequest``."""
+    """The fields of an ``EngineRequest``, and the client's number of the source that it sees; 0 without one."""
 
     request: dict[str, Any]
+    source: Number = 0
+
+
+class Hear(Struct):
+    """Bands of a window, from ``first`` on. ``source``: the client's number of it; ``forget``: those of windows that ended."""
+
+    source: SourceNumber
+    first: SmallNumber
+    priority: RequestPriority = 0
+    forget: Annotated[list[SourceNumber], Meta(max_length=64)] = []
+
+
+class Align(Struct):
+    """A text about a source."""
+
+    source: SourceNumber
+    tokens: Annotated[list[int], Meta(min_length=1, max_length=1 << 16)]
+    priority: RequestPriority = 0
+
+
+class Forget(Struct):
+    """A source."""
+
+    source: SourceNumber
 
 
 class Cancel(Struct):

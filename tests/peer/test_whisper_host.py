@@ -19,12 +19,13 @@ import openvino as ov
 import openvino_genai as genai
 import pytest
 
+from staticllm.pipelines.generation.speech_rules import TimestampRules
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, read_mel_config, window_of
 from staticllm.pipelines.speech.results import chunks_of
 from staticllm.pipelines.speech.segments import WindowTimes, segments_of
 from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig, whisper_options
 from staticllm.pipelines.speech.whisper_prompt import NO_LANGUAGE, context_tokens, window_prompt
-from staticllm.pipelines.speech.whisper_rules import TimestampRules, whisper_processors
+from staticllm.pipelines.speech.whisper_rules import whisper_rules
 from staticllm.pipelines.speech.words import (
     alignment_tokens,
     cheapest_starts,
@@ -138,7 +139,9 @@ def test_features_are_those_of_transformers(given, reference, num_mels):
 def test_timestamp_rules_are_those_of_transformers(given, reference, options):
     for row in range(NUM_ROWS):
         logits = given["logits"][row].copy()
-        rules = TimestampRules(options.tokens, options.max_initial_timestamp_index, given[f"generated.{row}"].tolist())
+        rules = TimestampRules(whisper_rules(options, has_timestamps=True).timestamps)
+        for token in given[f"generated.{row}"].tolist():
+            rules.accept(token)
         rules.process(logits)
         np.testing.assert_array_equal(logits, reference["processed"][row])
 
@@ -214,7 +217,7 @@ def transcribed(plain, model, samples, peer, **values):
     place, text, segments = 0, [], []
     while place < features.shape[1]:
         prompt = window_prompt(context, options, NO_LANGUAGE, place == 0, has_timestamps).tokens
-        processors = whisper_processors(options, 51864, has_timestamps)
+        processors = whisper_rules(options, has_timestamps).processors(51864)
         window = window_of(features, place, mel.window_frames)
         tokens = plain.decode(window, prompt, processors, options.tokens.eos)
         if not has_timestamps:

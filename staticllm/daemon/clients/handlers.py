@@ -13,14 +13,15 @@ import numpy as np
 from staticllm.children.answers import failed, refused
 from staticllm.daemon import bodies
 from staticllm.daemon.bodies import read_body
+from staticllm.daemon.clients.blocks import TensorSender
 from staticllm.daemon.clients.session import Session
-from staticllm.daemon.clients.streams import OutputStream
+from staticllm.daemon.clients.sources import SourceHandlers
+from staticllm.daemon.clients.streams import OutputStream, SourceNumbers
 from staticllm.daemon.infer_request import Array, InferRequest
-from staticllm.daemon.models.sources import language_source_of, source_of
+from staticllm.daemon.models.sources import directory_source_of, source_of
 from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
-from staticllm.wire.blocks import block_size
-from staticllm.wire.channel import Channel, NoRoomError
+from staticllm.wire.channel import Channel
 from staticllm.wire.messages import MAX_PRIORITY, Kind, Message, ProtocolError, encode_value
 
 Handlers = Mapping[Kind, Callable[[Message], Message | None]]
@@ -50,7 +51,7 @@ class ModelHandlers:
     def _hold(self, message: Message) -> Message:
         is_language = "directory" in message.body
         try:
-            handle, model = self._session.hold(language_source_of(message) if is_language else source_of(message))
+            handle, model = self._session.hold(directory_source_of(message) if is_language else source_of(message))
         except (ProtocolError, BusyError):
             raise
         except Exception as error:
@@ -76,7 +77,7 @@ class InferHandlers:
     def __init__(self, session: Session, channel: Channel, lock: threading.Lock) -> None:
         self._session = session
         self._channel = channel
-        self._send_lock = lock
+        self._tensors = TensorSender(session, channel, lock)
         self._request: InferRequest | None = None
         self.handlers: Handlers = {
             Kind.REQUEST: self._open, Kind.INFER: self._infer, Kind.RESET: self._reset, Kind.PROFILE: self._profile,
@@ -112,17 +113,8 @@ class InferHandlers:
                 self._session.count_request(-1)
                 raise
         if wanted > self._channel.block_bytes:
-            self._grow(wanted)
+            self._tensors.grow(wanted)
         return Message(Kind.OK, body={"request": 1})
-
-    def _grow(self, wanted: int) -> None:
-        old = self._channel.block_bytes
-        new = block_size(wanted)
-        self._session.count_block(new - old)
-        try:
-            self._channel.grow(wanted)
-        finally:
-            self._session.count_block(self._channel.block_bytes - new)
 
     def _own(self) -> InferRequest:
         if self._request is None:
@@ -139,16 +131,7 @@ class InferHandlers:
             inputs[index] = array
         result = request.call(inputs, session.priority, message.body.get("wanted") == "last")
         session.usage.add_calls(1, result.times.queued, sum(array.nbytes for array in result.outputs))
-        self._send(Message(Kind.DONE, number=message.number, time=result.times.taken), result.outputs)
-
-    def _send(self, message: Message, arrays: list[Array]) -> None:
-        """Send arrays, in a larger block if they need one."""
-        with self._send_lock:
-            try:
-                self._channel.send_tensors(message, arrays, range(len(arrays)))
-            except NoRoomError as error:
-                self._grow(error.size)
-                self._channel.send_tensors(message, arrays, range(len(arrays)))
+        self._tensors.send(Message(Kind.DONE, number=message.number, time=result.times.taken), result.outputs)
 
     def _reset(self, _: Message) -> Message:
         self._own().reset()
@@ -158,7 +141,9 @@ class InferHandlers:
         return Message(Kind.OK, body={"names": self._own().state_names()})
 
     def _get_state(self, message: Message) -> None:
-        self._send(Message(Kind.DONE), [np.asarray(self._own().get_state(read_body(message, bodies.State).index))])
+        self._tensors.send(
+            Message(Kind.DONE), [np.asarray(self._own().get_state(read_body(message, bodies.State).index))]
+        )
 
     def _set_state(self, message: Message) -> Message:
         ((_, values),) = self._channel.tensors_of(message)
@@ -184,8 +169,10 @@ class RequestHandlers:
         self._channel = channel
         self._send_lock = lock
         self._stream: OutputStream | None = None
+        self._sources = SourceHandlers(session, channel, self._opened)
         self.handlers: Handlers = {
             Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot, Kind.CLAIM: self._claim,
+            **self._sources.handlers,
         }  # fmt: skip
 
     def stop(self) -> None:
@@ -194,19 +181,26 @@ class RequestHandlers:
             self._stream.stop()
 
     def close(self) -> None:
-        """Cancel all requests, and end the thread of their outputs."""
+        """Cancel all requests, give their sources back, and end the thread of their outputs."""
+        self._sources.close()
         if self._stream is not None:
             self._session.follow(self._stream, None)
             self._stream.close()
 
     def _submit(self, message: Message) -> Message:
-        values = read_body(message, bodies.Submit).request
+        asked = read_body(message, bodies.Submit)
         model = self._session.language_model(message.handle)
+        model.check_source(asked.source)
+        source = SourceNumbers(asked.source, self._sources.number_of(asked.source, model))
+        times = self._opened().submit(model, message.number, asked.request, source)
+        return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
+
+    def _opened(self) -> OutputStream:
+        """Return the stream of the connection, which begins with its first request."""
         if self._stream is None:
             self._stream = OutputStream(self._channel, self._send_lock, self._session)
             self._session.follow(self._stream, self._stream.set_priority)
-        times = self._stream.submit(model, message.number, values)
-        return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
+        return self._stream
 
     def _cancel(self, message: Message) -> Message:
         asked = read_body(message, bodies.Cancel)

@@ -13,6 +13,7 @@ from staticllm.daemon.bodies import Claim
 from staticllm.daemon.limits import DaemonLimits
 from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.daemon.models.plain import PlainModel
+from staticllm.daemon.models.speech_service import SpeechService
 from staticllm.daemon.models.table import ModelTable, SharedModel, WantedModel
 from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.device_scheduler import ClientId
@@ -61,6 +62,7 @@ class Session:
         self._claiming: dict[int, LanguageModel] = {}  # those with claims of this client, by handle
         self._handles = count(1)
         self._num_requests = 0
+        self._num_sources: dict[int, int] = {}  # by the model's number
         self._block_bytes = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -110,6 +112,13 @@ class Session:
             raise ConfigError(f"model {handle} takes no requests: it was not loaded as a language model")
         return model
 
+    def speech_model(self, handle: int) -> SpeechService:
+        """Return a speech model. Raises ``ConfigError`` if it is another one."""
+        model = self.model(handle)
+        if not isinstance(model, SpeechService):
+            raise ConfigError(f"model {handle} hears nothing: it was not loaded as a speech model")
+        return model
+
     def claim(self, handle: int, asked: Claim) -> None:
         """Keep a conversation of a session longer than others while the client holds the model. Raises ``ConfigError``."""
         model = self.language_model(handle)
@@ -155,6 +164,14 @@ class Session:
                     f"this program has {self._num_requests} infer requests, the limit is {self._limits.requests}: drop some"
                 )
             self._num_requests += change
+
+    def count_source(self, model: int, change: int, limit: int) -> None:
+        """Count a source of a model that is added (1) or removed (-1). Raises ``BusyError`` (the client has too many)."""
+        with self._lock:
+            count = self._num_sources.get(model, 0)
+            if count + change > limit:
+                raise BusyError(f"this program has {count} windows of the model, the limit is {limit}: forget one")
+            self._num_sources[model] = count + change
 
     def count_block(self, change: int) -> None:
         """Count the bytes of shared memory that are added or, if negative, freed. Raises ``BusyError``."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from staticllm.children.answers import refused
 from staticllm.core import FinishReason
+from staticllm.daemon.clients.blocks import TensorSender
 from staticllm.daemon.clients.session import Session
+from staticllm.daemon.infer_request import Array
 from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.errors import BusyError, ClosedError
 from staticllm.pipelines.engine.request import CompileTimes, Finished, Output, OutputQueue, TokenOutput, output_to_dict
@@ -27,12 +30,34 @@ MAX_BACKLOG = 1 << 16
 """The most outputs that wait for a client to read; beyond them its requests are cancelled."""
 
 
+class SourceNumbers(NamedTuple):
+    """A source that a request sees: the client's number of it, and the engine's; 0 without one."""
+
+    of_client: int = 0
+    of_engine: int = 0
+
+
+NO_SOURCE = SourceNumbers()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer that comes later than the next question, and its tensors, if it has some."""
+
+    message: Message
+    arrays: Sequence[Array] = ()
+
+
 @dataclass
 class Running:
-    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left."""
+    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left.
+
+    ``source``: the client's number of the source that it sees; 0 without one.
+    """
 
     model: LanguageModel
     id: int
+    source: int
     priority: int
     num_left: int
     submitted: float
@@ -44,32 +69,38 @@ class OutputStream:
 
     def __init__(self, channel: Channel, lock: threading.Lock, session: Session) -> None:
         self._channel = channel
+        self._tensors = TensorSender(session, channel, lock)
         self._channel_lock = lock
         self._session = session
-        self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[tuple[int, Output] | Answer | None] = queue.SimpleQueue()
         self._running: dict[int, Running] = {}  # by the client's number
         self._is_broken = False
         self._breaking = threading.Lock()
         self._thread = start_thread(self._run, "staticllm-stream")
 
-    def submit(self, model: LanguageModel, number: int, values: Mapping[str, Any]) -> CompileTimes | None:
+    def submit(
+        self, model: LanguageModel, number: int, values: Mapping[str, Any], source: SourceNumbers = NO_SOURCE
+    ) -> CompileTimes | None:
         """Submit a request of the client; its outputs follow under the client's own ``number``.
 
-        Return what its grammar took to compile; None without one. Raises ``BusyError`` (the client or the engine has too
-        many requests) and ``PromptError``, ``ConfigError`` (the request is not one).
+        ``source``: the one that the request sees. Return what its grammar took to compile; None without one. Raises
+        ``BusyError`` (the client or the engine has too many requests) and ``PromptError``, ``ConfigError`` (the request is not
+        one).
         """
         if len(self._running) >= MAX_RUNNING:
             raise BusyError(f"this program has {MAX_RUNNING} requests that have not ended: wait for one")
         if number in self._running:
             raise BusyError(f"request {number} has not ended")
-        request = model.request_of(values)
+        request = replace(model.request_of(values), source=source.of_engine)
         asked = request.priority
         session = self._session
         priority = session.priority
         request = replace(request, priority=asked + priority, owner=session.client.number)
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._add(number, output))
-        self._running[number] = Running(model, request.id, asked, request.num_sequences, time.perf_counter())
+        self._running[number] = Running(
+            model, request.id, source.of_client, asked, request.num_sequences, time.perf_counter()
+        )
         try:
             model.engine.submit(request, outputs)
         except BaseException:
@@ -83,6 +114,16 @@ class OutputStream:
         """End a request, or one of its answers; unknown ones are ignored."""
         if (found := self._running.get(number)) is not None:
             found.model.engine.cancel(found.id, index, reason)
+
+    def cancel_about(self, source: int) -> None:
+        """End the requests that see a source of the client."""
+        for each in tuple(self._running.values()):
+            if each.source == source:
+                each.model.engine.cancel(each.id)
+
+    def answer(self, answer: Answer) -> None:
+        """Send an answer soon. Any thread may call: it does not wait."""
+        self._put(answer)
 
     def set_priority(self, priority: int) -> None:
         """Change the client's priority in its requests that have not ended. Any thread may call."""
@@ -105,7 +146,10 @@ class OutputStream:
 
     def _add(self, number: int, output: Output) -> None:
         """Add an output; runs on the engine's thread, because the stream's own waits in ``send`` if the client does not read."""
-        self._outputs.put((number, output))
+        self._put((number, output))
+
+    def _put(self, item: tuple[int, Output] | Answer) -> None:
+        self._outputs.put(item)
         if self._outputs.qsize() > MAX_BACKLOG:
             self._break()
 
@@ -124,6 +168,9 @@ class OutputStream:
 
     def _run(self) -> None:
         while (first := self._outputs.get()) is not None:
+            if isinstance(first, Answer):
+                self._send_answer(first)
+                continue
             batch, is_ended = self._batch(first)
             for number, outputs in batch.items():
                 self._send(number, outputs)
@@ -140,8 +187,30 @@ class OutputStream:
                 return batch, False
             if item is None:
                 return batch, True
+            if isinstance(item, Answer):
+                self._send_answer(item)
+                continue
             batch.setdefault(item[0], []).append(item[1])
         return batch, False
+
+    def _send_answer(self, answer: Answer) -> None:
+        if self._is_broken:
+            return
+        try:
+            if answer.arrays:
+                self._send_arrays(answer)
+            else:
+                with self._channel_lock:
+                    self._channel.send(answer.message)
+        except OSError:
+            self._break()
+
+    def _send_arrays(self, answer: Answer) -> None:
+        try:
+            self._tensors.send(answer.message, answer.arrays)
+        except BusyError as error:  # no shared memory is left for the client
+            with self._channel_lock:
+                self._channel.send(replace(refused(error), number=answer.message.number))
 
     def _send(self, number: int, outputs: list[Output]) -> None:
         self._count_tokens(number, outputs)

@@ -61,12 +61,18 @@ class LanguageModel:
             raise ConfigError(f"a request with wrong fields: {error}") from None
         limit = self.launched.config.max_seq_len
         ids = request.prompt
-        if not 0 < len(ids) <= limit or not self._are_tokens(ids):
+        if not 0 < len(ids) <= limit or not self.are_tokens(ids):
             last = self.launched.vocab_size - 1
             raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {last}")
         return request
 
-    def _are_tokens(self, ids: Sequence[object]) -> bool:
+    def check_source(self, source: int) -> None:
+        """Check whether a request may see a source; 0 is none. Raises ``PromptError``."""
+        if source:
+            raise PromptError("the request names a source, and the model is no speech model")
+
+    def are_tokens(self, ids: Sequence[object]) -> bool:
+        """Return whether all ids are tokens of the model."""
         vocab = self.launched.vocab_size
         return all(type(id) is int and 0 <= id < vocab for id in ids)
 
@@ -98,7 +104,7 @@ class LanguageModel:
 
     def claim(self, client: str, asked: Claim) -> None:
         """Keep a conversation of a session of ``client`` longer than others. Raises ``ConfigError`` (a field is wrong)."""
-        if not self._are_tokens(asked.tokens):
+        if not self.are_tokens(asked.tokens):
             raise ConfigError("CLAIM: tokens must be those of the model")
         check_scales(asked.adapters, self._num_adapters)
         self.engine.claim(asked.session, asked.tokens, tuple(asked.adapters), owner=client)

@@ -20,6 +20,7 @@ from staticllm.model_dir import check_ir, weights_of, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.draft_source import DraftSource
+from staticllm.pipelines.speech.speech_files import DECODER, DECODER_WITH_PAST, ENCODER
 from staticllm.wire.messages import Message, ProtocolError
 
 Value = str | int | float | bool
@@ -142,13 +143,7 @@ class LanguageSource:
         return weights + draft + factor * sum(adapter.num_bytes for adapter in self.adapters)
 
     def identity(self) -> tuple[object, ...]:
-        stamps = []
-        for path in self._files():
-            try:
-                found = path.stat()
-            except OSError as error:
-                raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-            stamps.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        stamps = [_stamp_of(path) for path in self._files()]
         return ("language model", str(self.directory), tuple(stamps), self.text)
 
     def loadable(self) -> list[Candidate]:
@@ -167,9 +162,56 @@ class LanguageSource:
             yield weights_of(self.draft.models_path)
 
 
-def language_source_of(message: Message) -> LanguageSource:
+@dataclass(frozen=True)
+class SpeechSource:
+    """The directory of a speech model as a client names it, the devices to try, and their configs as JSON types.
+
+    ``text`` is all that the client said about it as JSON, for comparing. ``num_windows``: the windows that are decoded together.
+    ``heads``: layer and head of the attentions that find words.
+    """
+
+    directory: Path
+    candidates: tuple[Candidate, ...]
+    text: str
+    num_windows: int
+    heads: tuple[tuple[int, int], ...]
+
+    @property
+    def xml(self) -> Path:
+        return self.directory / ENCODER
+
+    @property
+    def device(self) -> str:
+        return ",".join(candidate.device for candidate in self.candidates)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the weights."""
+        return sum(path.stat().st_size for path in self._files() if path.suffix == ".bin")
+
+    def identity(self) -> tuple[object, ...]:
+        stamps = [_stamp_of(path) for path in self._files()]
+        return ("speech model", str(self.directory), tuple(stamps), self.text)
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files of the encoder and the decoder, and those that describe them."""
+        for name in (ENCODER, DECODER, DECODER_WITH_PAST):
+            if (self.directory / name).is_file():
+                yield self.directory / name
+                yield (self.directory / name).with_suffix(".bin")
+        yield self.directory / "config.json"
+
+
+def directory_source_of(message: Message) -> LanguageSource | SpeechSource:
     """Return the checked source that a ``MODEL`` message names. Raises ``ProtocolError`` and ``ConfigError``."""
     asked = read_body(message, bodies.Language)
+    if asked.speech is not None:
+        if asked.adapters is not None or asked.draft is not None:
+            raise ConfigError("a speech model takes no adapters and no draft model: leave them out")
+        text = json.dumps(msgspec.to_builtins([asked.candidates, asked.speech]), sort_keys=True)
+        candidates = tuple(map(_candidate, asked.candidates))
+        heads = tuple(asked.speech.heads)
+        return SpeechSource(_path_of(asked.directory), candidates, text, asked.speech.num_windows, heads)
     adapters = asked.adapters or bodies.Adapters()
     draft = asked.draft
     return LanguageSource(
@@ -180,6 +222,15 @@ def language_source_of(message: Message) -> LanguageSource:
         adapters.is_fused,
         None if draft is None else DraftSource(_path_of(draft.directory), draft.device, draft.properties),
     )
+
+
+def _stamp_of(path: Path) -> tuple[int, ...]:
+    """Return what changes with a file. Raises ``ModelError`` (it cannot be read)."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _path_of(text: str) -> Path:

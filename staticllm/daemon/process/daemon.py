@@ -24,7 +24,8 @@ from staticllm.daemon.limits import DaemonLimits, default_limits
 from staticllm.daemon.models.compiling import compile_model, read
 from staticllm.daemon.models.language_model import LanguageModel, compile_language_model
 from staticllm.daemon.models.plain import PlainModel
-from staticllm.daemon.models.sources import LanguageSource, ModelSource
+from staticllm.daemon.models.sources import LanguageSource, ModelSource, SpeechSource
+from staticllm.daemon.models.speech_service import compile_speech_model
 from staticllm.daemon.models.table import Compile, ModelTable
 from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices, Timeline, is_virtual
@@ -293,13 +294,15 @@ class Daemon:
 
 
 def compile_source(
-    source: ModelSource | LanguageSource, id: int, devices: Devices, on_progress: OnProgress
+    source: ModelSource | LanguageSource | SpeechSource, id: int, devices: Devices, on_progress: OnProgress
 ) -> LanguageModel | PackedModel | PlainModel:
     """Compile the model of a client, with the number ``id``; only engines report progress.
 
     Raises ``StaticLLMError`` (it cannot be read, or the device is missing or refuses it) and ``RuntimeError`` (OpenVINO
     refuses it).
     """
+    if isinstance(source, SpeechSource):
+        return compile_speech_model(source, id, devices, on_progress)
     if isinstance(source, LanguageSource):
         return compile_language_model(source, id, devices, on_progress)
     if source.mode == "auto" and read(source.xml, source.weights).get_variables():

@@ -292,7 +292,7 @@ class ModelHub:
         home = HOMES.get(self._settings.runs_in)
         if home is None or not model.kind.has_engine:
             if home is ModelHome and model.spec.name not in self._told_of:
-                _log.warning("%r runs in the server's process: --daemon is for chat models", model.spec.name)
+                _log.warning("%r runs in the server's process: --daemon is for chat and speech models", model.spec.name)
                 self._told_of.add(model.spec.name)
             return None
         loop = asyncio.get_running_loop()

@@ -167,8 +167,9 @@ class ChatKind(ServedKind):
 
 
 class SpeechKind(ServedKind):
-    """Speech models. Their calls are jobs of the engine of their device, like those of encoders."""
+    """Speech models. In the server's process, their calls are jobs of the engine of their device, like those of encoders."""
 
+    has_engine = True
     model_files = (ENCODER, DECODER)
 
     def check(self, directory: Path) -> Path:
@@ -179,11 +180,12 @@ class SpeechKind(ServedKind):
         return SourceKind.fits(model, directory)
 
     def load(self, wanted: Wanted) -> StaticWhisperPipeline:
-        engine = None if wanted.engines is None else wanted.engines.of(wanted.device.partition(",")[0])
-        config = dict(wanted.properties)
+        engines = None if wanted.daemon else wanted.engines
+        engine = None if engines is None else engines.of(wanted.device.partition(",")[0])
         return StaticWhisperPipeline(
-            wanted.path, wanted.device, config=config, engine=engine, on_progress=wanted.on_progress
-        )
+            wanted.path, wanted.device, config=dict(wanted.properties), engine=engine, on_progress=wanted.on_progress,
+            daemon=wanted.daemon,
+        )  # fmt: skip
 
     def option_names(self, device: str) -> frozenset[str]:
         lengths = {"MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"}  # which follow from the model's windows

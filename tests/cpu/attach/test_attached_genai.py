@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 
+import numpy as np
 import pytest
 from support.models.lora_files import Lora
+from support.models.whisper_directory import sound, write_whisper
 
 from staticllm import demo_model_path
 from tests.support.attach.attached_programs import daemon_environment, last_json, run
@@ -75,6 +78,73 @@ def test_a_genai_program_has_its_adapters_and_its_draft_model_in_the_daemon(envi
     assert native[:2] == ["LLMPipeline"] * 2
     assert attached == ["StaticLLMPipeline"] * 2 + native[2:]
     assert native[2] != native[3]
+
+
+WHISPER = """
+import json, sys
+import numpy as np
+import openvino_genai
+from openvino_genai import WhisperPipeline
+samples = np.load(sys.argv[2]).tolist()
+pipe = openvino_genai.WhisperPipeline(sys.argv[1], "CPU", INFERENCE_PRECISION_HINT="f32")
+config = pipe.get_generation_config()
+pieces = []
+pipe.generate(samples[:8000], config, lambda text: pieces.append(text) and None)
+found = pipe.generate(samples, return_timestamps=True, task="translate", language="<|de|>")
+tokens = openvino_genai.WhisperPipeline(sys.argv[1], device="CPU").get_tokenizer().encode("were").input_ids.data.tolist()
+print(json.dumps({
+    "class": type(pipe).__name__, "is": isinstance(pipe, WhisperPipeline), "text": "".join(pieces), "found": str(found),
+    "chunks": [[chunk.start_ts, chunk.end_ts, chunk.text] for chunk in found.chunks],
+    "language": found.language, "tokens": tokens,
+}))
+"""
+
+
+def test_a_genai_program_has_its_speech_model_in_the_daemon(environment, tmp_path):
+    """With this seed, no two tokens are so close that the last bits of the features choose."""
+    directory = write_whisper(tmp_path / "whisper", seed=2)
+    np.save(tmp_path / "sound.npy", sound(2.5, 3))
+    native, attached = (
+        last_json(run(environment, "-c", WHISPER, directory, tmp_path / "sound.npy", mode=mode))
+        for mode in ("off", "require")
+    )
+    assert (native.pop("class"), attached.pop("class")) == ("WhisperPipeline", "StaticWhisperPipeline")
+    for found in (native, attached):
+        found["chunks"] = [[round(start, 3), round(end, 3), text] for start, end, text in found["chunks"]]
+    assert attached == native
+    assert native["is"]
+    assert native["text"]
+    assert len(native["chunks"]) > 1
+
+
+OWN_CLASS = """
+import json, sys, openvino_genai
+class Mine(openvino_genai.WhisperPipeline):
+    pass
+pipe = Mine(sys.argv[1], "CPU")
+print(json.dumps([type(pipe).__name__, isinstance(pipe, openvino_genai.WhisperPipeline), hasattr(pipe, "submit")]))
+"""
+
+
+def test_a_class_of_the_program_that_derives_from_a_speech_pipeline_runs_natively(environment, tmp_path):
+    done = run(environment, "-c", OWN_CLASS, write_whisper(tmp_path / "whisper"))
+    assert last_json(done) == ["Mine", True, False]
+    assert "Mine derives from WhisperPipeline" in done.stderr
+
+
+def test_a_speech_model_that_the_daemon_does_not_take_runs_natively(environment, tmp_path):
+    """Its config has no ``max_target_positions``, which GenAI does not read."""
+    directory = write_whisper(tmp_path / "whisper")
+    config = json.loads((directory / "config.json").read_text())
+    del config["max_target_positions"]
+    (directory / "config.json").write_text(json.dumps(config))
+    program = (
+        "import json, sys, openvino_genai; "
+        "print(json.dumps(type(openvino_genai.WhisperPipeline(sys.argv[1], 'CPU')).__name__))"
+    )
+    done = run(environment, "-c", program, directory)
+    assert last_json(done) == "WhisperPipeline"
+    assert "max_target_positions" in done.stderr and "WhisperPipeline runs natively" in done.stderr
 
 
 def test_a_genai_model_that_the_daemon_does_not_take_runs_natively(environment, tmp_path):

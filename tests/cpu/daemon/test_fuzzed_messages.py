@@ -15,11 +15,14 @@ import numpy as np
 import openvino as ov
 import psutil
 import pytest
+from support.models.speech_model import BANDS, COLUMNS
+from support.models.whisper_directory import write_whisper
 
 import staticllm
 from staticllm.daemon.process import daemon as process
 from staticllm.pipelines.daemon_client.remote_launch import _plain
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
 from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.wire import endpoint, tensors
 from staticllm.wire.blocks import Block
@@ -57,12 +60,16 @@ def call_of(names):
 class Bodies:
     """Valid messages for each kind of connection."""
 
-    def __init__(self, plain_model, names):
+    def __init__(self, plain_model, names, speech_model):
         self._model = {"path": str(plain_model), "device": "CPU", "config": {}, "mode": "auto"}
         self._names = names
         (candidate,) = resolve_candidates("CPU", None, LANGUAGE)
         body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
         self.language = {"directory": str(staticllm.demo_model_path()), "candidates": [body]}
+        (candidate,) = resolve_candidates("CPU", None, EXACT)
+        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        speech = {"num_windows": 3, "heads": [[0, 0]]}
+        self.speech = {"directory": str(speech_model), "candidates": [body], "speech": speech}
 
     def of(self, mode):
         every = [
@@ -80,6 +87,8 @@ class Bodies:
             identity = {"model": "x"}
             snapshot = {"action": "load", "path": "/nowhere/x", "key": "00", "identity": identity, "tokens": [1, 2]}
             return [*every, *[submit] * 6, Message(Kind.SNAPSHOT, 1, body=snapshot)]
+        if mode == "speech":
+            return [*every, *self._of_speech()]
         arrays = [ROWS] if mode == "plain" else call_of(self._names)
         infer, state = with_tensors(Kind.INFER, arrays), with_tensors(Kind.SET_STATE, [ROWS], index=0)
         written = with_tensors(Kind.SET_STATE, [ROWS], index=0, in_place=True)
@@ -88,6 +97,26 @@ class Bodies:
             *every, *[infer, last] * 4, Message(Kind.RESET, 1), Message(Kind.STATES, 1), Message(Kind.PROFILE, 1), state, written,
             Message(Kind.GET_STATE, 1, body={"index": 0}), Message(Kind.RESET_STATE, 1, body={"index": 0}),
         ]  # fmt: skip
+
+    def _of_speech(self):
+        rules = SpeechRules((1,), (2, 3), (4, 5, 6), TimestampParams(7, 9, 3))
+        request = EngineRequest((1, 2, 3), max_new_tokens=3, rules=rules).to_dict()
+        features = np.zeros((BANDS, COLUMNS), np.float32)
+        parts = [
+            with_tensors(Kind.HEAR, [features], source=source, first=0, priority=1, forget=[3]) for source in (1, 2)
+        ]
+        parts += [
+            with_tensors(Kind.HEAR, [features[:2]], source=3, first=0),
+            with_tensors(Kind.HEAR, [features[2:]], source=3, first=2),
+        ]
+        submits = [Message(Kind.SUBMIT, 1, 5, body={"request": request, "source": source}) for source in (1, 2, 3)]
+        aligned = Message(Kind.ALIGN, 1, 6, body={"source": 1, "tokens": [1, 2, 3], "priority": 0})
+        return [
+            *parts * 2,
+            *submits * 2,
+            *[aligned] * 3,
+            *[Message(Kind.FORGET, body={"source": n}) for n in (1, 2, 3)],
+        ]
 
 
 def changed_value(rng, value):
@@ -141,8 +170,8 @@ def fuzzed(rng, message):
 def open_client(bodies, mode, plain_model):
     """Return a client, and its connection that takes messages about a model of this mode."""
     client = RawClient()
-    if mode == "language":
-        assert client.ask(Kind.MODEL, **bodies.language).body.get("model") == 1
+    if mode in ("language", "speech"):
+        assert client.ask(Kind.MODEL, **getattr(bodies, mode)).body.get("model") == 1
         return client, client
     path = plain_model if mode == "plain" else staticllm.demo_model_path() / "openvino_model.xml"
     more = {"config": STATEFUL, "mode": "exact" if mode == "stateful" else "auto"} if mode != "plain" else {}
@@ -201,7 +230,7 @@ def honest(path, daemon):
             yield check, names
 
 
-@pytest.mark.parametrize("mode", ["plain", "stateful", "packed", "language"])
+@pytest.mark.parametrize("mode", ["plain", "stateful", "packed", "language", "speech"])
 def test_damaged_messages_harm_no_other_client_and_leave_nothing(mode, monkeypatch, tmp_path, plain_model, num_cases):
     monkeypatch.setattr(process, "TICK_SECONDS", 0.1)
     path = staticllm.demo_model_path() / "openvino_model.xml"
@@ -209,7 +238,7 @@ def test_damaged_messages_harm_no_other_client_and_leave_nothing(mode, monkeypat
         daemon_thread(monkeypatch, tmp_path / "run", clients=8, block_bytes=1 << 24, idle_model_seconds=0.2) as daemon,
         honest(path, daemon) as (check, names),
     ):
-        bodies = Bodies(plain_model, names)
+        bodies = Bodies(plain_model, names, write_whisper(tmp_path / "whisper"))
         attack(
             random.Random(0), bodies, mode, plain_model, 20
         )  # what is made once, such as pools of threads, exists now

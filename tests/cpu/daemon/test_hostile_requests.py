@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -12,6 +13,7 @@ from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
 from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.testing import fake_pipeline
 
@@ -24,6 +26,8 @@ NESTED = {
     "sampling": EngineRequest(PROMPT).to_dict()["sampling"],
     "beams": EngineRequest(PROMPT, beams=BeamParams(3)).to_dict()["beams"],
     "drafts": EngineRequest(PROMPT, drafts=DraftParams(3, 5)).to_dict()["drafts"],
+    "rules": EngineRequest(PROMPT, rules=SpeechRules((1,), (2,), (3, 4))).to_dict()["rules"],
+    "timestamps": asdict(TimestampParams(2, 20, 5)),
     "grammar": EngineRequest(PROMPT, grammar=Grammar("regex", "[0-9]{2}")).to_dict()["grammar"],
 }
 
@@ -74,7 +78,8 @@ def test_a_wrong_field_ends_no_other_request(model, name):
 def test_a_wrong_part_of_a_field_ends_no_other_request(model, part):
     for name in NESTED[part]:
         for value in HOSTILE:
-            check(model, plain(**{part: {**NESTED[part], name: value}}))
+            changed = {part: {**NESTED[part], name: value}}
+            check(model, plain(**({"rules": changed} if part == "timestamps" else changed)))
 
 
 def test_a_client_cannot_choose_the_id_of_its_request(model):
@@ -153,6 +158,14 @@ def test_the_daemon_takes_what_a_program_takes(model, monkeypatch, name):
             {"sampling": {**NESTED["sampling"], "dry_breakers": [[1 << 31]]}},
             "^dry_sequence_breakers=.*must be token ids",
         ),
+        ({"rules": {"suppress_tokens": [-1]}}, "^suppress_tokens=.*must be at most 262144 token ids from 0"),
+        ({"rules": {"allowed_tokens": [1 << 31]}}, "^allowed_tokens=.*must be at most 262144 token ids from 0"),
+        (
+            {"rules": {"begin_suppress_tokens": [1] * 262145}},
+            "^begin_suppress_tokens=.*must be at most 262144 token ids",
+        ),
+        ({"rules": {"timestamps": {"eos": 5, "begin": 0}}}, "^timestamps.begin=0: must be a whole number from 1 to"),
+        ({"rules": {"timestamps": {"eos": -1, "begin": 9}}}, "^timestamps.eos=-1: must be a whole number from 0 to"),
         (
             {"beams": {**NESTED["beams"], "length_penalty": 1.1e3}},
             "^length_penalty=1100.0: must be a number from -1000",

@@ -11,13 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from staticllm.pipelines.generation.beam_search import BeamRules
+from staticllm.pipelines.generation.options.table import SamplingParams
+from staticllm.pipelines.generation.sampler import Sampler
+from staticllm.pipelines.generation.speech_rules import TimestampParams, TimestampRules
 from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig, WhisperTokens, whisper_options
-from staticllm.pipelines.speech.whisper_rules import (
-    TimestampRules,
-    detected_language,
-    no_speech_probability,
-    whisper_processors,
-)
+from staticllm.pipelines.speech.whisper_rules import language_of, language_rules, no_speech_rules, whisper_rules
 
 TOKENS = WhisperTokens(eos=10, no_timestamps=13, languages={"en": 11, "de": 12})
 BEGIN, VOCAB = 14, 24  # ten timestamps
@@ -55,21 +53,18 @@ def plainly(logits, generated, max_initial):
 def test_rules_are_those_of_the_definition(generated, values, max_initial):
     assume(abs(sum(math.exp(value) for value in values[BEGIN:]) - math.exp(max(values[:BEGIN]))) > 1e-3)
     logits = np.array(values, np.float32)
-    rules = TimestampRules(TOKENS, max_initial)
+    rules = TimestampRules(TimestampParams(TOKENS.eos, BEGIN, max_initial))
     for token in generated:
         rules.accept(token)
     rules.process(logits)
     np.testing.assert_allclose(logits, plainly(values, generated, max_initial))
-    again = np.array(values, np.float32)
-    TimestampRules(TOKENS, max_initial, generated).process(again)
-    np.testing.assert_array_equal(again, logits)
 
 
 def test_beams_copy_the_processors_of_a_model():
     options = options_of(suppress_tokens=[1])
     begin = options.tokens.timestamp_begin
     vocab_size = begin + 10
-    rules = BeamRules(whisper_processors(options, vocab_size, has_timestamps=True))
+    rules = BeamRules(whisper_rules(options, has_timestamps=True).processors(vocab_size))
     rules.accept(begin + 2)
     other = rules.clone()
     rules.accept(5)
@@ -83,7 +78,7 @@ def test_beams_copy_the_processors_of_a_model():
 
 def test_greedy_decoding_of_random_logits_makes_pairs():
     random = np.random.default_rng(0)
-    rules = TimestampRules(TOKENS, 3)
+    rules = TimestampRules(TimestampParams(TOKENS.eos, BEGIN, 3))
     generated = []
     for _ in range(60):
         logits = random.normal(0, 3, VOCAB).astype(np.float32)
@@ -105,7 +100,7 @@ def options_of(**values):
 def test_suppressed_tokens():
     options = options_of(suppress_tokens=[1, 5, 99999], begin_suppress_tokens=[2])
     logits = np.zeros(60, np.float32)
-    processors = whisper_processors(options, 60, has_timestamps=False)
+    processors = whisper_rules(options, has_timestamps=False).processors(60)
     for each in processors:
         assert each.is_active
         each.process(logits)
@@ -115,37 +110,36 @@ def test_suppressed_tokens():
     assert [each.remedy for each in processors] == ["shorten begin_suppress_tokens", "shorten suppress_tokens"]
 
 
-def test_a_window_that_goes_on_is_past_its_beginning():
-    options = options_of(begin_suppress_tokens=[2])
-    (rules,) = whisper_processors(options, 51865, has_timestamps=True, generated=[50364, 9])
-    logits = np.zeros(51865, np.float32)
-    rules.process(logits)
-    assert not np.isfinite(logits[50364])
-    assert np.isfinite(logits[50365])
-
-
 def test_no_options_no_processors():
-    assert whisper_processors(options_of(), 51865, has_timestamps=False) == []
+    assert whisper_rules(options_of(), has_timestamps=False).processors(51865) == []
+
+
+def first_choice(rules, logits):
+    return Sampler(SamplingParams(wants_logprobs=True), rules.processors(VOCAB), np.random.default_rng(0)).sample(
+        logits
+    )
 
 
 def test_the_language_is_the_most_likely_of_the_known_ones():
     logits = np.zeros(VOCAB, np.float32)
     logits[[3, 11, 12]] = 9, 1, 2
-    assert detected_language(logits, TOKENS) == "de"
+    assert language_of(first_choice(language_rules(TOKENS), logits).token, TOKENS) == "de"
 
 
 def test_the_probability_of_no_speech():
     logits = np.random.default_rng(0).normal(0, 5, VOCAB).astype(np.float32)
     expected = np.exp(logits.astype(np.float64))
-    assert no_speech_probability(logits, TOKENS) == pytest.approx(expected[12] / expected.sum(), rel=1e-5)
-    logits[:] = -np.inf
+    found = first_choice(no_speech_rules(TOKENS), logits)
+    assert math.exp(found.logprob) == pytest.approx(expected[12] / expected.sum(), rel=1e-5)
+    logits[:] = -1e30
     logits[12] = 500.0
-    assert no_speech_probability(logits, TOKENS) == 1.0
+    assert math.exp(first_choice(no_speech_rules(TOKENS), logits).logprob) == 1.0
 
 
 def test_a_processor_takes_less_than_0_3_ms_for_a_vocabulary_of_52000():
     options = options_of(suppress_tokens=list(range(1, 90)), begin_suppress_tokens=[220, 50257])
-    processors = whisper_processors(options, 51865, has_timestamps=True, generated=[50364])
+    processors = whisper_rules(options, has_timestamps=True).processors(51865)
+    processors[-1].accept(50364)
     logits = np.random.default_rng(0).normal(0, 4, 51865).astype(np.float32)
     best = [math.inf] * len(processors)
     for _ in range(50):

@@ -1,0 +1,170 @@
+"""The windows of recordings that a daemon hears for this program; a window goes to the next daemon when its own has ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.errors import ProcessLostError, PromptError, pipeline_closed
+from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
+from staticllm.system.threads import check_process, start_thread
+
+Result = TypeVar("Result")
+MAX_FORGOTTEN = 64
+"""The last windows that were removed; a new one, which has the place of one of them, may go out before the message about it."""
+
+
+@dataclass(eq=False)
+class RemoteSource:
+    """A window whose block has not ended: its features ``[bands, columns]``, and the connection on which it was heard."""
+
+    number: int
+    features: NDArray[np.float32]
+    priority: int
+    connection: EngineConnection | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RemoteSources:
+    """Hears windows in the daemon that ``connected`` returns a connection to, and finds there what texts look at.
+
+    The numbers of windows are this program's. ``num_places``: the windows of a program that the daemon takes at a time; the
+    others wait here, the highest priority first. A window that another daemon has heard is heard again before a request about
+    it goes to this one. Any thread may call the methods.
+    """
+
+    def __init__(self, connected: Callable[[], EngineConnection], num_places: int) -> None:
+        self._connected = connected
+        self._num_places = num_places
+        self._numbers = count(1)
+        self._sources: dict[int, RemoteSource] = {}  # that have a place, by number
+        self._waiting: list[RemoteSource] = []
+        self._forgotten = deque[int](maxlen=MAX_FORGOTTEN)
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._pid = os.getpid()
+        self.seconds = 0.0
+        """The seconds of device time that a window takes."""
+
+    def hear(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
+        """Return the future number of a window, ``features [bands, columns]``; ``remove`` must follow once it is there.
+
+        Cancelling the future gives the window up. It raises ``ClosedError``, ``ProcessLostError`` (the daemon ended twice) and
+        what the daemon raises.
+        """
+        check_process(self._pid)
+        source = RemoteSource(next(self._numbers), np.ascontiguousarray(features, np.float32), priority)
+        return self._begun(lambda future: self._hear(source, future), lambda: self.remove(source.number))
+
+    def remove(self, source: int) -> None:
+        """Forget a window, or give up one that waits; an unknown one is ignored."""
+        with self._changed:
+            found = self._sources.pop(source, None)
+            if found is not None:
+                self._forgotten.append(source)
+            self._changed.notify_all()
+        if found is not None and (connection := found.connection) is not None:
+            connection.forget_source(source)
+
+    def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
+        """Return the future weights ``[heads, tokens, source_len]`` of a text about a window that was heard."""
+        check_process(self._pid)
+
+        def ask(connection: EngineConnection) -> NDArray[np.float32]:
+            self.bring(connection, source)
+            return connection.align(source, tokens, priority)
+
+        return self._begun(lambda future: future.set_result(self._once_again(ask)))
+
+    def bring(self, connection: EngineConnection, number: int) -> None:
+        """Let the daemon of a connection hear a window, if it has not.
+
+        Raises ``PromptError`` (the window was removed), ``ProcessLostError`` (the daemon has ended) and what it raises.
+        """
+        source = self._sources.get(number)
+        if source is None:
+            raise _removed()
+        with source.lock:
+            if source.connection is connection:
+                return
+            source.connection = connection  # so that ``remove`` gives up what the daemon hears
+            try:
+                self.seconds = connection.hear(number, source.features, source.priority, tuple(self._forgotten))
+            except BaseException:
+                source.connection = None
+                raise
+        if number not in self._sources:
+            connection.forget_source(number)
+            raise _removed()
+
+    def close(self) -> None:
+        """End what waits for a place with a ``ClosedError``."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _hear(self, source: RemoteSource, future: Future[int]) -> None:
+        if not self._has_place(source, future):
+            return
+        try:
+            self._once_again(lambda connection: self.bring(connection, source.number))
+            future.set_result(source.number)
+        except BaseException:
+            self.remove(source.number)
+            raise
+
+    def _has_place(self, source: RemoteSource, future: Future[int]) -> bool:
+        """Wait for a place, and return True; False if the window was given up. Raises ``ClosedError``."""
+        with self._changed:
+            self._waiting.append(source)
+            try:
+                self._changed.wait_for(lambda: self._is_closed or future.cancelled() or self._is_next(source))
+            finally:
+                self._waiting.remove(source)
+                self._changed.notify_all()
+            if self._is_closed:
+                raise pipeline_closed()
+            if not future.cancelled():
+                self._sources[source.number] = source
+            return not future.cancelled()
+
+    def _is_next(self, source: RemoteSource) -> bool:
+        first = max(self._waiting, key=lambda each: (each.priority, -each.number))
+        return len(self._sources) < self._num_places and source is first
+
+    def _once_again(self, ask: Callable[[EngineConnection], Result]) -> Result:
+        """Ask the daemon, and if it has ended before it answered the next one. Raises what ``ask`` raises."""
+        try:
+            return ask(self._connected())
+        except ProcessLostError:
+            return ask(self._connected())
+
+    @staticmethod
+    def _begun(run: Callable[[Future[Any]], object], on_cancel: Callable[[], object] = lambda: None) -> Future[Any]:
+        """Return a future that a thread of its own sets with ``run``, which may wait for a daemon that starts."""
+        future: Future[Any] = Future()
+        future.add_done_callback(lambda done: on_cancel() if done.cancelled() else None)
+
+        def work() -> None:
+            try:
+                run(future)
+            except BaseException as error:
+                with suppress(InvalidStateError):  # it was cancelled
+                    future.set_exception(error)
+
+        start_thread(work, "staticllm-remote-source")
+        return future
+
+
+def _removed() -> PromptError:
+    return PromptError("the request has no source, or its source was removed")
