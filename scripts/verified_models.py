@@ -107,7 +107,9 @@ def readers(name: str, python: Path) -> Iterator[str]:
 def compared(found: NDArray[np.float32], expected: NDArray[np.float32], ids: list[int]) -> str:
     """Compare logits ``[tokens, vocab]`` after each token of a text with those of transformers, in words."""
     text = summary("", [TextDivergence.of(expected, found, ids[1:])])
-    off = f"logits off by {share_of_range(found, expected):.2g} of their range, divergence {text.mean:.2g} nats per token"
+    off = (
+        f"logits off by {share_of_range(found, expected):.2g} of their range, divergence {text.mean:.2g} nats per token"
+    )
     return f"{off}, perplexity {text.perplexity:.2f} instead of {text.exact_perplexity:.2f}"
 
 
