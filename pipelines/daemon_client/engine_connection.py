@@ -123,12 +123,13 @@ class EngineConnection:
         Returns the seconds of device time that a window takes. Raises as ``ask``.
         """
         num_bands = max(1, MAX_PART // features[0].nbytes)
+        seconds = 0.0
         for first in range(0, len(features), num_bands):
             part = features[first : first + num_bands]
             body = {"source": source, "first": first, "priority": priority, "tensors": tensors.describe([part], [0])}
             body["forget"] = list(forgotten)
-            answer = self.ask(Message(Kind.HEAR, body=body, payload=part.tobytes()))
-        return answer.time
+            seconds = self.ask(Message(Kind.HEAR, body=body, payload=part.tobytes())).time
+        return seconds
 
     def forget_source(self, source: int) -> None:
         """Let the daemon forget a source soon, or give it up if it is being heard; it ignores unknown ones. Takes no lock."""
