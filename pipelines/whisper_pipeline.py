@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -126,7 +127,7 @@ class StaticWhisperPipeline:
         close_when_collected(self, SpeechModel.close, self._model)
         self._mel = mel
         try:
-            self._transcriber = Transcriber(self._model, mel, self._encode, self._tools.decode)
+            self._transcriber = Transcriber(self._model, mel, partial(_encode, self._tools), self._tools.decode)
         except BaseException:
             self._model.close()
             raise
@@ -318,8 +319,9 @@ class StaticWhisperPipeline:
             )
         return options
 
-    def _encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
+
+def _encode(tools: TokenizerTools, text: str) -> list[int]:
+    return [int(token) for token in tools.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
 
 
 def _in_daemon(

@@ -151,6 +151,20 @@ def test_an_encoder_on_a_shared_engine_runs_in_blocks_unless_the_user_chose(dire
         assert alone._model.sources._runner.num_blocks == 1
 
 
+def test_a_closed_pipeline_is_gone_without_the_garbage_collector(directory):
+    """Its tokenizer has threads of OpenVINO, which end with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        with StaticWhisperPipeline(directory, **F32) as speech:
+            speech.generate(RECORDINGS[0])
+        found = weakref.ref(speech)
+        del speech
+        assert found() is None
+    finally:
+        gc.enable()
+
+
 def test_an_engine_for_jobs_alone_gives_the_same(directory, expected):
     engine = JobEngine()
     with StaticWhisperPipeline(directory, engine=engine, **F32) as speech:
