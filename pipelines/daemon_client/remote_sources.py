@@ -162,7 +162,12 @@ class RemoteSources:
                 with suppress(InvalidStateError):  # it was cancelled
                     future.set_exception(error)
 
-        start_thread(work, "staticllm-remote-source")
+        try:
+            start_thread(work, "staticllm-remote-source")
+        except BaseException:  # Ctrl-C while the thread starts: nobody gets the future, and its work goes on
+            if not future.cancel():
+                on_cancel()
+            raise
         return future
 
 

@@ -203,6 +203,27 @@ pipe.generate(np.load(sys.argv[2]), streamer=stop, word_timestamps=False)
 """
 
 
+def test_ctrl_c_while_a_window_begins_takes_no_place(daemon, directory, here, monkeypatch):
+    """The interrupt comes when the window's thread runs, and its caller has not got the future."""
+    with load(directory) as there:
+        text = str(there.generate(RECORDINGS[0], **PLAIN))
+        start = threading.Thread.start
+
+        def interrupted(thread):
+            start(thread)
+            if thread.name == "staticllm-remote-source":
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        for _ in range(6):
+            with pytest.raises(KeyboardInterrupt):
+                there.generate(RECORDINGS[0], **PLAIN)
+        monkeypatch.undo()
+        assert str(there.submit(RECORDINGS[0], **PLAIN).result(SECONDS)) == text
+        bank = bank_of(daemon)
+        wait_for(lambda: bank.num_free == bank.num_sources)
+
+
 def test_a_program_that_is_killed_within_a_window_leaves_nothing(daemon, directory, here, tmp_path):
     np.save(tmp_path / "sound.npy", RECORDINGS[0])
     with load(directory) as other:
