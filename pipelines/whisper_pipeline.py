@@ -25,6 +25,7 @@ from staticllm.pipelines.daemon_client.remote_launch import RemoteSpeech, check_
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.hosted_engine import HostedEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
+from staticllm.pipelines.engine.request import check_priority
 from staticllm.pipelines.launch.arguments import Candidate, read_tokenizer, resolve_candidates
 from staticllm.pipelines.profiling.stats import Stats
 from staticllm.pipelines.scheduling.interface import Policy
@@ -180,6 +181,7 @@ class StaticWhisperPipeline:
             BusyError, ClosedError, DeviceError, NumericalError: as for ``StaticLLMPipeline.generate``.
         """
         check_may_wait()
+        check_priority(priority)
         samples = check_samples(raw_speech_input)
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if streamer is None else make_sink(streamer), self._tools.decode)
@@ -209,7 +211,10 @@ class StaticWhisperPipeline:
         Raises:
             PromptError, GenerationConfigError, ConfigError: as for ``generate``; others come from the handle's ``result``.
         """
+        check_priority(priority)
         samples = check_samples(raw_speech_input)
+        if samples is raw_speech_input or samples.base is not None:
+            samples = samples.copy()  # the caller's buffer may get its next sound before this one was heard
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
         watch = TranscriptionWatch(stream.push, on_window or (lambda window: None))
@@ -313,6 +318,7 @@ class StaticWhisperPipeline:
                 f"generation_config is a {type(config).__name__}: must be a WhisperGenerationConfig or a dict"
             )
         options = whisper_options(base, given)
+        options.check_ids(self._model.launched.vocab_size)
         if options.word_timestamps and not self.has_words:
             raise GenerationConfigError(
                 "word_timestamps=True for a pipeline that was loaded without: give the constructor word_timestamps=True"

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason
-from staticllm.errors import from_wire, to_wire
+from staticllm.errors import GenerationConfigError, from_wire, shown, to_wire
 from staticllm.kvcache.sequence import Conditions
 from staticllm.pipelines.engine.overflow import OverflowRule
 from staticllm.pipelines.generation.beam_search import BeamParams
@@ -33,6 +33,14 @@ def new_id() -> int:
 
 MAX_PRIORITY = 1 << 31
 """The highest priority of a request; the lowest one is its negative."""
+
+
+def check_priority(priority: object) -> None:
+    """Raise ``GenerationConfigError`` if a caller's priority is no whole number up to ``MAX_PRIORITY``."""
+    if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise GenerationConfigError(
+            f"priority={shown(priority)}: must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
 
 
 @dataclass(frozen=True)

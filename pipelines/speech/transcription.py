@@ -205,6 +205,8 @@ class Transcriber:
             try:
                 start += self._window(window, start, run)
             except CancelledError:
+                if not run.watch.cancellation.is_cancelled:  # a function of the caller raised it
+                    raise
                 run.found.is_cancelled = True
         return run.found
 

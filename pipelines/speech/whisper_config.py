@@ -19,7 +19,7 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError, ModelError, last_line, shown
-from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, MAX_TOKEN
+from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, MAX_TOKEN, check_characters
 from staticllm.pipelines.generation.options.resolve import NAMES as SHARED_NAMES
 from staticllm.pipelines.generation.options.resolve import GenerationOptions, copy_config, resolve, unreadable_field
 from staticllm.pipelines.grammars.requested import KEYWORDS
@@ -116,6 +116,22 @@ class WhisperOptions:
     begin_suppress_tokens: tuple[int, ...] = ()
     max_initial_timestamp_index: int = 50
     fall_back: FallBackParams = FallBackParams()
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ``GenerationConfigError`` if a token of the prompts is outside the vocabulary of the model."""
+        tokens = self.tokens
+        named = {"decoder_start_token_id": tokens.decoder_start, "no_timestamps_token_id": tokens.no_timestamps}
+        if self.initial_prompt is not None or self.hotwords is not None:
+            named["prev_sot_token_id"] = tokens.prev_sot
+        if tokens.is_multilingual:
+            named |= {"translate_token_id": tokens.translate, "transcribe_token_id": tokens.transcribe}
+            named |= {f"lang_to_id[{code!r}]": token for code, token in tokens.languages.items()}
+        for name, token in named.items():
+            if token >= vocab_size:
+                raise GenerationConfigError(
+                    f"{name}={token}: ids go from 0 to {vocab_size - 1}; begin with the model's own config "
+                    "(get_generation_config)"
+                )
 
 
 class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[misc]
@@ -395,6 +411,7 @@ def _optional_text(name: str, value: object) -> str | None:
             raise GenerationConfigError(
                 f"{name} has {len(value)} characters: shorten it to at most {MAX_CONTEXT_CHARS}"
             )
+        check_characters(name, [value or ""])
         return value
     raise GenerationConfigError(f"{name}={shown(value)}: must be a str or None")
 

@@ -32,7 +32,7 @@ from staticllm.pipelines.conversation.formats import MessageFormat, format_besid
 from staticllm.pipelines.conversation.required_calls import answer_grammar
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
-from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
+from staticllm.pipelines.engine.request import EngineRequest, check_priority
 from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from staticllm.pipelines.generation.genai_adapters import adapter_uses
 from staticllm.pipelines.generation.logits_processors import copies_for
@@ -221,10 +221,7 @@ class InputProcessor:
         """
         started = time.perf_counter()
         options = resolve(*self._base_config(config, overrides), self._file_options)
-        if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise GenerationConfigError(
-                f"priority={shown(priority)}: must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-            )
+        check_priority(priority)
         if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
             raise GenerationConfigError(f"deadline_ms={shown(deadline_ms)}: must be milliseconds, more than 0")
         deadline = None if deadline_ms in (None, math.inf) else started + deadline_ms / 1e3
