@@ -231,6 +231,8 @@ def _by_av(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterato
         with av.open(content, mode="r", options=options, metadata_errors="ignore") as file:
             if not file.streams.audio:
                 raise _UnreadableError("av: it has no sound")
+            if getattr(file.streams.audio[0], "codec_context", None) is None:
+                raise _UnreadableError("av: its codec is not known")
             _check_rate(file.streams.audio[0].rate)
             if file.duration:
                 _check_length(file.duration / av.time_base, name, max_seconds)

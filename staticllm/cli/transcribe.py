@@ -189,7 +189,7 @@ def _write(
     text = _text_of(found, options)
     if target is not None:
         try:
-            write_whole(target, text.encode())
+            write_whole(target, text.encode(errors="replace"))  # names of files may be in no encoding
         except OSError as error:
             raise StaticLLMError(f"{str(target)!r} cannot be written: {error.strerror or error}") from None
         return

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,16 @@ def test_several_files_each_have_a_file_of_their_own(staticllm, directory, pipe,
     for seconds in files:
         assert (tmp_path / f"{seconds}.txt").read_text().strip() == str(pipe.generate(samples_of(seconds))).strip()
     assert len(list(tmp_path.iterdir())) == len(files)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names of files are characters there")
+def test_a_name_in_no_encoding(staticllm, directory, pipe, files, tmp_path):
+    recording = tmp_path / os.fsdecode(b"\xff.wav")
+    shutil.copyfile(files[0.8], recording)
+    staticllm("transcribe", recording, "-m", directory, *F32, "--json", "-o", tmp_path)
+    content = json.loads(recording.with_suffix(".json").read_text())
+    assert content["file"].endswith("?.wav")
+    assert content["text"] == str(pipe.generate(samples_of(0.8), return_timestamps=True)).strip()
 
 
 def test_several_files_are_written_in_their_order(staticllm, directory, files):

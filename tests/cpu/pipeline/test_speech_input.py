@@ -48,7 +48,7 @@ def genais_own(**fields):
 
 @pytest.mark.parametrize("priority", [None, "1", 1.5, [1], np.bool_(True), np.array([1, 2]), 1 << 40], ids=repr)
 def test_a_priority_that_is_none_is_one_line(run, pipe, expected, priority):
-    with pytest.raises(GenerationConfigError, match="priority=.*must be a whole number") as caught:
+    with pytest.raises(GenerationConfigError, match=r"priority=.*must be a whole number") as caught:
         run(SAMPLES, priority=priority)
     one_line(caught)
     assert str(pipe.generate(SAMPLES)) == expected

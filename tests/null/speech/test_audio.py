@@ -213,3 +213,15 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     path.write_bytes(b"RIFF")
     with pytest.raises(ConfigError, match=r"pip install 'staticllm\[speech\]'"):
         read_audio(path)
+
+
+@pytest.mark.parametrize("place", [(20, b"\x99\x99"), (34, b"\0\0"), (20, b"\xfe\xff")])
+def test_a_codec_that_nothing_knows_is_named_without_objects_of_the_library(place):
+    pytest.importorskip("av")
+    pytest.importorskip("soundfile")
+    content = bytearray(encoded("WAV"))
+    start, value = place
+    content[start : start + 2] = value
+    message = refused(read_audio, bytes(content))
+    assert "codec is not known" in message
+    assert "attribute" not in message
