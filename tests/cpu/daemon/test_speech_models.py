@@ -253,6 +253,7 @@ def test_close_ends_a_transcription_with_one_line_and_gives_no_half_text(daemon,
     waiting = there._model.sources.hear(np.zeros((4, 20), np.float32))
     closing = threading.Thread(target=there.close)
     closing.start()
+    wait_for(lambda: there._model.sources._is_closed)  # or the text, of several windows, may end before
     goes_on.set()
     for end in (handle.result, waiting.result):
         with pytest.raises(ClosedError) as caught:
