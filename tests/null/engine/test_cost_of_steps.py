@@ -4,6 +4,7 @@ Calls of functions are counted, not seconds. Sequences that share their slots di
 their number.
 """
 
+import itertools
 import sys
 
 import numpy as np
@@ -150,6 +151,8 @@ def test_a_stream_has_a_token_every_few_steps_beside_a_search(policy, max_num_se
     if policy == "decode_first" and not is_first:
         pytest.skip("prompts run only in rows that would be padding, and beams fill them")
     engine = engine_of(max_num_seqs, policy, host_kv_slots=host_kv_slots, gap_ms=gap_ms)
+    ticks = itertools.count()
+    engine._core.clock = lambda: next(ticks) * 1e-4  # the time slices of a busy machine would be shorter than steps
     stream, search = fake_request(range(100, 110), 60), beam_request(PROMPT, 12, 64, 1)
     first, second = (stream, search) if is_first else (search, stream)
     engine.enqueue([first])
@@ -165,7 +168,7 @@ def test_a_stream_has_a_token_every_few_steps_beside_a_search(policy, max_num_se
             seen = stream.num_generated
     assert seen > 8
     assert gaps[0] <= 12
-    assert max(gaps[1:]) <= 6  # 4, or a little more where a busy machine makes time slices shorter than steps
+    assert max(gaps[1:]) <= 4
     run_to_end(engine)
     assert_empty(engine)
 
