@@ -81,11 +81,13 @@ def test_text(staticllm, directory, pipe, files):
     assert expected
 
 
-def test_windows_at_silences(directory, pipe, files, monkeypatch):
-    def detect(samples, on_block):
-        return np.random.default_rng(5).uniform(0.6, 1, -(-len(samples) // FRAME)).astype(np.float32)
+def always_speech(samples, on_block):
+    """Takes the place of a package that finds speech, which may not be installed."""
+    return np.random.default_rng(5).uniform(0.6, 1, -(-len(samples) // FRAME)).astype(np.float32)
 
-    monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: detect)
+
+def test_windows_at_silences(directory, pipe, files, monkeypatch):
+    monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: always_speech)
     done = command_line.in_here("transcribe", files[3.0], "-m", directory, "--parallel-windows", 3, "--json", *F32)
     assert (done.returncode, done.stderr) == (0, "")
     expected = pipe.generate(samples_of(3.0), parallel_windows=1, return_timestamps=True)
@@ -125,6 +127,7 @@ def test_json_has_words_if_the_model_is_loaded_with_them(staticllm, directory, f
 def test_one_file_alone_is_loaded_for_one_window(directory, files, monkeypatch, arguments, num_windows):
     found = []
     load = whisper_pipeline.load_speech
+    monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: always_speech)
     monkeypatch.setattr(whisper_pipeline, "load_speech", lambda *args: found.append(args[2]) or load(*args))
     done = command_line.in_here("transcribe", files[0.8], "-m", directory, *F32, *arguments)
     assert (done.returncode, found) == (0, [num_windows])
