@@ -152,7 +152,7 @@ class KVCache:
         return self.kv_lens[bisect_left(self.kv_lens, num_slots)]
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
-        """Write the inputs of a step except the keys and values, and set the arena's stride. Called before the device runs."""
+        """Write the inputs of a step except the keys and values, and set the strides of the arenas. Called before the device runs."""
         if step.variant.kv_len:
             self.arena.set_stride(step.variant.kv_len, self.slots.high_slot)
         if self.states:
@@ -162,6 +162,8 @@ class KVCache:
         buffers.logit_rows.fill(0)
         buffers.adapter_scales.fill(0)
         if buffers.cross_mask is not None:
+            self.cross.show(self.cross.num_sources if buffers.sees_all_sources else self.cross.num_seen)
+            buffers.see_sources(self.cross.num_shown)
             buffers.cross_mask.fill(HIDDEN)
         logit_rows: list[int] = []
         for start, segment in step.placed():

@@ -1,7 +1,7 @@
 """Holds the keys and values of cross-attention: those of each source, such as a window of a recording, are written once.
 
 They are slots of their own kind, in an arena of their own. Source after source lies behind each other, and a mask shows each row
-of a call the frames of its own source. A source has a number that no other source of the process ever has, so that keys and
+of a call the frames of its own source. A call may see the first places only, if all sources are there. A source has a number that no other source of the process ever has, so that keys and
 values of tokens, which depend on it, are never taken for those of another one (``Conditions``).
 """
 
@@ -26,6 +26,7 @@ class CrossBank:
         self.num_sources = shape.num_sources
         self._source_len = shape.source_len
         self._arena = Arena(shape.cross_states, shape.cross_len, allocate)
+        self._arena.set_stride(min(shape.source_len, shape.cross_len), 0)
         self._places: dict[int, int] = {}
         self._free = list(range(shape.num_sources))
 
@@ -36,12 +37,28 @@ class CrossBank:
 
     def add(self, frames: Sequence[NDArray[Any]]) -> int:
         """Write a source, per group of states ``[n, heads, source_len, head_dim]``, and return its number. One must be free."""
-        place = self._free.pop(0)
+        place = min(self._free)
+        self._free.remove(place)
+        self.show(max(place + 1, self.num_shown))
         begin = place * self._source_len
         self._arena.write(slice(begin, begin + self._source_len), frames, slice(0, self._source_len))
         number = next(_numbers)
         self._places[number] = place
         return number
+
+    @property
+    def num_shown(self) -> int:
+        """How many places lie behind each other for each head."""
+        return self._arena.stride // self._source_len if self._source_len else 0
+
+    @property
+    def num_seen(self) -> int:
+        """The first places that hold all sources, at least one."""
+        return 1 + max(self._places.values(), default=0)
+
+    def show(self, num_places: int) -> None:
+        """Lay the first ``num_places`` places, which hold all sources, behind each other, and move the sources that are there."""
+        self._arena.set_stride(num_places * self._source_len, min(self.num_seen, num_places) * self._source_len)
 
     def remove(self, source: int) -> None:
         """Forget a source, which no request uses any more; an unknown one is ignored."""
@@ -62,9 +79,9 @@ class CrossBank:
         place = self.frames_of(source)
         return [view[:, :, place] for view in self._arena.views]
 
-    def state_view(self, index: int) -> NDArray[Any]:
-        """Return state ``index`` as programs see it: ``[1, heads, frames, head_dim]``, contiguous."""
-        return self._arena.state_view(index, self._arena.num_slots)
+    def state_view(self, index: int, num_places: int) -> NDArray[Any]:
+        """Return state ``index`` as programs see it when so many places are shown: ``[1, heads, frames, head_dim]``, contiguous."""
+        return self._arena.state_view(index, num_places * self._source_len)
 
     def release(self) -> None:
         """Give the memory back. The bank must not be used any more."""

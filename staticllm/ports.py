@@ -1,8 +1,8 @@
 """The ports of step programs and encoder programs: their names, the meaning of their axes, and their element types.
 
 This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
-its rows S, the KV slots that it sees T, and the rows that get logits R; frames of sources, which cross-attention sees, are as
-many for every call. Those of an encoder's call are its batch B, the rows of
+its rows S, the KV slots that it sees T, the rows that get logits R, and the frames of sources that cross-attention sees, which are as
+many for every call of a static program. Those of an encoder's call are its batch B, the rows of
 each sequence S, the texts R, and, where a text is continued, the earlier rows P that it sees and the rows K that are kept. All
 other sizes are the model's own.
 """
@@ -61,6 +61,7 @@ class CallSizes:
     rows: Range
     kv_len: Range
     num_logits: Range
+    frames: Range | None = None
 
     @classmethod
     def of(cls, *variants: Variant) -> CallSizes:
@@ -74,7 +75,7 @@ class CallSizes:
     def along(self, axis: str) -> Range | None:
         """Return the range of an axis by its meaning; None if it has the model's own size."""
         seen = self.rows[0] + self.kv_len[0], self.rows[1] + self.kv_len[1]
-        return {"S": self.rows, "T": self.kv_len, "T+S": seen, "R": self.num_logits}.get(axis)
+        return {"S": self.rows, "T": self.kv_len, "T+S": seen, "R": self.num_logits, "frames": self.frames}.get(axis)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import openvino as ov
@@ -22,9 +23,13 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
 
 
 def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
-    """Return a copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``."""
+    """Return a copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``.
+
+    Cross-attention sees the frames of one source or of several, so that those which are not in use cost nothing.
+    """
     model = graph.model.clone()
-    sizes = CallSizes.of(*variants)
+    frames = (graph.source_len, graph.source_len * graph.num_sources) if graph.cross_states else None
+    sizes = replace(CallSizes.of(*variants), frames=frames)
     for parameter in model.get_parameters():
         parameter.set_partial_shape(_sized(parameter.output(0), sizes))
     model.validate_nodes_and_infer_types()  # a third of the time of Model.reshape

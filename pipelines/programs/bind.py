@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import openvino as ov
@@ -66,7 +67,7 @@ class BoundRequest:
       ``tensors`` may hold more names than the program has ports. What one call of a chain hands to the next is in memory of its
       own, which is no port.
     - Buffers: the caller owns the memory behind ``tensors``, writes inputs and reads outputs only between two runs, and never
-      replaces an array.
+      replaces an array. The inputs of cross-attention are the exception: ``Program`` binds them again.
     - ``run`` reads the bound inputs, overwrites all bound outputs, and calls ``meanwhile`` once, while the device runs. If it
       raises, the device has ended, and the outputs are undefined.
     """
@@ -112,12 +113,31 @@ class BoundRequest:
 
 
 class Program(BoundRequest):
-    """One variant of a step program, ready to run."""
+    """One variant of a step program, ready to run.
 
-    def __init__(self, compiled: AnyProgram, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
+    ``sources``: returns the tensors of cross-attention, by port, if the program takes one source or several;
+    they are bound again when their number has changed.
+    """
+
+    def __init__(
+        self,
+        compiled: AnyProgram,
+        buffers: StepBuffers,
+        tensors: Mapping[str, ov.Tensor],
+        sources: Callable[[], dict[str, ov.Tensor]] | None = None,
+    ) -> None:
         super().__init__(compiled, tensors)
         self.variant = buffers.variant
         self.buffers = buffers
+        self._sources = sources
+        self._num_sources = buffers.num_sources
+
+    def run_blocks(self, blocks: range, meanwhile: Callable[[], None] | None = None) -> float:
+        """Run some blocks, as ``BoundRequest`` does."""
+        if self._sources is not None and self._num_sources != self.buffers.num_sources:
+            self._num_sources = self.buffers.num_sources
+            self._calls[0].rebind(self._sources())
+        return super().run_blocks(blocks, meanwhile)
 
 
 class BoundPrograms(Mapping[Variant, Program]):
@@ -180,15 +200,29 @@ def bind(compiled: AnyProgram, shape: ModelShape, cache: KVCache, buffers: StepB
         }
         for name, array in slots.items():  # numpy has no bf16, so the type is given, not taken from the array
             tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[state.kv_type])
-    for index, state in enumerate(shape.cross_states):
-        frames = cache.cross.state_view(index)
-        tensors[state.past_name] = ov.Tensor(frames, ov.Shape(frames.shape), ELEMENT_TYPES[state.kv_type])
+    takes_few = bool(shape.cross_states) and any(
+        CROSS_MASK in port.get_names() and port.partial_shape[-1].is_dynamic for port in compiled.inputs
+    )
+    buffers.sees_all_sources = not takes_few
+    tensors |= _source_tensors(shape, cache, buffers)
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
     for name, tensor in tensors.items():
         assert port_of([name])[1].fits(list(tensor.shape), variant), f"{name} has shape {tensor.shape} at {variant}"
-    return Program(compiled, buffers, tensors)
+    again = partial(_source_tensors, shape, cache, buffers) if takes_few else None
+    return Program(compiled, buffers, tensors, again)
+
+
+def _source_tensors(shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> dict[str, ov.Tensor]:
+    """Return the tensors of cross-attention, by port: the mask, and the frames of the places that it has columns for."""
+    if buffers.cross_mask is None:
+        return {}
+    tensors = {CROSS_MASK: ov.Tensor(buffers.cross_mask, shared_memory=True)}
+    for index, state in enumerate(shape.cross_states):
+        frames = cache.cross.state_view(index, buffers.num_sources)
+        tensors[state.past_name] = ov.Tensor(frames, ov.Shape(frames.shape), ELEMENT_TYPES[state.kv_type])
+    return tensors
 
 
 def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
@@ -202,6 +236,5 @@ def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
         KEY_POSITIONS: buffers.key_positions,
         QUERY_POSITIONS: buffers.query_positions,
         ADAPTER_SCALES: buffers.adapter_scales if buffers.adapters else None,
-        CROSS_MASK: buffers.cross_mask,
     }
     return {name: array for name, array in arrays.items() if array is not None}

@@ -116,6 +116,11 @@ class BoundCall:
     memory: tuple[Any, ...]
     picks: tuple[_Picks, ...] = ()
 
+    def rebind(self, inputs: Mapping[str, ov.Tensor]) -> None:
+        """Let the request read other memory from its next run on, by the name of the port; the caller keeps the memory."""
+        for name, tensor in inputs.items():
+            self.request.set_tensor(name, tensor)
+
     def start(self) -> None:
         """Start, and return at once."""
         for picks in self.picks:

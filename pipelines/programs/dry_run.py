@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
-from staticllm.ports import HIDDEN, INPUT_IDS, LOGIT_ROWS, POSITION_IDS, find_encoder_port, find_port, port_of
+from staticllm.ports import (
+    HIDDEN,
+    INPUT_IDS,
+    LOGIT_ROWS,
+    POSITION_IDS,
+    CallSizes,
+    find_encoder_port,
+    find_port,
+    port_of,
+)
 
 VALUE_SCALE = 0.5
 """Standard deviation of random KV slots and states, close to real ones."""
@@ -63,7 +72,11 @@ def random_feeds(compiled: AnyProgram, variant: Variant) -> dict[str, NDArray[An
     kv_len = variant.kv_len
     for port in compiled.inputs:
         name, contract = port_of(port.get_names())
-        own = [dim.get_length() if dim.is_static else None for dim in port.partial_shape]
+        of_call = contract.ranges(len(port.partial_shape), CallSizes.of(variant))
+        own = [
+            None if axis in of_call and dim.is_dynamic else dim.get_max_length()
+            for axis, dim in enumerate(port.partial_shape)
+        ]
         shape = contract.shape_at(own, variant)
         if name == INPUT_IDS:
             feeds[name] = random.integers(0, 100, shape)
