@@ -19,7 +19,7 @@ from staticllm import StaticWhisperPipeline
 from staticllm.pipelines.speech.audio import RATE, read_audio
 from staticllm.pipelines.speech.voice import FRAME, speech_intervals, speech_windows, voice_detector
 
-BEFORE, STEP = 32, 32 * FRAME  # frames that are heard again to find speech; samples between two texts of a sentence
+STEP = 32 * FRAME  # samples between two texts of a sentence
 PAUSE, LONGEST, KEPT = int(0.4 * RATE), 25 * RATE, RATE // 2  # samples
 SECONDS_TO_WAIT = 5
 
@@ -81,9 +81,7 @@ class Captions:
     def hear(self, block: np.ndarray) -> None:
         self.samples = np.concatenate([self.samples, block])
         num_known, num_frames = len(self.voice), len(self.samples) // FRAME
-        first = max(0, num_known - BEFORE)
-        new = self.detect(self.samples[first * FRAME : num_frames * FRAME])[num_known - first :]
-        self.voice = np.concatenate([self.voice, new])
+        self.voice = np.concatenate([self.voice, self.detect(self.samples[num_known * FRAME : num_frames * FRAME])])
         while intervals := speech_intervals(self.voice, len(self.samples)):
             window = speech_windows(intervals[:1], self.voice, LONGEST)[0]
             if window.end == intervals[0].end and len(self.samples) - window.end < PAUSE:

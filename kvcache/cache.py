@@ -152,7 +152,7 @@ class KVCache:
         return self.kv_lens[bisect_left(self.kv_lens, num_slots)]
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
-        """Write the inputs of a step except the keys and values, and set the strides of the arenas. Called before the device runs."""
+        """Write the inputs of a step except keys and values, and set the strides of the arenas. Called before the device runs."""
         if step.variant.kv_len:
             self.arena.set_stride(step.variant.kv_len, self.slots.high_slot)
         if self.states:

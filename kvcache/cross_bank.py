@@ -1,8 +1,9 @@
 """Holds the keys and values of cross-attention: those of each source, such as a window of a recording, are written once.
 
 They are slots of their own kind, in an arena of their own. Source after source lies behind each other, and a mask shows each row
-of a call the frames of its own source. A call may see the first places only, if all sources are there. A source has a number that no other source of the process ever has, so that keys and
-values of tokens, which depend on it, are never taken for those of another one (``Conditions``).
+of a call the frames of its own source. A call need only see the first places, if they hold all sources. A source has a number
+that no other source of the process ever has, so that keys and values of tokens, which depend on it, are never taken for those
+of another one (``Conditions``).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class CrossBank:
         return [view[:, :, place] for view in self._arena.views]
 
     def state_view(self, index: int, num_places: int) -> NDArray[Any]:
-        """Return state ``index`` as programs see it when so many places are shown: ``[1, heads, frames, head_dim]``, contiguous."""
+        """Return state ``index`` as programs see it while so many places are shown: ``[1, heads, frames, head_dim]``."""
         return self._arena.state_view(index, num_places * self._source_len)
 
     def release(self) -> None:

@@ -92,8 +92,9 @@ class StepBuffers:
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
     ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``adapter_scales
     [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``cross_mask
-    [1, 1, S, frames]`` f32, with cross-attention: of all places for sources, or if not ``sees_all_sources`` of as many as hold some, ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if
-    the model takes them, else None.
+    [1, 1, S, frames]`` f32, with cross-attention: of ``num_sources`` places for sources, which are all places if
+    ``sees_all_sources``. ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them,
+    else None.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:

@@ -1,9 +1,9 @@
 """The ports of step programs and encoder programs: their names, the meaning of their axes, and their element types.
 
 This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
-its rows S, the KV slots that it sees T, the rows that get logits R, and the frames of sources that cross-attention sees, which are as
-many for every call of a static program. Those of an encoder's call are its batch B, the rows of
-each sequence S, the texts R, and, where a text is continued, the earlier rows P that it sees and the rows K that are kept. All
+its rows S, the KV slots that it sees T, the rows that get logits R, and the frames of sources that cross-attention sees, which
+only a shared program takes as few as are in use. Those of an encoder's call are its batch B, the rows of each sequence S, the
+texts R, and, where a text is continued, the earlier rows P that it sees and the rows K that are kept. All
 other sizes are the model's own.
 """
 

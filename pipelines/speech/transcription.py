@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from staticllm.pipelines.speech.results import WhisperWordTiming
 from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
 from staticllm.pipelines.speech.speech_model import Chosen, SpeechModel, Window
 from staticllm.pipelines.speech.transcription_watch import Cancellation, TranscriptionWatch, WindowHeard
-from staticllm.pipelines.speech.voice import Detector, Interval, speech_intervals, speech_windows
+from staticllm.pipelines.speech.voice import Detector, Interval, windows_as_found
 from staticllm.pipelines.speech.whisper_config import WhisperOptions
 from staticllm.pipelines.speech.whisper_prompt import (
     NO_LANGUAGE,
@@ -171,7 +172,6 @@ class Transcriber:
         begin = time.perf_counter()
         try:
             features = log_mel(samples, self._mel, watch.cancellation.check)
-            parts = None if parallel is None else self._parts(samples, parallel, watch)
         except CancelledError:
             found.is_cancelled = True
             return found
@@ -183,19 +183,16 @@ class Transcriber:
         context = context_tokens(options, self._encode)
         run = _Run(options, has_timestamps, priority, watch, context, 0, end, seconds, found)
         found.language = options.language or NO_LANGUAGE
-        if parallel is None or parts is None:
-            self._hear(features, run)
-        elif parts:
+        if parallel is None:
+            return self._hear(features, run)
+        parts = windows_as_found(samples, parallel.detect, self._mel.window_samples, watch.cancellation.check)
+        try:
             self._hear_together(features, run, parts, parallel.count)
+        except CancelledError:
+            if not watch.cancellation.is_cancelled:  # a function of the caller raised it
+                raise
+            found.is_cancelled = True
         return found
-
-    def _parts(
-        self, samples: NDArray[np.float32], parallel: ParallelWindows, watch: TranscriptionWatch
-    ) -> list[Interval]:
-        """Return the parts of a recording, each of at most a window, that leave the silence out. Raises ``CancelledError``."""
-        probabilities = parallel.detect(samples, watch.cancellation.check)
-        intervals = speech_intervals(probabilities, len(samples))
-        return speech_windows(intervals, probabilities, self._mel.window_samples)
 
     def _hear(self, features: NDArray[np.float32], run: _Run) -> Transcript:
         """Add what is said from the start of a run to its end, window after window, and return what was found."""
@@ -210,13 +207,14 @@ class Transcriber:
                 run.found.is_cancelled = True
         return run.found
 
-    def _hear_together(self, features: NDArray[np.float32], run: _Run, parts: Sequence[Interval], count: int) -> None:
+    def _hear_together(self, features: NDArray[np.float32], run: _Run, parts: Iterable[Interval], count: int) -> None:
         """Add what is said in parts of a recording, of which ``count`` are heard together. They are told in their order.
 
-        The first one finds the language, if it is not given. An error in one of them ends the others.
+        The first ones are heard while later ones are looked for. The first one finds the language, if it is not given. An error
+        in one of them ends the others.
         """
         cancellation = Cancellation()
-        futures: list[Future[_Heard]] = []
+        futures = deque[Future[_Heard]]()  # of the parts that are not told yet
         with (
             ThreadPoolExecutor(count, "staticllm-window") as pool,
             run.watch.cancellation.ending(cancellation.cancel),
@@ -226,9 +224,12 @@ class Transcriber:
                     futures.append(pool.submit(self._hear_part, features, run, part, cancellation, index == 0))
                     if index == 0 and run.options.language is None and run.options.tokens.is_multilingual:
                         run.found.language = futures[0].result().found.language
-                for future in futures:
-                    if not run.found.is_cancelled:
-                        _tell(future.result(), run)
+                    while futures and futures[0].done() and not run.found.is_cancelled:
+                        _tell(futures.popleft().result(), run)
+                    if run.found.is_cancelled:
+                        break
+                while futures and not run.found.is_cancelled:
+                    _tell(futures.popleft().result(), run)
             finally:
                 cancellation.cancel()
                 for future in futures:

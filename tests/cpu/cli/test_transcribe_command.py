@@ -81,7 +81,7 @@ def test_text(staticllm, directory, pipe, files):
     assert expected
 
 
-def always_speech(samples, on_block):
+def always_speech(samples):
     """Takes the place of a package that finds speech, which may not be installed."""
     return np.random.default_rng(5).uniform(0.6, 1, -(-len(samples) // FRAME)).astype(np.float32)
 

@@ -52,10 +52,13 @@ def read(folder, name):
     return get_core().read_model(folder / f"{name}.xml")
 
 
-def runners(folder, num_sources, kv_type="f32"):
-    """A runner of the decoder, and one of its sources."""
+def runners(folder, num_sources, kv_type="f32", shared=()):
+    """A runner of the decoder, and one of its sources. The variants that are ``shared`` have one program."""
     lowered = lower(read(folder, DECODER), LoweringOptions(32, kv_type, source_len=FRAMES, num_sources=num_sources))
-    programs = {each: get_core().compile_model(lowered.specialise(each), "CPU", EXACT) for each in VARIANTS}
+    apart = [each for each in VARIANTS if each not in shared]
+    programs = {each: get_core().compile_model(lowered.specialise(each), "CPU", EXACT) for each in apart}
+    if shared:
+        programs |= dict.fromkeys(shared, get_core().compile_model(lowered.share(tuple(shared)), "CPU", EXACT))
     cache = KVCache(lowered.shape, [each.kv_len for each in VARIANTS])
     pool = BufferPool(VARIANTS, lowered.shape)
     bound = {each: bind(programs[each], lowered.shape, cache, StepBuffers(each, pool)) for each in VARIANTS}
@@ -83,6 +86,42 @@ def test_rows_of_several_sources_in_one_call_have_the_logits_of_the_original(ori
             prompts[place].append(token)
             expected = reference.logits(sources[place], prompts[place])[-1]
             np.testing.assert_allclose(logits[place], expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("shared", [VARIANTS, VARIANTS[1:], VARIANTS[:2]], ids=["all", "with a past", "prompts"])
+def test_shared_programs_see_the_places_in_use_while_sources_come_and_go(original, shared):
+    """Static programs between them see all places, so that the frames move to and fro."""
+    folder, reference = original
+    runner, encoder = runners(folder, 4, shared=shared)
+    bank = runner.cache.cross
+    random = np.random.default_rng(3)
+    heard = {}  # number → the source, its sequence, and its tokens
+    widths = set()
+    for step in range(60):
+        if heard and (not bank.num_free or random.random() < 0.3):
+            number = random.choice(list(heard))
+            runner.cache.close(heard.pop(number)[1])
+            bank.remove(number)
+        elif bank.num_free and random.random() < 0.5:
+            source = features(100 + step)
+            number = bank.add(encoder.run(source))
+            heard[number] = (source, runner.cache.open(Conditions(source=number)), [1, 2])
+            runner.prefill(heard[number][1], heard[number][2])
+        several = list(heard.values()) if random.random() < 0.7 else list(heard.values())[-1:]
+        if not several:
+            continue
+        segments = [Segment(sequence, np.array([step % 50])) for _, sequence, _ in several]
+        variant = runner.variant_for(segments)
+        if variant is None:  # no slots are left
+            break
+        logits = runner.step(segments)
+        width = runner.programs[variant].buffers.cross_mask.shape[-1] // FRAMES
+        assert width == (bank.num_seen if variant in shared else 4)
+        widths.add(width)
+        for (source, _, tokens), found in zip(several, logits, strict=True):
+            tokens.append(step % 50)
+            np.testing.assert_allclose(found, reference.logits(source, tokens)[-1], atol=1e-5)
+    assert step > 20 and ({1, 2, 3} <= widths or shared is not VARIANTS), widths
 
 
 def test_a_place_is_used_again_and_its_number_never(original):

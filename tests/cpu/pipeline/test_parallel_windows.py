@@ -32,9 +32,8 @@ def pipe(tmp_path_factory):
         yield found
 
 
-def detect(samples, on_block=lambda: None):
+def detect(samples):
     """Return probabilities of speech that cut a recording into windows of different lengths."""
-    on_block()
     found = np.random.default_rng(5).uniform(0.6, 1, -(-len(samples) // FRAME)).astype(np.float32)
     found[QUIET] = 0
     return found
@@ -187,7 +186,7 @@ def interrupt(text):
 
 def test_a_recording_without_speech_has_no_text(pipe, monkeypatch):
     silent = np.zeros(-(-len(RECORDING) // FRAME), np.float32)
-    monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: lambda samples, on_block: silent)
+    monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: lambda samples: silent)
     found, windows = heard(pipe, 4)
     assert (str(found).strip(), windows) == ("", [])
 

