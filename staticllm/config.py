@@ -128,7 +128,7 @@ def _num_seqs(name: str, value: Any) -> int:
 def _kv_type(name: str, value: Any) -> str:
     found = type_name(value).lower()
     if found not in get_args(KVType):
-        raise ConfigError(f"{name}={found!r}: must be one of {', '.join(get_args(KVType))}")
+        raise ConfigError(f"{name}={shown(found)}: must be one of {', '.join(get_args(KVType))}")
     return found
 
 
@@ -144,7 +144,7 @@ def _crypts(name: str, value: Any) -> tuple[Crypt, Crypt]:
 
 def _crypt(name: str, value: Any) -> Any:
     if not callable(value):
-        raise ConfigError(f"{name}={value!r}: must be a function from bytes to bytes")
+        raise ConfigError(f"{name}={shown(value)}: must be a function from bytes to bytes")
     return value
 
 

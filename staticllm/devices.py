@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from staticllm.core import KVType, ProgramMode
-from staticllm.errors import DeviceError, last_line
+from staticllm.errors import DeviceError, last_line, shown
 
 if TYPE_CHECKING:
     import openvino as ov
@@ -102,10 +102,10 @@ def check_device(core: ov.Core, device: object) -> str:
         return name
     if not available:
         raise DeviceError(
-            f"device {device!r} cannot be used: OpenVINO found no device at all, not even a CPU, so its plugins are missing; "
+            f"device {shown(device)} cannot be used: OpenVINO found no device at all, so its plugins are missing; "
             "an application made with PyInstaller must collect them (docs/desktop.md)"
         )
-    raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available)}")
+    raise DeviceError(f"device {shown(device)} is not on this machine; there are: {', '.join(available)}")
 
 
 def check_known(core: ov.Core, device: object) -> str:

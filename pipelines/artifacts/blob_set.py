@@ -25,7 +25,7 @@ from filelock import Timeout
 
 from staticllm.core import Part
 from staticllm.devices import type_name
-from staticllm.errors import BlobError, last_line
+from staticllm.errors import BlobError, last_line, shown
 from staticllm.pipelines.artifacts.fingerprint import (
     Fingerprint,
     bytes_digest,
@@ -145,7 +145,7 @@ def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
     except FileNotFoundError:
         raise BlobError(f"no blob set at {str(folder)!r}: export one first (EXPORT_BLOB, staticllm compile)") from None
     except (OSError, MemoryError) as error:
-        raise BlobError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise BlobError(f"{shown(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except ManifestError as error:
         raise BlobError(f"{str(path)!r} {error}; export the set again") from None
 

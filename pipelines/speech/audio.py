@@ -71,6 +71,8 @@ def check_samples(raw_speech: object, sampling_rate: float = RATE, max_seconds: 
 def _as_array(raw_speech: object) -> NDArray[Any]:
     if isinstance(raw_speech, (str, bytes, os.PathLike)):
         raise PromptError(f"raw_speech={shown(raw_speech)}: is no list of samples; read the file with read_audio")
+    if np.ma.is_masked(raw_speech):
+        raise PromptError("raw_speech has masked elements, whose sound is not known: pass filled(0)")
     try:
         samples = np.asarray(raw_speech)
     except Exception as error:  # an object of the caller's may raise anything

@@ -113,7 +113,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _loaded(model: str, options: dict[str, Any], num_files: int, shown: Progress) -> Iterator[StaticWhisperPipeline]:
-    """Load the model; for one window at a time, if that is all that is needed: each token reads the places of all windows."""
+    """Load the model; for one window at a time, if that is all that is needed: static programs read the places of all."""
     from staticllm.model_paths.arguments import expanded
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 

@@ -80,6 +80,7 @@ IMPOSSIBLE = [
     ([float("-inf")] * 300, "raw_speech[0] is -inf"),
     (np.zeros((400, 2)), "has the shape [400, 2]"),
     (np.float32(1), "has the shape []"),
+    (np.ma.masked_greater(np.linspace(0, 1, 400), 0.5), "masked elements"),
     (np.full(400, 9000, np.int16), "whole numbers (int16): divide them"),
     (np.full(400, 9000.0), "no numbers near [-1, 1]: divide them"),
     ("speech.wav", "read the file with read_audio"),
