@@ -24,7 +24,11 @@ class TranscriptionHandle:
         self._future: Future[WhisperDecodedResults] = Future()
         self._future.set_running_or_notify_cancel()  # it ends when its thread does, and not before
         self._run = run
-        start_thread(self._work, "staticllm-transcription")
+        try:
+            start_thread(self._work, "staticllm-transcription")
+        except BaseException:  # Ctrl-C while the thread begins: nobody gets the handle
+            cancellation.cancel()
+            raise
 
     def result(self, timeout: float | None = None) -> WhisperDecodedResults:
         """Return the result.

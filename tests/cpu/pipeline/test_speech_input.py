@@ -13,6 +13,7 @@ from support.models.whisper_directory import sound, write_whisper
 
 from staticllm import StaticWhisperPipeline
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.speech import transcription_handle
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 SECONDS = 60
@@ -86,6 +87,23 @@ def test_a_buffer_may_be_filled_again_after_submit(pipe, expected, kind):
     handles = [pipe.submit(buffer) for _ in range(4)]
     np.frombuffer(buffer, np.float32)[:] = 0.0
     assert [str(handle.result(SECONDS)) for handle in handles] == [expected] * 4
+
+
+def test_an_interrupt_while_its_thread_begins_ends_a_transcription(pipe, expected, monkeypatch):
+    start_thread, threads, told = transcription_handle.start_thread, [], []
+
+    def start_and_interrupt(*arguments):
+        threads.append(start_thread(*arguments))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transcription_handle, "start_thread", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.submit(np.tile(SAMPLES, 100), on_window=told.append)
+    threads[0].join(SECONDS)
+    assert not threads[0].is_alive()
+    assert not told or told[-1].seconds < 100, "it has heard all"
+    assert str(pipe.generate(SAMPLES)) == expected
 
 
 def test_no_half_text_if_a_function_of_the_caller_raises_a_cancelled_error(pipe, expected):
