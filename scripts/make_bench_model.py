@@ -3,6 +3,7 @@
     pip install ".[train]"
     python scripts/make_bench_model.py                 # a Qwen2-0.5B-shaped model, int8
     python scripts/make_bench_model.py llama-1b        # a Llama-1B-shaped model, int4
+    python scripts/make_bench_model.py qwen2.5-3b      # a Qwen2.5-3B-shaped model, int4: 20 GB of memory
     python scripts/make_bench_model.py npu-int4-g128   # one of the models of npu_table.py
 
 The script prints the model's directory. A complete model is not made again. Benchmarks pass token ids, so the tokenizer of the
@@ -62,6 +63,17 @@ SHAPES = {
             "vocab_size": 128256,
             "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2.5-3b": Shape(
+        "Qwen2",
+        {"bits": 4, "group_size": 128},
+        {
+            **QWEN2,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
         },
     ),
 }
