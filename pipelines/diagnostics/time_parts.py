@@ -1,0 +1,259 @@
+"""Divides the time of a decode step and of a prompt into nodes, the rest of the calls, and the host, for several pipelines in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import openvino_genai as genai
+from numpy.typing import NDArray
+
+from staticllm.core import Variant
+from staticllm.pipelines.diagnostics.reports import NodeShare, TimeParts
+from staticllm.system.table import markdown
+
+Prompt: TypeAlias = NDArray[np.int64]
+Phase: TypeAlias = Literal["prefill", "decode"]
+CUT_MS = 2e-3
+"""The most that the counters cut off the time of a node: a fraction of a microsecond of each run, and one of their mean."""
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """One request, in seconds per token; the first token is the prompt's.
+
+    ``wall`` is the time from the token before to this one at the reader, from the call of the pipeline for the first. ``own`` is
+    the same by the pipeline's own record, and ``calls`` are the calls of the device for it, by that record. ``programs`` has the
+    variants that ran for each token.
+    """
+
+    wall: Sequence[float]
+    own: Sequence[float]
+    calls: Sequence[float]
+    programs: Sequence[tuple[Variant, ...]]
+
+
+@dataclass(frozen=True)
+class CountedCall:
+    """What the counters of a program say of one call: the mean ms of the kinds of nodes.
+
+    ``mean_ms`` is that of the call with counters, over the same runs, and ``median_ms`` its median.
+    """
+
+    nodes: Sequence[NodeShare]
+    mean_ms: float
+    median_ms: float
+
+
+class Divisible(Protocol):
+    """A pipeline whose time can be divided. ``name`` is the head of its column."""
+
+    name: str
+
+    def run(self, prompt: Prompt, num_new: int) -> TokenRun:
+        """Run a request greedily, for exactly ``num_new`` tokens."""
+        ...
+
+    def repeat(self, run: TokenRun) -> Sequence[float]:
+        """Run the calls of a request again, without the pipeline around them; return the seconds of those for each token."""
+        ...
+
+    def count(self, run: TokenRun) -> None:
+        """Run the same calls once more, in programs with counters."""
+        ...
+
+    def counted(self, run: TokenRun, phase: Phase) -> CountedCall:
+        """Return what was counted for the prompt, or for a mean decode step."""
+        ...
+
+    def forget(self) -> None:
+        """Free the programs with counters."""
+        ...
+
+
+class Reader(genai.StreamerBase):
+    """Notes when each token arrives, then makes text of it, as readers do."""
+
+    def __init__(self, tokenizer: genai.Tokenizer) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self._text = genai.TextStreamer(tokenizer, lambda text: None)
+
+    def write(self, token: int | list[int]) -> genai.StreamingStatus:
+        """Receive one token or several. ``times`` gets the moment of each."""
+        now = time.perf_counter()
+        self.times += [now] * (len(token) if isinstance(token, list) else 1)
+        self._text.write(token)
+        return genai.StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        """Make text of what was held back."""
+        self._text.end()
+
+
+@dataclass
+class Rounds:
+    """What was measured of one pipeline: the requests, and the seconds of the same calls alone."""
+
+    runs: list[TokenRun] = field(default_factory=list)
+    repeats: list[Sequence[float]] = field(default_factory=list)
+
+
+def divide(
+    pipelines: Sequence[Divisible],
+    prompt_len: int,
+    num_new: int,
+    rounds: int,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+) -> Iterator[TimeParts]:
+    """Run prompts of random tokens in all pipelines in turn, and yield the parts of the prompt's time and of a decode step's.
+
+    Without a second token only those of the prompt. A round before the first warms up.
+    """
+    found = [Rounds() for _ in pipelines]
+    for number in range(rounds + 1):
+        on_progress(number, rounds + 1)
+        prompt = np.random.default_rng([number, prompt_len]).integers(8, 1000, prompt_len)
+        runs = [pipeline.run(prompt, num_new) for pipeline in pipelines]
+        repeats = [pipeline.repeat(run) for pipeline, run in zip(pipelines, runs, strict=True)]
+        for pipeline, run in zip(pipelines, runs, strict=True):
+            pipeline.count(run)
+        if number:
+            for each, run, repeat in zip(found, runs, repeats, strict=True):
+                each.runs.append(run)
+                each.repeats.append(repeat)
+    phases: tuple[Phase, ...] = ("prefill", "decode") if num_new > 1 else ("prefill",)
+    for phase in phases:
+        for pipeline, each in zip(pipelines, found, strict=True):
+            best = fastest(each, phase)
+            yield parts_of(pipeline.name, phase, prompt_len, each, pipeline.counted(best, phase))
+    for pipeline in pipelines:
+        pipeline.forget()
+
+
+def fastest(rounds: Rounds, phase: Phase) -> TokenRun:
+    """Return the request with the least wall time: other work on the machine only adds time."""
+    return min(rounds.runs, key=lambda run: _of(run.wall, phase))
+
+
+def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: CountedCall) -> TimeParts:
+    """Return the parts of the fastest request's time.
+
+    The host's part is what the pipeline's own record has outside of its calls. The call is the fastest one alone, of the same
+    programs. Counters slow a call down: the nodes have the share of it that they have in the call with counters.
+    """
+    best = fastest(rounds, phase)
+    alike = [
+        repeat
+        for run, repeat in zip(rounds.runs, rounds.repeats, strict=True)
+        if _programs(run, phase) == _programs(best, phase)
+    ]
+    calls = [1e3 * _of(repeat, phase) for repeat in alike]
+    call = min(calls)
+    scale = call / counted.mean_ms
+    nodes = tuple(replace(each, ms=each.ms * scale) for each in counted.nodes)
+    return TimeParts(
+        pipeline=name,
+        phase=phase,
+        prompt_len=prompt_len,
+        programs=tuple(dict.fromkeys(map(str, _programs(best, phase)))),
+        nodes_ms=sum(each.ms for each in nodes),
+        outside_ms=call - sum(each.ms for each in nodes),
+        host_ms=1e3 * _of([own - calls for own, calls in zip(best.own, best.calls, strict=True)], phase),
+        wall_ms=1e3 * _of(best.wall, phase),
+        recorded_ms=1e3 * _of(best.calls, phase),
+        slowdown=counted.median_ms / statistics.median(calls) - 1,
+        cut_ms=CUT_MS * sum(each.count for each in nodes),
+        nodes=nodes,
+    )
+
+
+def _of(seconds: Sequence[float], phase: Phase) -> float:
+    """Return the value of the prompt, or the median of those of the tokens after it."""
+    return seconds[0] if phase == "prefill" else statistics.median(seconds[1:])
+
+
+def _programs(run: TokenRun, phase: Phase) -> tuple[Variant, ...]:
+    programs = run.programs[:1] if phase == "prefill" else run.programs[1:]
+    return tuple(variant for each in programs for variant in each)
+
+
+def between(start: float, times: Sequence[float]) -> list[float]:
+    """Return the seconds from each moment to the next one."""
+    return [after - before for before, after in pairwise([start, *times])]
+
+
+def greedy(num_new: int) -> dict[str, Any]:
+    """Return the options of a request for exactly ``num_new`` tokens that all pipelines take."""
+    return {"max_new_tokens": num_new, "ignore_eos": True, "do_sample": False}
+
+
+NUM_KINDS = 6
+"""Kinds of nodes that a table shows one by one."""
+MOST_DEVIATION = 0.03
+NOTES = (
+    "Wall time: by the clock of the reader of the tokens; the fastest of all rounds, as other work only adds time. Of a decode "
+    "step it is the median of a request's steps.",
+    "Host: the time per token less the calls, both by the pipeline's own record of the same request (ours: the engine's trace; "
+    "GenAI: perf_metrics).",
+    "Nodes and outside of nodes: the same calls without the pipeline around them, the fastest round. The nodes' share of a call "
+    "is that in a program with PERF_COUNT; that program is slower as stated, and its counters leave fractions of a µs out.",
+    "GenAI shows no program: its calls alone are an inference, from the same IR with the head cut to the last token, compiled by "
+    "OpenVINO with the same properties. GenAI runs with ATTENTION_BACKEND=SDPA.",
+)
+"""How each figure of the tables is measured."""
+
+
+def parts_tables(parts: Sequence[TimeParts]) -> list[str]:
+    """Return a table for each phase and length of prompt, with the pipelines side by side, and what else is known of each."""
+    groups: dict[tuple[Phase, int], list[TimeParts]] = {}
+    for each in parts:
+        groups.setdefault((each.phase, each.prompt_len), []).append(each)
+    lines = list[str]()
+    for (phase, prompt_len), found in groups.items():
+        lines += [*_parts_table(_heading(phase, prompt_len), found), "", *map(_remark, found), ""]
+    return [*lines, *NOTES[: 4 if any(len(found) > 1 for found in groups.values()) else 3]]
+
+
+def _heading(phase: Phase, prompt_len: int) -> str:
+    return f"prompt of {prompt_len} tokens" if phase == "prefill" else f"decode step after {prompt_len} tokens"
+
+
+def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:
+    head = [heading, *(text for each in found for text in (f"{each.pipeline}, ms", "share"))]
+    kinds = [{node.kind: node.ms for node in each.nodes} for each in found]
+    largest = sorted(set().union(*kinds), key=lambda kind: -max(ms.get(kind, 0.0) for ms in kinds))
+    shown, others = largest[:NUM_KINDS], largest[NUM_KINDS:]
+    values = {f"· {kind}": [ms.get(kind, 0.0) for ms in kinds] for kind in shown}
+    if others:
+        values[f"· {', '.join(others)}"] = [sum(ms.get(kind, 0.0) for kind in others) for ms in kinds]
+    rows = {
+        "nodes": [each.nodes_ms for each in found],
+        **values,
+        "outside of nodes": [each.outside_ms for each in found],
+        "host": [each.host_ms for each in found],
+        "sum": [each.sum_ms for each in found],
+        "wall time": [each.wall_ms for each in found],
+    }
+    walls = [each.wall_ms for each in found]
+    cells = [
+        [name, *(text for ms, wall in zip(row, walls, strict=True) for text in (f"{ms:.3f}", f"{ms / wall:.1%}"))]
+        for name, row in rows.items()
+    ]
+    cells.append(["sum less wall time", *(text for each in found for text in ("", f"{each.deviation:+.1%}"))])
+    return markdown(head, cells)
+
+
+def _remark(parts: TimeParts) -> str:
+    programs = parts.programs if len(parts.programs) <= NUM_KINDS else (parts.programs[0], "…", parts.programs[-1])
+    text = (
+        f"{parts.pipeline}: {', '.join(programs)}; calls by its own record {parts.recorded_ms:.3f} ms; counters slow them by "
+        f"{parts.slowdown:.1%}, and leave at most {parts.cut_ms:.3f} ms of nodes out"
+    )
+    is_off = abs(parts.deviation) > MOST_DEVIATION
+    return f"{text}; more than {MOST_DEVIATION:.0%} off: other work disturbed the rounds, raise -r" if is_off else text
