@@ -17,8 +17,8 @@ from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.model_dir import read_model
-from staticllm.pipelines.diagnostics.node_profile import PERF_COUNT, CountedRuns, kinds_in, shares_of
-from staticllm.pipelines.diagnostics.time_parts import CountedCall, Phase, Prompt, Reader, TokenRun, between, greedy
+from staticllm.pipelines.diagnostics.node_profile import PERF_COUNT, CountedRuns, kinds_in, num_running, shares_of
+from staticllm.pipelines.diagnostics.time_parts import CountedCall, Phase, Prompt, Reader, TokenRun, between, greedy, wait_until
 from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
 
 DEVICE = "CPU"
@@ -47,7 +47,7 @@ class GenaiCalls:
 
     def run(self, prompt: Prompt, num_new: int) -> TokenRun:
         """Run a request; its calls and tokens are those of ``perf_metrics``."""
-        reader = Reader(self._pipe.get_tokenizer())
+        reader = Reader()
         start = time.perf_counter()
         result = self._pipe.generate(ov.Tensor(prompt[None]), streamer=reader, **greedy(num_new))
         wall = between(start, reader.times)
@@ -61,12 +61,16 @@ class GenaiCalls:
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes from an empty state on."""
         self._request.reset_state()
-        return [self._timed(variant) for (variant,) in run.programs]
+        return [self._timed(variant, pause) for (variant,), pause in zip(run.programs, run.pauses, strict=True)]
 
-    def _timed(self, variant: Variant) -> float:
+    def _timed(self, variant: Variant, pause: float) -> float:
+        """Return the seconds of a call that begins a pause from now."""
+        begin = time.perf_counter() + pause
         _feed(self._request, variant)
+        wait_until(begin)
         start = time.perf_counter()
-        self._request.infer()
+        self._request.start_async()  # as GenAI does
+        self._request.wait()
         return time.perf_counter() - start
 
     def count(self, run: TokenRun) -> None:
@@ -97,7 +101,8 @@ class GenaiCalls:
         times = counted.times()
         kinds = kinds_in(counted.request.get_compiled_model(), self._model, times)
         seconds = counted.seconds
-        return CountedCall(shares_of(times, kinds), 1e3 * statistics.fmean(seconds), 1e3 * statistics.median(seconds))
+        mean, median = (1e3 * value(seconds) for value in (statistics.fmean, statistics.median))
+        return CountedCall(shares_of(times, kinds), num_running(times), mean, median)
 
     def forget(self) -> None:
         """Free the programs with counters."""
@@ -117,7 +122,7 @@ def _feed(request: ov.InferRequest, variant: Variant) -> None:
     """Set the inputs for ``rows`` tokens after ``kv_len`` others."""
     rows, past = variant.rows, variant.kv_len
     feeds = {
-        INPUT_IDS: np.full((1, rows), 9, np.int64),
+        INPUT_IDS: 8 + np.arange(past, past + rows, dtype=np.int64)[None] % 100,
         ATTENTION_MASK: np.ones((1, past + rows), np.int64),
         POSITION_IDS: np.arange(past, past + rows, dtype=np.int64)[None],
         BEAM_IDX: np.zeros(1, np.int32),

@@ -475,9 +475,9 @@ class TimeParts:
     """Where the time of a decode step, or of a prompt to its first token, goes in one pipeline.
 
     ``nodes_ms`` and ``outside_ms`` are a call of the device, or the calls of a prompt, run alone: its nodes, and what else it
-    takes. ``host_ms`` is what the pipeline's own record has outside of its calls, ``wall_ms`` the time by the clock of a reader.
-    ``recorded_ms`` are the calls by the pipeline's own record. The counters make a call longer by ``slowdown``, a share of it,
-    and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``programs`` are the variants that ran.
+    takes. ``wall_ms`` is the time by the clock of a reader, and ``own_ms`` by the pipeline's own record, with ``own_calls_ms`` in
+    calls. ``host_ms`` is what ``wall_ms`` has beside ``own_calls_ms``. The counters make a call longer by ``slowdown``, a share of
+    it, and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``programs`` are the variants that ran.
     """
 
     pipeline: str
@@ -488,7 +488,8 @@ class TimeParts:
     outside_ms: float
     host_ms: float
     wall_ms: float
-    recorded_ms: float
+    own_ms: float
+    own_calls_ms: float
     slowdown: float
     cut_ms: float
     nodes: tuple[NodeShare, ...]

@@ -22,10 +22,11 @@ from staticllm.pipelines.diagnostics.node_profile import (
     counted_program,
     counting,
     kinds_in,
+    num_running,
     shares_of,
 )
 from staticllm.pipelines.diagnostics.settings import settings_in
-from staticllm.pipelines.diagnostics.time_parts import CountedCall, Phase, Prompt, Reader, TokenRun, between, greedy
+from staticllm.pipelines.diagnostics.time_parts import CountedCall, Phase, Prompt, Reader, TokenRun, between, greedy, wait_until
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.bind import BoundPrograms
@@ -59,7 +60,7 @@ class StaticCalls:
 
     def run(self, prompt: Prompt, num_new: int) -> TokenRun:
         """Run a request; its calls and tokens are those that the engine records."""
-        reader = Reader(self._pipe.get_tokenizer())
+        reader = Reader()
         with self._pipe.record() as trace:
             start = time.perf_counter()
             self._pipe.generate(prompt, streamer=reader, **greedy(num_new))
@@ -75,10 +76,14 @@ class StaticCalls:
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same variants on the engine's thread, with what their buffers hold."""
-        return self._engine.run_between_steps(partial(self._repeat, run.programs))
+        return self._engine.run_between_steps(partial(self._repeat, run))
 
-    def _repeat(self, programs: Sequence[tuple[Variant, ...]]) -> list[float]:
-        return [sum(timed_run(self._programs[variant]) for variant in variants) for variants in programs]
+    def _repeat(self, run: TokenRun) -> list[float]:
+        found = list[float]()
+        for variants, pause in zip(run.programs, run.pauses, strict=True):
+            wait_until(time.perf_counter() + pause)
+            found.append(sum(timed_run(self._programs[variant]) for variant in variants))
+        return found
 
     def count(self, run: TokenRun) -> None:
         """Run each variant as often as it ran, on random tokens and KV slots."""
@@ -106,13 +111,15 @@ class StaticCalls:
         }
         times = list[NodeTime]()
         kinds: dict[str, str] = {}
+        num_nodes = 0.0
         for variant, share in shares.items():
             found = self._counted[variant].times()
             own = kinds_in(self._compiled[variant], self._plan.lowered.graph.model, found)
+            num_nodes += num_running(found) * share
             times += [NodeTime(f"{variant} {node.name}", node.type, node.ms * share) for node in found]
             kinds |= {f"{variant} {name}": kind for name, kind in own.items()}
         return CountedCall(
-            shares_of(times, kinds), self._ms(statistics.fmean, shares), self._ms(statistics.median, shares)
+            shares_of(times, kinds), num_nodes, self._ms(statistics.fmean, shares), self._ms(statistics.median, shares)
         )
 
     def _ms(self, value: Callable[[Sequence[float]], float], shares: Mapping[Variant, float]) -> float:

@@ -37,15 +37,22 @@ class TokenRun:
     calls: Sequence[float]
     programs: Sequence[tuple[Variant, ...]]
 
+    @property
+    def pauses(self) -> list[float]:
+        """The seconds of each token without a call."""
+        return [wall - calls for wall, calls in zip(self.wall, self.calls, strict=True)]
+
 
 @dataclass(frozen=True)
 class CountedCall:
     """What the counters of a program say of one call: the mean ms of the kinds of nodes.
 
-    ``mean_ms`` is that of the call with counters, over the same runs, and ``median_ms`` its median.
+    ``num_nodes`` are those that can run, of any time. ``mean_ms`` is that of the call with counters, over the same runs, and
+    ``median_ms`` its median.
     """
 
     nodes: Sequence[NodeShare]
+    num_nodes: float
     mean_ms: float
     median_ms: float
 
@@ -60,7 +67,7 @@ class Divisible(Protocol):
         ...
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
-        """Run the calls of a request again, without the pipeline around them; return the seconds of those for each token."""
+        """Run the calls of a request again, at its pace but without the pipeline; return the seconds of those for each token."""
         ...
 
     def count(self, run: TokenRun) -> None:
@@ -77,23 +84,19 @@ class Divisible(Protocol):
 
 
 class Reader(genai.StreamerBase):
-    """Notes when each token arrives, then makes text of it, as readers do."""
+    """Notes the moment at which each token arrives."""
 
-    def __init__(self, tokenizer: genai.Tokenizer) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.times: list[float] = []
-        self._text = genai.TextStreamer(tokenizer, lambda text: None)
 
     def write(self, token: int | list[int]) -> genai.StreamingStatus:
-        """Receive one token or several. ``times`` gets the moment of each."""
-        now = time.perf_counter()
-        self.times += [now] * (len(token) if isinstance(token, list) else 1)
-        self._text.write(token)
+        """Receive one token or several."""
+        self.times += [time.perf_counter()] * (len(token) if isinstance(token, list) else 1)
         return genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Make text of what was held back."""
-        self._text.end()
+        """Receive no more."""
 
 
 @dataclass
@@ -144,7 +147,7 @@ def fastest(rounds: Rounds, phase: Phase) -> TokenRun:
 def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: CountedCall) -> TimeParts:
     """Return the parts of the fastest request's time.
 
-    The host's part is what the pipeline's own record has outside of its calls. The call is the fastest one alone, of the same
+    The host's part is the wall time less the calls that the pipeline recorded. The call is the fastest one alone, of the same
     programs. Counters slow a call down: the nodes have the share of it that they have in the call with counters.
     """
     best = fastest(rounds, phase)
@@ -164,11 +167,12 @@ def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: 
         programs=tuple(dict.fromkeys(map(str, _programs(best, phase)))),
         nodes_ms=sum(each.ms for each in nodes),
         outside_ms=call - sum(each.ms for each in nodes),
-        host_ms=1e3 * _of([own - calls for own, calls in zip(best.own, best.calls, strict=True)], phase),
+        host_ms=1e3 * (_of(best.wall, phase) - _of(best.calls, phase)),
         wall_ms=1e3 * _of(best.wall, phase),
-        recorded_ms=1e3 * _of(best.calls, phase),
+        own_ms=1e3 * _of(best.own, phase),
+        own_calls_ms=1e3 * _of(best.calls, phase),
         slowdown=counted.median_ms / statistics.median(calls) - 1,
-        cut_ms=CUT_MS * sum(each.count for each in nodes),
+        cut_ms=CUT_MS * counted.num_nodes,
         nodes=nodes,
     )
 
@@ -181,6 +185,12 @@ def _of(seconds: Sequence[float], phase: Phase) -> float:
 def _programs(run: TokenRun, phase: Phase) -> tuple[Variant, ...]:
     programs = run.programs[:1] if phase == "prefill" else run.programs[1:]
     return tuple(variant for each in programs for variant in each)
+
+
+def wait_until(moment: float) -> None:
+    """Wait busily, as a host works between calls: the device's threads wake up later after a longer rest."""
+    while time.perf_counter() < moment:
+        pass
 
 
 def between(start: float, times: Sequence[float]) -> list[float]:
@@ -199,10 +209,11 @@ MOST_DEVIATION = 0.03
 NOTES = (
     "Wall time: by the clock of the reader of the tokens; the fastest of all rounds, as other work only adds time. Of a decode "
     "step it is the median of a request's steps.",
-    "Host: the time per token less the calls, both by the pipeline's own record of the same request (ours: the engine's trace; "
-    "GenAI: perf_metrics).",
-    "Nodes and outside of nodes: the same calls without the pipeline around them, the fastest round. The nodes' share of a call "
-    "is that in a program with PERF_COUNT; that program is slower as stated, and its counters leave fractions of a µs out.",
+    "Host: the wall time less the calls that the pipeline itself recorded in that request (ours: the engine's trace; GenAI: "
+    "perf_metrics). Readers take tokens: text is made on their threads, beside the calls.",
+    "Nodes and outside of nodes: the same calls at the same pace without the pipeline, the fastest round. The nodes' share of a "
+    "call is that in a program with PERF_COUNT; it is slower as stated, and its counters leave fractions of a µs out.",
+    "So the sum differs from the wall time by as much as the calls alone differ from those in the request.",
     "GenAI shows no program: its calls alone are an inference, from the same IR with the head cut to the last token, compiled by "
     "OpenVINO with the same properties. GenAI runs with ATTENTION_BACKEND=SDPA.",
 )
@@ -217,7 +228,7 @@ def parts_tables(parts: Sequence[TimeParts]) -> list[str]:
     lines = list[str]()
     for (phase, prompt_len), found in groups.items():
         lines += [*_parts_table(_heading(phase, prompt_len), found), "", *map(_remark, found), ""]
-    return [*lines, *NOTES[: 4 if any(len(found) > 1 for found in groups.values()) else 3]]
+    return [*lines, *NOTES[: 5 if any(len(found) > 1 for found in groups.values()) else 4]]
 
 
 def _heading(phase: Phase, prompt_len: int) -> str:
@@ -252,8 +263,8 @@ def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:
 def _remark(parts: TimeParts) -> str:
     programs = parts.programs if len(parts.programs) <= NUM_KINDS else (parts.programs[0], "…", parts.programs[-1])
     text = (
-        f"{parts.pipeline}: {', '.join(programs)}; calls by its own record {parts.recorded_ms:.3f} ms; counters slow them by "
-        f"{parts.slowdown:.1%}, and leave at most {parts.cut_ms:.3f} ms of nodes out"
+        f"{parts.pipeline}: {', '.join(programs)}; by its own record {parts.own_ms:.3f} ms, of these {parts.own_calls_ms:.3f} ms in calls; "
+        f"counters slow calls by {parts.slowdown:.1%}, and leave at most {parts.cut_ms:.3f} ms of nodes out"
     )
     is_off = abs(parts.deviation) > MOST_DEVIATION
-    return f"{text}; more than {MOST_DEVIATION:.0%} off: other work disturbed the rounds, raise -r" if is_off else text
+    return f"{text}; more than {MOST_DEVIATION:.0%} off: work beside the calls disturbed them" if is_off else text

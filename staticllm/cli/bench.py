@@ -333,9 +333,9 @@ def _where_tests(options: dict[str, Any]) -> list[Test]:
     for name in ("clients", "profile"):
         if source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--where divides single requests: leave --{name} out")
-    if max(chosen["n_gen"]) == 0:
-        chosen["n_depth"] = ()
-    tests = _tests({**chosen, "n_gen": (max(chosen["n_gen"]),), "clients": ()})
+    if len(chosen["n_gen"]) > 1:
+        raise click.UsageError("--where takes one number of decode steps: give -n one")
+    tests = _tests({**chosen, "clients": ()})
     if not tests:
         raise click.UsageError("nothing to measure: give --n-prompt or -n a number above 0")
     return tests
@@ -373,6 +373,8 @@ def command(model: str, **options: Any) -> None:
         raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
     if options["text"] is not None and asked != ["divergence"]:
         raise click.UsageError("--text is for --divergence: add it, or leave --text out")
+    if asked and options["output"] == "csv":
+        raise click.UsageError(f"--{asked[0]} prints a table or JSON: leave -o csv out")
     if asked:
         report = REPORTS[asked[0]](model, options)
         is_json = options["as_json"] or options["output"] == "json"
