@@ -17,8 +17,24 @@ from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.model_dir import read_model
-from staticllm.pipelines.diagnostics.node_profile import PERF_COUNT, CountedRuns, kinds_in, num_running, shares_of
-from staticllm.pipelines.diagnostics.time_parts import CountedCall, Phase, Prompt, Reader, TokenRun, between, greedy, wait_until
+from staticllm.pipelines.diagnostics.node_profile import (
+    PERF_COUNT,
+    CountedRuns,
+    kinds_in,
+    num_running,
+    run_step,
+    shares_of,
+)
+from staticllm.pipelines.diagnostics.time_parts import (
+    CountedCall,
+    Phase,
+    Prompt,
+    Reader,
+    TokenRun,
+    between,
+    greedy,
+    wait_until,
+)
 from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
 
 DEVICE = "CPU"
@@ -59,7 +75,7 @@ class GenaiCalls:
         return TokenRun(wall, own, calls, [(Variant(len(prompt), 0),), *((Variant(1, length),) for length in past)])
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
-        """Run the same sizes from an empty state on."""
+        """Run the same sizes from an empty state on, on the threads on which GenAI runs them."""
         self._request.reset_state()
         return [self._timed(variant, pause) for (variant,), pause in zip(run.programs, run.pauses, strict=True)]
 
@@ -69,8 +85,7 @@ class GenaiCalls:
         _feed(self._request, variant)
         wait_until(begin)
         start = time.perf_counter()
-        self._request.start_async()  # as GenAI does
-        self._request.wait()
+        (run_prompt if variant.kv_len == 0 else run_step)(self._request)
         return time.perf_counter() - start
 
     def count(self, run: TokenRun) -> None:
@@ -92,7 +107,8 @@ class GenaiCalls:
 
     def _counting(self, phase: Phase) -> CountedRuns:
         if phase not in self._counted:
-            self._counted[phase] = CountedRuns(self._compile({**self._properties, PERF_COUNT: True}))
+            request = self._compile({**self._properties, PERF_COUNT: True})
+            self._counted[phase] = CountedRuns(request, run_prompt if phase == "prefill" else run_step)
         return self._counted[phase]
 
     def counted(self, run: TokenRun, phase: Phase) -> CountedCall:
@@ -107,6 +123,11 @@ class GenaiCalls:
     def forget(self) -> None:
         """Free the programs with counters."""
         self._counted.clear()
+
+
+def run_prompt(request: ov.InferRequest) -> None:
+    """Run a request as GenAI runs prompts: on the calling thread."""
+    request.infer()
 
 
 def take_last_token(model: ov.Model) -> None:

@@ -154,12 +154,18 @@ def times_after_first(request: ov.InferRequest) -> list[NodeTime]:
     return counted.times()
 
 
+def run_step(request: ov.InferRequest) -> None:
+    """Run a request as pipelines do, on a thread of the plugin; one that runs on this thread has other threads beside it."""
+    request.start_async()
+    request.wait()
+
+
 class CountedRuns:
     """The runs of a request of a program with counters that has not run yet; the first one, which packs weights, is left out."""
 
-    def __init__(self, request: ov.InferRequest, feeds: object = None) -> None:
+    def __init__(self, request: ov.InferRequest, run: Callable[[ov.InferRequest], None] | None = None) -> None:
         self.request = request
-        self._feeds = feeds  # what the request reads lives as long as it
+        self._run = run or run_step
         self.seconds: list[float] = []
         """The seconds of the runs after the first."""
         self._first: dict[str, float] | None = None
@@ -167,8 +173,7 @@ class CountedRuns:
     def run(self) -> None:
         """Run once."""
         start = time.perf_counter()
-        self.request.start_async()  # as pipelines do: a call on this thread has threads of its own
-        self.request.wait()
+        self._run(self.request)
         seconds = time.perf_counter() - start
         if self._first is None:
             self._first = {entry.node_name: _ms(entry) for entry in self.request.profiling_info}

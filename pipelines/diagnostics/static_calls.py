@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import openvino as ov
+from numpy.typing import NDArray
 
 from staticllm.core import Variant
 from staticllm.pipelines.costs.probe import timed_run
@@ -26,7 +27,16 @@ from staticllm.pipelines.diagnostics.node_profile import (
     shares_of,
 )
 from staticllm.pipelines.diagnostics.settings import settings_in
-from staticllm.pipelines.diagnostics.time_parts import CountedCall, Phase, Prompt, Reader, TokenRun, between, greedy, wait_until
+from staticllm.pipelines.diagnostics.time_parts import (
+    CountedCall,
+    Phase,
+    Prompt,
+    Reader,
+    TokenRun,
+    between,
+    greedy,
+    wait_until,
+)
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.bind import BoundPrograms
@@ -55,6 +65,7 @@ class StaticCalls:
         self._programs = cast("BoundPrograms", self._engine.runner.programs)
         self._counted: dict[Variant, CountedRuns] = {}
         self._compiled: dict[Variant, ov.CompiledModel] = {}
+        self._feeds: dict[Variant, Mapping[str, NDArray[Any]]] = {}  # what the requests read
         wait_for_costs(self._engine, rest_seconds, on_progress)
         self._engine.run_between_steps(self._engine.runner.probe.pause)
 
@@ -99,8 +110,8 @@ class StaticCalls:
         parts = {part: {**each, **settings} for part, each in options.properties.items()}
         plan = replace(self._plan, options=replace(options, properties=parts))
         self._compiled[variant] = counted_program(plan, variant)
-        feeds = random_feeds(self._compiled[variant], variant)
-        self._counted[variant] = CountedRuns(bound_request(self._compiled[variant], feeds), feeds)
+        self._feeds[variant] = random_feeds(self._compiled[variant], variant)
+        self._counted[variant] = CountedRuns(bound_request(self._compiled[variant], self._feeds[variant]))
         return self._counted[variant]
 
     def counted(self, run: TokenRun, phase: Phase) -> CountedCall:
@@ -129,3 +140,4 @@ class StaticCalls:
         """Free the programs with counters."""
         self._counted.clear()
         self._compiled.clear()
+        self._feeds.clear()

@@ -1,4 +1,4 @@
-"""Divides the time of a decode step and of a prompt into nodes, the rest of the calls, and the host, for several pipelines in turn."""
+"""Divides the time of a prompt and of a decode step into nodes, the rest of calls, and the host; pipelines run in turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, SupportsInt, TypeAlias
 
 import numpy as np
 import openvino_genai as genai
@@ -83,16 +83,16 @@ class Divisible(Protocol):
         ...
 
 
-class Reader(genai.StreamerBase):
+class Reader(genai.StreamerBase):  # type: ignore[misc]
     """Notes the moment at which each token arrives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.times: list[float] = []
 
-    def write(self, token: int | list[int]) -> genai.StreamingStatus:
+    def write(self, token: SupportsInt | Sequence[SupportsInt]) -> genai.StreamingStatus:
         """Receive one token or several."""
-        self.times += [time.perf_counter()] * (len(token) if isinstance(token, list) else 1)
+        self.times += [time.perf_counter()] * (len(token) if isinstance(token, Sequence) else 1)
         return genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
@@ -262,9 +262,8 @@ def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:
 
 def _remark(parts: TimeParts) -> str:
     programs = parts.programs if len(parts.programs) <= NUM_KINDS else (parts.programs[0], "…", parts.programs[-1])
-    text = (
-        f"{parts.pipeline}: {', '.join(programs)}; by its own record {parts.own_ms:.3f} ms, of these {parts.own_calls_ms:.3f} ms in calls; "
-        f"counters slow calls by {parts.slowdown:.1%}, and leave at most {parts.cut_ms:.3f} ms of nodes out"
-    )
+    own = f"by its own record {parts.own_ms:.3f} ms, of these {parts.own_calls_ms:.3f} ms in calls"
+    counters = f"counters slow calls by {parts.slowdown:.1%}, and leave at most {parts.cut_ms:.3f} ms of nodes out"
+    text = f"{parts.pipeline}: {', '.join(programs)}; {own}; {counters}"
     is_off = abs(parts.deviation) > MOST_DEVIATION
     return f"{text}; more than {MOST_DEVIATION:.0%} off: work beside the calls disturbed them" if is_off else text

@@ -285,24 +285,26 @@ def _calls(chosen: ChosenSettings) -> str:
 
 
 def report_where(model: str, options: dict[str, Any]) -> Report:
-    """Divide the time of prompts and decode steps into nodes, the rest of the calls and the host, beside GenAI's if it can run."""
+    """Divide the time of prompts and of decode steps: nodes, the rest of calls, host; beside GenAI's, if that loads the model."""
     tests = _where_tests(options)
     properties = _checked_properties(options, tests)
     new_tokens = {test.prompt: max(other.new for other in tests if other.prompt == test.prompt) for test in tests}
     with progress("loading") as shown, _loaded(model, options, shown, **properties) as pipe:
         from staticllm.pipelines.diagnostics.static_calls import StaticCalls
-        from staticllm.pipelines.diagnostics.time_parts import divide, parts_tables
+        from staticllm.pipelines.diagnostics.time_parts import Divisible, divide, parts_tables
 
-        ours = StaticCalls(
-            pipe, model, IDLE_SECONDS, lambda *done: shown.show("measuring costs while idle", *done)
-        )
+        ours = StaticCalls(pipe, model, IDLE_SECONDS, lambda *done: shown.show("measuring costs while idle", *done))
         theirs, reason = _genai_calls(model, pipe)
-        pipelines = [ours, *theirs]
+        pipelines: list[Divisible] = [ours, *theirs]
         parts = [
             each
             for count, new in sorted(new_tokens.items())
             for each in divide(
-                pipelines, count, new, options["repetitions"], partial(shown.show, f"measuring prompts of {count} tokens")
+                pipelines,
+                count,
+                new,
+                options["repetitions"],
+                partial(shown.show, f"measuring prompts of {count} tokens"),
             )
         ]
     wanted = {(("prefill" if test.new == 1 else "decode"), test.prompt) for test in tests}

@@ -22,7 +22,6 @@ def where(zoo, *arguments):
     return result
 
 
-
 def test_time_is_divided_beside_genais(zoo):
     found = json.loads(where(zoo, "-o", "json").stdout)
     assert not found["without_genai"]

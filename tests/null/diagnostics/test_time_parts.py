@@ -6,7 +6,15 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.pipelines.diagnostics.reports import NodeShare
-from staticllm.pipelines.diagnostics.time_parts import CountedCall, Rounds, TokenRun, between, divide, parts_of, parts_tables
+from staticllm.pipelines.diagnostics.time_parts import (
+    CountedCall,
+    Rounds,
+    TokenRun,
+    between,
+    divide,
+    parts_of,
+    parts_tables,
+)
 
 PROMPT, STEP, WIDER = Variant(128, 0), Variant(1, 256), Variant(1, 512)
 NODES = (
