@@ -12,6 +12,7 @@ from staticllm.pipelines.diagnostics.time_parts import (
     TokenRun,
     between,
     divide,
+    fastest,
     parts_of,
     parts_tables,
 )
@@ -65,6 +66,12 @@ def test_calls_alone_count_only_where_the_same_programs_ran():
     assert decode.nodes_ms + decode.outside_ms == pytest.approx(12), "the repeated calls of the fastest request only"
     prefill = parts_of("ours", "prefill", 128, rounds, COUNTED)
     assert prefill.nodes_ms + prefill.outside_ms == pytest.approx(80), "the prompts ran in the same program"
+
+
+def test_the_programs_of_most_rounds_are_divided():
+    once = run_of([0.4, 0.001, 0.001, 0.001], [0.3, 0.001, 0.001, 0.001], WIDER)
+    assert fastest(Rounds([once, SLOW, FAST]), "decode") is FAST
+    assert fastest(Rounds([once, FAST]), "decode") is once, "of as many rounds the fastest one"
 
 
 class Scripted:
