@@ -130,7 +130,7 @@ class StaticCalls:
             times += [NodeTime(f"{variant} {node.name}", node.type, node.ms * share) for node in found]
             kinds |= {f"{variant} {name}": kind for name, kind in own.items()}
         return CountedCall(
-            shares_of(times, kinds), num_nodes, self._ms(statistics.fmean, shares), self._ms(statistics.median, shares)
+            shares_of(times, kinds), num_nodes, self._ms(statistics.fmean, shares), self._ms(min, shares)
         )
 
     def _ms(self, value: Callable[[Sequence[float]], float], shares: Mapping[Variant, float]) -> float:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol, SupportsInt, TypeAlias
+from typing import Any, Literal, Protocol, SupportsInt, TypeAlias, TypeVar
 
 import numpy as np
 import openvino_genai as genai
@@ -20,6 +20,7 @@ from staticllm.system.table import markdown
 
 Prompt: TypeAlias = NDArray[np.int64]
 Phase: TypeAlias = Literal["prefill", "decode"]
+T = TypeVar("T")
 CUT_MS = 2e-3
 """The most that the counters cut off the time of a node: a fraction of a microsecond of each run, and one of their mean."""
 
@@ -49,13 +50,13 @@ class CountedCall:
     """What the counters of a program say of one call: the mean ms of the kinds of nodes.
 
     ``num_nodes`` are those that can run, of any time. ``mean_ms`` is that of the call with counters, over the same runs, and
-    ``median_ms`` its median.
+    ``fastest_ms`` that of the fastest one.
     """
 
     nodes: Sequence[NodeShare]
     num_nodes: float
     mean_ms: float
-    median_ms: float
+    fastest_ms: float
 
 
 class Divisible(Protocol):
@@ -162,8 +163,8 @@ def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: 
         for run, repeat in zip(rounds.runs, rounds.repeats, strict=True)
         if _programs(run, phase) == _programs(best, phase)
     ]
-    calls = [1e3 * _of(repeat, phase) for repeat in alike]
-    call = min(calls)
+    call = 1e3 * min(_of(repeat, phase) for repeat in alike)
+    fastest_call = 1e3 * min(min(_tokens(repeat, phase)) for repeat in alike)
     scale = call / counted.mean_ms
     nodes = tuple(replace(each, ms=each.ms * scale) for each in counted.nodes)
     return TimeParts(
@@ -177,7 +178,7 @@ def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: 
         wall_ms=1e3 * _of(best.wall, phase),
         own_ms=1e3 * _of(best.own, phase),
         own_calls_ms=1e3 * _of(best.calls, phase),
-        slowdown=counted.median_ms / statistics.median(calls) - 1,
+        slowdown=counted.fastest_ms / fastest_call - 1,
         cut_ms=CUT_MS * counted.num_nodes,
         nodes=nodes,
     )
@@ -185,12 +186,16 @@ def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: 
 
 def _of(seconds: Sequence[float], phase: Phase) -> float:
     """Return the value of the prompt, or the median of those of the tokens after it."""
-    return seconds[0] if phase == "prefill" else statistics.median(seconds[1:])
+    return statistics.median(_tokens(seconds, phase))
+
+
+def _tokens(values: Sequence[T], phase: Phase) -> Sequence[T]:
+    """Return the value of the prompt's token, or those of the tokens after it."""
+    return values[:1] if phase == "prefill" else values[1:]
 
 
 def _programs(run: TokenRun, phase: Phase) -> tuple[Variant, ...]:
-    programs = run.programs[:1] if phase == "prefill" else run.programs[1:]
-    return tuple(variant for each in programs for variant in each)
+    return tuple(variant for each in _tokens(run.programs, phase) for variant in each)
 
 
 def wait_until(moment: float) -> None:
