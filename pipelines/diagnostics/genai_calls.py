@@ -88,22 +88,25 @@ class GenaiCalls:
         (run_prompt if variant.kv_len == 0 else run_step)(self._request)
         return time.perf_counter() - start
 
-    def count(self, run: TokenRun) -> None:
+    def count(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes in two programs: counters add up over all runs, so the second one only gets the prompt's state."""
-        prompt, *steps = (variant for (variant,) in run.programs)
+        (prompt,), *steps = run.programs
         prefill = self._counting("prefill")
         for _ in range(1 + (not prefill.seconds)):  # the very first run does not count
             prefill.request.reset_state()
             _feed(prefill.request, prompt)
-            prefill.run()
+            found = [prefill.run()]
         if steps:
             decode = self._counting("decode")
             states = {state.name: state for state in prefill.request.query_state()}
             for state in decode.request.query_state():
                 state.state = states[state.name].state
-            for variant in steps:
-                _feed(decode.request, variant)
-                decode.run()
+        for (variant,), pause in zip(steps, run.pauses[1:], strict=True):
+            begin = time.perf_counter() + pause
+            _feed(decode.request, variant)
+            wait_until(begin)
+            found.append(decode.run())
+        return found
 
     def _counting(self, phase: Phase) -> CountedRuns:
         if phase not in self._counted:
@@ -116,10 +119,7 @@ class GenaiCalls:
         counted = self._counted[phase]
         times = counted.times()
         kinds = kinds_in(counted.request.get_compiled_model(), self._model, times)
-        seconds = counted.seconds
-        return CountedCall(
-            shares_of(times, kinds), num_running(times), 1e3 * statistics.fmean(seconds), 1e3 * min(seconds)
-        )
+        return CountedCall(shares_of(times, kinds), num_running(times), 1e3 * statistics.fmean(counted.seconds))
 
     def forget(self) -> None:
         """Free the programs with counters."""

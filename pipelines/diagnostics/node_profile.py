@@ -170,8 +170,8 @@ class CountedRuns:
         """The seconds of the runs after the first."""
         self._first: dict[str, float] | None = None
 
-    def run(self) -> None:
-        """Run once."""
+    def run(self) -> float:
+        """Run once, and return the seconds that it took."""
         start = time.perf_counter()
         self._run(self.request)
         seconds = time.perf_counter() - start
@@ -179,6 +179,7 @@ class CountedRuns:
             self._first = {entry.node_name: _ms(entry) for entry in self.request.profiling_info}
         else:
             self.seconds.append(seconds)
+        return seconds
 
     def times(self) -> list[NodeTime]:
         """Return the mean ms of each node over the runs after the first."""

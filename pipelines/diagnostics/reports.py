@@ -477,7 +477,8 @@ class TimeParts:
     ``nodes_ms`` and ``outside_ms`` are a call of the device, or the calls of a prompt, run alone: its nodes, and what else it
     takes. ``wall_ms`` is the time by the clock of a reader, and ``own_ms`` by the pipeline's own record, with ``own_calls_ms`` in
     calls. ``host_ms`` is what ``wall_ms`` has beside ``own_calls_ms``. The counters make a call longer by ``slowdown``, a share,
-    and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``programs`` are the variants that ran.
+    and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``disturbance`` is the share by which the mean
+    call with counters, over which they count, is longer than the fastest one. ``programs`` are the variants that ran.
     """
 
     pipeline: str
@@ -491,6 +492,7 @@ class TimeParts:
     own_ms: float
     own_calls_ms: float
     slowdown: float
+    disturbance: float
     cut_ms: float
     nodes: tuple[NodeShare, ...]
 

@@ -87,21 +87,15 @@ class StaticCalls:
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same variants on the engine's thread, with what their buffers hold."""
-        return self._engine.run_between_steps(partial(self._repeat, run))
+        return self._engine.run_between_steps(
+            partial(_at_pace, run, lambda variant: timed_run(self._programs[variant]))
+        )
 
-    def _repeat(self, run: TokenRun) -> list[float]:
-        found = list[float]()
-        for variants, pause in zip(run.programs, run.pauses, strict=True):
-            wait_until(time.perf_counter() + pause)
-            found.append(sum(timed_run(self._programs[variant]) for variant in variants))
-        return found
-
-    def count(self, run: TokenRun) -> None:
-        """Run each variant as often as it ran, on random tokens and KV slots."""
-        for variant, count in Counter(variant for each in run.programs for variant in each).items():
-            counted = self._counted.get(variant) or self._compile(variant)
-            for _ in range(count + (not counted.seconds)):  # the very first one does not count
-                counted.run()
+    def count(self, run: TokenRun) -> Sequence[float]:
+        """Run the same variants on random tokens and KV slots."""
+        for variant in {variant for each in run.programs for variant in each} - set(self._counted):
+            self._compile(variant).run()  # the very first run does not count
+        return _at_pace(run, lambda variant: self._counted[variant].run())
 
     def _compile(self, variant: Variant) -> CountedRuns:
         """Compile the program of a variant once more, with the settings that it has in the pipeline, and with counters."""
@@ -129,15 +123,22 @@ class StaticCalls:
             num_nodes += num_running(found) * share
             times += [NodeTime(f"{variant} {node.name}", node.type, node.ms * share) for node in found]
             kinds |= {f"{variant} {name}": kind for name, kind in own.items()}
-        return CountedCall(
-            shares_of(times, kinds), num_nodes, self._ms(statistics.fmean, shares), self._ms(min, shares)
+        mean_ms = 1e3 * sum(
+            statistics.fmean(self._counted[variant].seconds) * share for variant, share in shares.items()
         )
-
-    def _ms(self, value: Callable[[Sequence[float]], float], shares: Mapping[Variant, float]) -> float:
-        return 1e3 * sum(value(self._counted[variant].seconds) * share for variant, share in shares.items())
+        return CountedCall(shares_of(times, kinds), num_nodes, mean_ms)
 
     def forget(self) -> None:
         """Free the programs with counters."""
         self._counted.clear()
         self._compiled.clear()
         self._feeds.clear()
+
+
+def _at_pace(run: TokenRun, call: Callable[[Variant], float]) -> list[float]:
+    """Return the seconds of the calls for each token of a request, with its pauses between them."""
+    found = list[float]()
+    for variants, pause in zip(run.programs, run.pauses, strict=True):
+        wait_until(time.perf_counter() + pause)
+        found.append(sum(map(call, variants)))
+    return found

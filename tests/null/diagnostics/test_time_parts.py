@@ -22,7 +22,7 @@ NODES = (
     NodeShare("matrix products", ("FullyConnected",), 10, 6.0, 0.75),
     NodeShare("attention", ("MatMul",), 2, 2.0, 0.25),
 )
-COUNTED = CountedCall(NODES, num_nodes=50, mean_ms=10.0, fastest_ms=9.9)
+COUNTED = CountedCall(NODES, num_nodes=50, mean_ms=10.0)
 
 
 def run_of(wall, calls, step=STEP):
@@ -31,7 +31,9 @@ def run_of(wall, calls, step=STEP):
 
 SLOW = run_of([0.4, 0.03, 0.03, 0.5], [0.3, 0.02, 0.02, 0.4])
 FAST = run_of([0.1, 0.012, 0.011, 0.04], [0.09, 0.010, 0.010, 0.03])
-ROUNDS = Rounds([SLOW, FAST], [[0.08, 0.010, 0.009, 0.02], [0.085, 0.011, 0.012, 0.3]])
+ALONE = [[0.08, 0.010, 0.009, 0.02], [0.085, 0.011, 0.012, 0.3]]
+WITH_COUNTERS = [[0.09, 0.011, 0.012, 0.02], [0.1, 0.011, 0.011, 0.3]]
+ROUNDS = Rounds([SLOW, FAST], ALONE, WITH_COUNTERS)
 
 
 def test_a_prompt_is_divided_by_its_fastest_round():
@@ -44,7 +46,8 @@ def test_a_prompt_is_divided_by_its_fastest_round():
     assert [each.ms for each in parts.nodes] == pytest.approx([48, 16])
     assert parts.sum_ms == pytest.approx(90)
     assert parts.deviation == pytest.approx(-0.1)
-    assert parts.slowdown == pytest.approx(9.9 / 80 - 1)
+    assert parts.slowdown == pytest.approx(90 / 80 - 1)
+    assert parts.disturbance == pytest.approx(10 / 90 - 1)
     assert parts.cut_ms == pytest.approx(0.1)
     assert parts.programs == ("prefill[128x0]",)
 
@@ -56,13 +59,28 @@ def test_a_decode_step_is_the_median_one():
     assert parts.host_ms == pytest.approx(2)
     assert parts.nodes_ms + parts.outside_ms == pytest.approx(10)
     assert parts.deviation == pytest.approx(0)
-    assert parts.slowdown == pytest.approx(0.1), "9.9 ms against the fastest step alone, 9 ms"
+    assert parts.slowdown == pytest.approx(0.1), "the medians of the steps of the fastest rounds, 11 and 10 ms"
     assert parts.programs == ("generate[1x256]",)
+
+
+def test_a_faster_call_with_counters_bounds_the_nodes():
+    rounds = Rounds([FAST], [[0.08, 0.01]], [[0.06, 0.01]])
+    parts = parts_of("ours", "prefill", 128, rounds, COUNTED)
+    assert parts.nodes_ms == pytest.approx(48), "8 of 10 parts of 60 ms"
+    assert parts.outside_ms == pytest.approx(32)
+
+
+def test_a_disturbed_count_is_told():
+    rounds = Rounds([FAST], [[0.08, 0.01]], [[0.006, 0.01]])
+    (remark,) = [
+        line for line in parts_tables([parts_of("ours", "prefill", 128, rounds, COUNTED)]) if line.startswith("ours:")
+    ]
+    assert "other work made calls with counters 67% longer" in remark
 
 
 def test_calls_alone_count_only_where_the_same_programs_ran():
     wider = run_of([0.4, 0.03, 0.03, 0.5], [0.3, 0.02, 0.02, 0.4], WIDER)
-    rounds = Rounds([wider, FAST], ROUNDS.repeats)
+    rounds = Rounds([wider, FAST], ALONE, WITH_COUNTERS)
     decode = parts_of("ours", "decode", 128, rounds, COUNTED)
     assert decode.nodes_ms + decode.outside_ms == pytest.approx(12), "the repeated calls of the fastest request only"
     prefill = parts_of("ours", "prefill", 128, rounds, COUNTED)
@@ -93,6 +111,7 @@ class Scripted:
 
     def count(self, run):
         self.events.append("count")
+        return run.calls
 
     def counted(self, run, phase):
         return COUNTED
@@ -129,7 +148,7 @@ def test_tables_show_the_parts_side_by_side():
 
 def test_kinds_beyond_the_largest_share_a_row():
     nodes = [NodeShare(f"kind {number}", ("A",), 1, float(9 - number), 0.1) for number in range(8)]
-    lines = parts_tables([parts_of("ours", "prefill", 128, ROUNDS, CountedCall(nodes, 8, 80.0, 80.0))])
+    lines = parts_tables([parts_of("ours", "prefill", 128, ROUNDS, CountedCall(nodes, 8, 80.0))])
     rows = [line.split("|")[1].strip() for line in lines if line.startswith("| ·")]
     assert rows == [*(f"· kind {number}" for number in range(6)), "· kind 6, kind 7"]
 
