@@ -221,7 +221,7 @@ NOTES = (
     "Host: the wall time less the calls that the pipeline itself recorded in that request (ours: the engine's trace; GenAI: "
     "perf_metrics). Readers take tokens: text is made on their threads, beside the calls.",
     "Nodes and outside of nodes: the same calls at the same pace without the pipeline, the fastest round. The nodes' share of a "
-    "call is that in a program with PERF_COUNT, which takes as much more or less time as stated; its counters leave fractions of a µs out.",
+    "call is that in a program with PERF_COUNT (the lines below the tables compare its calls), less fractions of a µs.",
     "So the sum differs from the wall time by as much as the calls alone differ from those in the request.",
     "GenAI shows no program: its calls alone are an inference, from the same IR with the head cut to the last token, compiled by "
     "OpenVINO with the same properties. GenAI runs with ATTENTION_BACKEND=SDPA.",
@@ -272,7 +272,7 @@ def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:
 def _remark(parts: TimeParts) -> str:
     programs = parts.programs if len(parts.programs) <= NUM_KINDS else (parts.programs[0], "…", parts.programs[-1])
     own = f"by its own record {parts.own_ms:.3f} ms, of these {parts.own_calls_ms:.3f} ms in calls"
-    counters = f"calls with counters take {parts.slowdown:+.1%}, and their counters leave at most {parts.cut_ms:.3f} ms of nodes out"
+    counters = f"calls with counters take {parts.slowdown:+.1%}, which leave at most {parts.cut_ms:.3f} ms of nodes out"
     text = f"{parts.pipeline}: {', '.join(programs)}; {own}; {counters}"
     if abs(parts.deviation) > MOST_DEVIATION:
         text += f"; more than {MOST_DEVIATION:.0%} off: work beside the calls disturbed them"
