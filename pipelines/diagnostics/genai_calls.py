@@ -91,21 +91,28 @@ class GenaiCalls:
     def count(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes in two programs: counters add up over all runs, so the second one only gets the prompt's state."""
         (prompt,), *steps = run.programs
-        prefill = self._counting("prefill")
-        for _ in range(1 + (not prefill.seconds)):  # the very first run does not count
-            prefill.request.reset_state()
-            _feed(prefill.request, prompt)
-            found = [prefill.run()]
-        if steps:
-            decode = self._counting("decode")
-            states = {state.name: state for state in prefill.request.query_state()}
-            for state in decode.request.query_state():
-                state.state = states[state.name].state
-        for (variant,), pause in zip(steps, run.pauses[1:], strict=True):
+        if "prefill" not in self._counted:
+            self._count_prompt(prompt)  # the very first run does not count
+        seconds = self._count_prompt(prompt)
+        return [seconds, *(self._count_steps([step for (step,) in steps], run.pauses[1:]) if steps else [])]
+
+    def _count_prompt(self, prompt: Variant) -> float:
+        counted = self._counting("prefill")
+        counted.request.reset_state()
+        _feed(counted.request, prompt)
+        return counted.run()
+
+    def _count_steps(self, steps: Sequence[Variant], pauses: Sequence[float]) -> list[float]:
+        counted = self._counting("decode")
+        states = {state.name: state for state in self._counting("prefill").request.query_state()}
+        for state in counted.request.query_state():
+            state.state = states[state.name].state
+        found = list[float]()
+        for step, pause in zip(steps, pauses, strict=True):
             begin = time.perf_counter() + pause
-            _feed(decode.request, variant)
+            _feed(counted.request, step)
             wait_until(begin)
-            found.append(decode.run())
+            found.append(counted.run())
         return found
 
     def _counting(self, phase: Phase) -> CountedRuns:
