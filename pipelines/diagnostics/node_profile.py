@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
 from staticllm.pipelines.diagnostics.settings import label_of
-from staticllm.pipelines.loading.decoder_kind import prepare
+from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
 from staticllm.pipelines.programs.chain import device_models
 from staticllm.pipelines.programs.compile import compile_all
 from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
@@ -23,7 +24,7 @@ from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 RUNS = 5
 PERF_COUNT = "PERF_COUNT"
 KINDS = {
-    "matrix products": ("FullyConnected",),
+    "matrix products": ("FullyConnected", "LLMMLP", "QKVProjection"),
     "attention": ("MatMul", "Softmax", "ScaledDotProductAttention"),
     "transposes": ("Transpose",),
     "conversions": ("Convert", "Reorder"),
@@ -33,8 +34,10 @@ KINDS = {
     "norms": ("RMS", "MVN", "NormalizeL2"),
     "embedding": ("Gather",),
 }
-"""Kinds of work, by prefixes of the plugin's node types; products with weights are ``FullyConnected``."""
+"""Kinds of work, by prefixes of the plugin's node types; products with weights are ``FullyConnected``, and two
+kinds of layers that the plugin fuses."""
 ELEMENTWISE, OTHER = "elementwise", "other"
+PASSIVE = ("Parameter", "Result", "Constant")
 FUSED, ARITHMETIC = "Subgraph", ("Eltwise", "Math", "Multiply", "Add", "Subtract", "PowerStatic", "Swish")
 
 
@@ -50,28 +53,41 @@ def profile_calls(
     Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls). Raises
     ``ConfigError`` (the device has no counters; and what ``prepare`` raises).
     """
-    if PERF_COUNT not in supported_properties(get_core(), device):
-        raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")
-    plan = prepare(models_path, device, config)
-    parts = {part: {**each, PERF_COUNT: True} for part, each in plan.options.properties.items()}
+    plan = counting(prepare(models_path, device, config))
     variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
-    layout = "separate" if plan.options.layout == "blocks" else plan.options.layout
-    plan = replace(plan, options=replace(plan.options, properties=parts, layout=layout))
-    types = {node.get_friendly_name(): node.get_type_name() for node in plan.lowered.graph.model.get_ops()}
     for number, variant in enumerate(variants):
         on_progress(number, len(variants))
-        group = plan.options.program_group(variant)
-        settings = label_of(get_core(), device, group.properties)
-        # Counters add up over all runs of a program, whatever their sizes: each call gets its program anew.
-        shared = (each for each in plan.variants if plan.options.program_group(each) == group)
-        alike = shared if plan.options.mode == "shared" else (variant,)
-        (compiled,) = device_models(compile_all(plan.restricted(alike)).compiled[variant])
-        times = _run(compiled, variant)
-        fused = _fused(compiled)
-        kinds = {
-            node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times
-        }
+        compiled = counted_program(plan, variant)
+        times = times_after_first(bound_request(compiled, random_feeds(compiled, variant)))
+        settings = label_of(get_core(), device, plan.options.program_group(variant).properties)
+        kinds = kinds_in(compiled, plan.lowered.graph.model, times)
         yield CallProfile(str(variant), settings, sum(node.ms for node in times), shares_of(times, kinds))
+
+
+def counting(plan: DecoderPlan) -> DecoderPlan:
+    """Return a plan whose programs count; none runs in blocks. Raises ``ConfigError`` (the device has no counters)."""
+    device = plan.options.device
+    if PERF_COUNT not in supported_properties(get_core(), device):
+        raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")
+    parts = {part: {**each, PERF_COUNT: True} for part, each in plan.options.properties.items()}
+    layout = "separate" if plan.options.layout == "blocks" else plan.options.layout
+    return replace(plan, options=replace(plan.options, properties=parts, layout=layout))
+
+
+def counted_program(plan: DecoderPlan, variant: Variant) -> ov.CompiledModel:
+    """Compile the program of a variant for it alone: counters add up over all runs of a program, whatever their sizes."""
+    group = plan.options.program_group(variant)
+    shared = (each for each in plan.variants if plan.options.program_group(each) == group)
+    alike = shared if plan.options.mode == "shared" else (variant,)
+    (compiled,) = device_models(compile_all(plan.restricted(alike)).compiled[variant])
+    return compiled
+
+
+def kinds_in(compiled: ov.CompiledModel, model: ov.Model, times: Iterable[NodeTime]) -> dict[str, str]:
+    """Return the kind of work of each node that was counted, by its name. ``model``: what was compiled."""
+    types = {node.get_friendly_name(): node.get_type_name() for node in model.get_ops()}
+    fused = _fused(compiled)
+    return {node.name: kind_of(node.type, [types.get(name, "") for name in fused.get(node.name, ())]) for node in times}
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,11 @@ def shares_of(times: Iterable[NodeTime], kinds: Mapping[str, str]) -> tuple[Node
     )
 
 
+def num_running(times: Iterable[NodeTime]) -> int:
+    """Return how many of the nodes can take time; those of less than a microsecond count as 0 ms."""
+    return sum(node.type not in PASSIVE for node in times)
+
+
 def kind_of(node_type: str, fused: Collection[str] = ()) -> str:
     """Return the kind of work of a node. ``fused``: the types of the model's nodes that the plugin fused into it."""
     if node_type == FUSED:
@@ -125,24 +146,51 @@ def kind_of(node_type: str, fused: Collection[str] = ()) -> str:
     return ELEMENTWISE if node_type.startswith(ARITHMETIC) else OTHER
 
 
-def _run(compiled: ov.CompiledModel, variant: Variant) -> list[NodeTime]:
-    """Return the mean ms of each node over ``RUNS`` calls of a program that has not run yet."""
-    feeds = random_feeds(compiled, variant)
-    return times_after_first(bound_request(compiled, feeds))
-
-
 def times_after_first(request: ov.InferRequest) -> list[NodeTime]:
     """Return the mean ms of each node over ``RUNS`` runs after the first, which packs the weights."""
-    request.infer()
-    first = {entry.node_name: _ms(entry) for entry in request.profiling_info}
-    for _ in range(RUNS):
-        request.infer()
-    times = list[NodeTime]()
-    for entry in request.profiling_info:
-        # the counters are means over all runs so far
-        later = _ms(entry) * (RUNS + 1) - first.get(entry.node_name, 0.0)
-        times.append(NodeTime(entry.node_name, entry.node_type, max(0.0, later) / RUNS))
-    return times
+    counted = CountedRuns(request)
+    for _ in range(RUNS + 1):
+        counted.run()
+    return counted.times()
+
+
+def run_step(request: ov.InferRequest) -> None:
+    """Run a request as pipelines do, on a thread of the plugin; one that runs on this thread has other threads beside it."""
+    request.start_async()
+    request.wait()
+
+
+class CountedRuns:
+    """The runs of a request of a program with counters that has not run yet; the first one, which packs weights, is left out."""
+
+    def __init__(self, request: ov.InferRequest, run: Callable[[ov.InferRequest], None] | None = None) -> None:
+        self.request = request
+        self._run = run or run_step
+        self.seconds: list[float] = []
+        """The seconds of the runs after the first."""
+        self._first: dict[str, float] | None = None
+
+    def run(self) -> float:
+        """Run once, and return the seconds that it took."""
+        start = time.perf_counter()
+        self._run(self.request)
+        seconds = time.perf_counter() - start
+        if self._first is None:
+            self._first = {entry.node_name: _ms(entry) for entry in self.request.profiling_info}
+        else:
+            self.seconds.append(seconds)
+        return seconds
+
+    def times(self) -> list[NodeTime]:
+        """Return the mean ms of each node over the runs after the first."""
+        assert self._first is not None and self.seconds, "it ran once at most"
+        num_runs = len(self.seconds)
+        times = list[NodeTime]()
+        for entry in self.request.profiling_info:
+            # the counters are means over all runs so far
+            later = _ms(entry) * (num_runs + 1) - self._first.get(entry.node_name, 0.0)
+            times.append(NodeTime(entry.node_name, entry.node_type, max(0.0, later) / num_runs))
+        return times
 
 
 def _ms(entry: ov.ProfilingInfo) -> float:

@@ -471,6 +471,47 @@ class CallProfile:
 
 
 @dataclass(frozen=True)
+class TimeParts:
+    """Where the time of a decode step, or of a prompt to its first token, goes in one pipeline.
+
+    ``nodes_ms`` and ``outside_ms`` are a call of the device, or the calls of a prompt, run alone: its nodes, and what else it
+    takes. ``wall_ms`` is the time by the clock of a reader, and ``own_ms`` by the pipeline's own record, with ``own_calls_ms`` in
+    calls. ``host_ms`` is what ``wall_ms`` has beside ``own_calls_ms``. The counters make a call longer by ``slowdown``, a share,
+    and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``disturbance`` is the share by which the mean
+    call with counters, over which they count, is longer than the fastest one. ``programs`` are the variants that ran.
+    """
+
+    pipeline: str
+    phase: Literal["prefill", "decode"]
+    prompt_len: int
+    programs: tuple[str, ...]
+    nodes_ms: float
+    outside_ms: float
+    host_ms: float
+    wall_ms: float
+    own_ms: float
+    own_calls_ms: float
+    slowdown: float
+    disturbance: float
+    cut_ms: float
+    nodes: tuple[NodeShare, ...]
+
+    @property
+    def sum_ms(self) -> float:
+        """The sum of the parts."""
+        return self.nodes_ms + self.outside_ms + self.host_ms
+
+    @property
+    def deviation(self) -> float:
+        """The difference of the sum from the wall time, as a share of it."""
+        return self.sum_ms / self.wall_ms - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that ``staticllm bench --where -o json`` prints."""
+        return {**asdict(self), "sum_ms": self.sum_ms, "deviation": self.deviation}
+
+
+@dataclass(frozen=True)
 class Verdict:
     """One check of ``staticllm verify``.
 

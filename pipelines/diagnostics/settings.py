@@ -77,14 +77,19 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
 
 
 def _of_program(compiled: ov.CompiledModel, variants: list[Variant]) -> ChosenSettings:
-    supported = compiled.get_property("SUPPORTED_PROPERTIES")
     rows = [variant.rows for variant in variants]
     return ChosenSettings(
-        settings=_label({name: compiled.get_property(name) for name in (PRECISION, GROUP_SIZE) if name in supported}),
+        settings=_label(settings_in(compiled)),
         phases=tuple(sorted({variant.phase for variant in variants})),
         least_rows=min(rows),
         most_rows=max(rows),
     )
+
+
+def settings_in(compiled: ov.CompiledModel) -> dict[str, Any]:
+    """Return the properties that a program was compiled with, of those that are its settings."""
+    supported = compiled.get_property("SUPPORTED_PROPERTIES")
+    return {name: compiled.get_property(name) for name in (PRECISION, GROUP_SIZE) if name in supported}
 
 
 def _label(properties: Mapping[str, Any]) -> str:

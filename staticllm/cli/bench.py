@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from click.core import ParameterSource
 
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import (
@@ -32,10 +34,13 @@ from staticllm.cli.options import (
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig
+from staticllm.errors import ModelError, last_line
+from staticllm.model_dir import check_model_dir
 from staticllm.system.files import read_regular
 from staticllm.system.table import markdown
 
 if TYPE_CHECKING:
+    from staticllm.pipelines.diagnostics.genai_calls import GenaiCalls
     from staticllm.pipelines.diagnostics.reports import CallProfile, ChosenSettings, Divergence
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.programs.bind import BoundPrograms
@@ -48,6 +53,8 @@ MOST_SHARED = 3
 """Programs at most where variants share them: one per phase, and one for single rows."""
 PROFILED_PROMPTS = (128, 512, 1000)
 MOST_TEXT_BYTES = 1 << 20
+WHERE = {"n_prompt": (128, 512), "n_gen": (32,), "n_depth": (128,)}
+"""What ``--where`` measures, unless options say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -277,8 +284,68 @@ def _calls(chosen: ChosenSettings) -> str:
     return f"{' and '.join(names[phase] for phase in chosen.phases)} of {rows}"
 
 
+def report_where(model: str, options: dict[str, Any]) -> Report:
+    """Divide the time of prompts and of decode steps: nodes, the rest of calls, host; beside GenAI's, if that loads the model."""
+    tests = _where_tests(options)
+    properties = _checked_properties(options, tests)
+    new_tokens = {test.prompt: max(other.new for other in tests if other.prompt == test.prompt) for test in tests}
+    with progress("loading") as shown, _loaded(model, options, shown, **properties) as pipe:
+        from staticllm.pipelines.diagnostics.static_calls import StaticCalls
+        from staticllm.pipelines.diagnostics.time_parts import Divisible, divide, parts_tables
+
+        ours = StaticCalls(pipe, model, IDLE_SECONDS, lambda *done: shown.show("measuring costs while idle", *done))
+        theirs, reason = _genai_calls(model, pipe)
+        pipelines: list[Divisible] = [ours, *theirs]
+        parts = [
+            each
+            for count, new in sorted(new_tokens.items())
+            for each in divide(
+                pipelines,
+                count,
+                new,
+                options["repetitions"],
+                partial(shown.show, f"measuring prompts of {count} tokens"),
+            )
+        ]
+    wanted = {(("prefill" if test.new == 1 else "decode"), test.prompt) for test in tests}
+    parts = [each for each in parts if (each.phase, each.prompt_len) in wanted]
+    values = {"parts": [each.as_dict() for each in parts], "without_genai": reason}
+    return Report(values, [*parts_tables(parts), *([f"GenAI is not shown: {reason}"] if reason else [])])
+
+
+def _genai_calls(model: str, pipe: StaticLLMPipeline) -> tuple[list[GenaiCalls], str]:
+    """Return GenAI's pipeline on the same model with the same properties of the device, or nothing and why."""
+    from staticllm.pipelines.diagnostics.genai_calls import DEVICE, GenaiCalls
+
+    if pipe.device != DEVICE:
+        return [], f"it is compared on {DEVICE} only, this is {pipe.device}"
+    kv_type = pipe.config.kv_cache_precision
+    properties = {**pipe.config.device_properties, **({} if kv_type is None else {"KV_CACHE_PRECISION": kv_type})}
+    try:
+        return [GenaiCalls(check_model_dir(model), properties)], ""
+    except (RuntimeError, ModelError) as error:
+        return [], last_line(error)
+
+
+def _where_tests(options: dict[str, Any]) -> list[Test]:
+    """Return the prompts and the depths of decode steps that are asked for, or the usual ones."""
+    source = click.get_current_context().get_parameter_source
+    given = {name: options[name] for name in WHERE if source(name) is not ParameterSource.DEFAULT}
+    chosen = {**WHERE, **given}
+    for name in ("clients", "profile"):
+        if source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--where divides single requests: leave --{name} out")
+    if len(chosen["n_gen"]) > 1:
+        raise click.UsageError("--where takes one number of decode steps: give -n one")
+    tests = _tests({**chosen, "clients": ()})
+    if not tests:
+        raise click.UsageError("nothing to measure: give --n-prompt or -n a number above 0")
+    return tests
+
+
 REPORTS = {
     "costs": report_costs, "calibration": report_calibration, "divergence": report_divergence, "nodes": report_nodes,
+    "where": report_where,
 }  # fmt: skip
 """The options that print a report instead of speeds."""
 GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_json", "profile"), **PROGRAM_GROUP}
@@ -299,6 +366,7 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @flag("--divergence", "Only compare the settings of this CPU with the original in f32.")
 @value("--text", click.Path(), "With --divergence: a text to measure with, in place of texts that the model writes.")
 @flag("--nodes", "Only divide the time of calls among the kinds of nodes that the device runs.")
+@flag("--where", "Only divide the time of prompts and decode steps: nodes, the rest of calls, host; beside GenAI's.")
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
@@ -307,6 +375,8 @@ def command(model: str, **options: Any) -> None:
         raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
     if options["text"] is not None and asked != ["divergence"]:
         raise click.UsageError("--text is for --divergence: add it, or leave --text out")
+    if asked and options["output"] == "csv":
+        raise click.UsageError(f"--{asked[0]} prints a table or JSON: leave -o csv out")
     if asked:
         report = REPORTS[asked[0]](model, options)
         is_json = options["as_json"] or options["output"] == "json"
@@ -315,9 +385,7 @@ def command(model: str, **options: Any) -> None:
     tests = _tests(options)
     if not tests:
         raise click.UsageError("nothing to measure: give --n-prompt, -n or -c a number above 0")
-    properties = _properties(options, tests)
-    for test in tests:
-        check_lengths(test.flag, test.prompt, test.new, properties)
+    properties = _checked_properties(options, tests)
     if options["profile"] is not None:
         check_output(options["profile"])
     found = _run(Path(model), properties, tests, options)
@@ -371,6 +439,14 @@ def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
         "MAX_WAITING": max(default.max_waiting, most),
     }
     return {**lengths, "PREFIX_CACHING": False, **read_properties(options)}
+
+
+def _checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
+    """Return the properties of the tests. Raises ``UsageError`` (the user's lengths are too short for a test)."""
+    properties = _properties(options, tests)
+    for test in tests:
+        check_lengths(test.flag, test.prompt, test.new, properties)
+    return properties
 
 
 def _measure(pipe: StaticLLMPipeline, test: Test, repetitions: int, shown: Progress) -> Iterator[tuple[float, float]]:

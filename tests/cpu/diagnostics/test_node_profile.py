@@ -85,8 +85,11 @@ class CountingRequest:
     def __init__(self):
         self.runs = 0
 
-    def infer(self):
+    def start_async(self):
         self.runs += 1
+
+    def wait(self):
+        pass
 
     @property
     def profiling_info(self):
