@@ -214,15 +214,21 @@ def weights(path: str) -> np.ndarray:
 
 
 def loading(figures: Figures, peers: dict[str, Peer], rounds: int) -> None:
-    """Measure load times without a cache and with a filled one, and then separately the peak of private memory."""
+    """Measure load times without a cache and with a filled one, and then separately the peak of private memory.
+
+    A load is also timed with the first token of a first prompt: some peers pack their weights in the first call.
+    """
     figures.values.pop("load_s", None)  # the loads before the first round were beside other peers
     with tempfile.TemporaryDirectory() as caches:
         for number in range(rounds):
             for name, peer in in_turn(peers, number):
                 cache = {"CACHE_DIR": str(Path(caches) / name.replace(" ", "_"))}
                 with ExitStack() as stack:
-                    load = start(name, stack, peer).load
+                    worker = start(name, stack, peer)
+                    load = worker.load
                     figures.add("load_s", name, load["seconds"])
+                    first = 1e-3 * worker.do("answer", length=16, seed=number)["ttft_ms"]
+                    figures.add("start_s", name, load["seconds"] + first)
                     if load["later_seconds"] > LATER_SECONDS:
                         figures.add("later_s", name, load["later_seconds"])
                 if number == 0:

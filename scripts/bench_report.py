@@ -11,7 +11,7 @@ from bench_targets import Judged
 NAMES = {
     "ttft": "TTFT after {} tokens, ms", "tpot": "TPOT after {} tokens, ms", "clients": "{} clients, tokens/s",
     "ttft_turn": "TTFT of the second turn, ms", "load_s": "load, s", "load_cached_s": "load, with a filled cache, s",
-    "later_s": "then in the background, s", "peak_mb": "peak of private memory, MB",
+    "start_s": "load and first token, s", "later_s": "then in the background, s", "peak_mb": "peak of private memory, MB",
     "host_ms": "host time per token, demo model, ms", "read_ms": "reading the weights once, ms",
     "tpot_kv_len": "TPOT after 128 tokens, ms", "policy_clients_8": "8 clients, tokens/s",
     "grammar_num_tokens": "JSON schema, tokens of the vocabulary",
