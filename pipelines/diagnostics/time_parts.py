@@ -101,11 +101,14 @@ class Reader(genai.StreamerBase):  # type: ignore[misc]
 
 @dataclass
 class Rounds:
-    """What was measured of one pipeline: requests, and the seconds of the same calls alone and in programs with counters."""
+    """What was measured of one pipeline: requests, and the seconds of the same calls alone.
+
+    ``counts`` are the seconds of the calls of the fastest request, in programs with counters.
+    """
 
     runs: list[TokenRun] = field(default_factory=list)
     repeats: list[Sequence[float]] = field(default_factory=list)
-    counts: list[Sequence[float]] = field(default_factory=list)
+    counts: Sequence[Sequence[float]] = ()
 
 
 def divide(
@@ -125,19 +128,19 @@ def divide(
         prompt = np.random.default_rng([number, prompt_len]).integers(8, 1000, prompt_len)
         runs = [pipeline.run(prompt, num_new) for pipeline in pipelines]
         repeats = [pipeline.repeat(run) for pipeline, run in zip(pipelines, runs, strict=True)]
-        counts = [pipeline.count(run) for pipeline, run in zip(pipelines, runs, strict=True)]
         if number:
-            for each, run, repeat, count in zip(found, runs, repeats, counts, strict=True):
+            for each, run, repeat in zip(found, runs, repeats, strict=True):
                 each.runs.append(run)
                 each.repeats.append(repeat)
-                each.counts.append(count)
     phases: tuple[Phase, ...] = ("prefill", "decode") if num_new > 1 else ("prefill",)
     for phase in phases:
-        for pipeline, each in zip(pipelines, found, strict=True):
-            best = fastest(each, phase)
-            yield parts_of(pipeline.name, phase, prompt_len, each, pipeline.counted(best, phase))
-    for pipeline in pipelines:
-        pipeline.forget()
+        best = [fastest(each, phase) for each in found]
+        # counted at the end, so that only programs of the divided requests are compiled once more
+        counts = [[pipeline.count(run) for pipeline, run in zip(pipelines, best, strict=True)] for _ in range(rounds)]
+        for pipeline, run, each, own in zip(pipelines, best, found, zip(*counts, strict=True), strict=True):
+            counted = replace(each, counts=own)
+            yield parts_of(pipeline.name, phase, prompt_len, counted, pipeline.counted(run, phase))
+            pipeline.forget()
 
 
 def fastest(rounds: Rounds, phase: Phase) -> TokenRun:
@@ -160,7 +163,7 @@ def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: 
     best = fastest(rounds, phase)
     alike = [_programs(run, phase) == _programs(best, phase) for run in rounds.runs]
     call = 1e3 * min(_of(each, phase) for each in compress(rounds.repeats, alike))
-    counted_call = 1e3 * min(_of(each, phase) for each in compress(rounds.counts, alike))
+    counted_call = 1e3 * min(_of(each, phase) for each in rounds.counts)
     scale = min(call, counted_call) / counted.mean_ms
     nodes = tuple(replace(each, ms=each.ms * scale) for each in counted.nodes)
     return TimeParts(

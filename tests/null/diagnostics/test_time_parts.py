@@ -126,8 +126,8 @@ def test_pipelines_run_in_turns_and_the_first_round_warms_up():
     assert [(each.pipeline, each.phase) for each in parts] == [
         ("ours", "prefill"), ("theirs", "prefill"), ("ours", "decode"), ("theirs", "decode"),
     ]  # fmt: skip
-    assert pipelines[0].events == [("run", 128), "repeat", "count"] * 3 + ["forget"]
-    assert parts[0].wall_ms == pytest.approx(400), "the first round would have 100"
+    assert pipelines[0].events == [("run", 128), "repeat"] * 3 + ["count", "count", "forget"] * 2
+    assert parts[0].wall_ms == pytest.approx(300), "the first round would have 100"
     assert [each.phase for each in divide(pipelines, 128, 1, 1)] == ["prefill", "prefill"]
 
 
