@@ -8,7 +8,8 @@
 The recording repeats what the distribution's package pocketsphinx-testdata has. Figures are medians over rounds: how many seconds
 of speech are written in one second (1 / real-time factor), for one recording, and for four at once and one after another.
 "packed" cuts a recording where there is silence and takes four windows of it together, as faster-whisper's batched pipeline does.
-faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others.
+faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others, and
+whisper.cpp (package pywhispercpp) in the same one, with weights in f16.
 ``--beside-chat``: SmolLM2 and Whisper share an engine; a recording of 60 s is written alone, and while answers of 128 tokens
 stream one after another. A gap is the time between two tokens, as the engine recorded it.
 """
@@ -54,6 +55,14 @@ more = {"batch_size": batch} if batch else {"condition_on_previous_text": False}
 for line in sys.stdin:
     segments, _ = transcribe(np.load(json.loads(line)), beam_size=1, **more)
     print(json.dumps("".join(each.text for each in segments)), flush=True)
+"""
+PEER_CPP = """
+import json, sys, numpy as np
+from pywhispercpp.model import Model
+model = Model(sys.argv[1], n_threads=int(sys.argv[2]), print_progress=False, print_realtime=False, redirect_whispercpp_logs_to=None)
+for line in sys.stdin:
+    found = model.transcribe(np.load(json.loads(line)))
+    print(json.dumps(" ".join(each.text for each in found)), flush=True)
 """
 
 
@@ -185,11 +194,29 @@ def of_genai() -> Iterator[Transcribe]:
     yield lambda samples: str(pipe.generate(samples))
 
 
+def faster_whisper(batch: int = 0) -> AbstractContextManager[Transcribe]:
+    """Run faster-whisper, one window after another or in batches."""
+    return in_child(PEER, str(fetch("whisper")), str(os.cpu_count() or 1), str(batch))
+
+
+def whisper_cpp() -> AbstractContextManager[Transcribe]:
+    """Run whisper.cpp, whose model is written once."""
+    file = place() / "ggml.bin"
+    if not file.is_file():
+        here = Path(__file__).resolve().parent
+        subprocess.run([peers_python(), here / "whisper_ggml.py", place() / "original", file], check=True)
+    return in_child(PEER_CPP, str(file), str(os.cpu_count() or 1))
+
+
+def peers_python() -> str:
+    """Return the Python of the environment of other engines."""
+    return os.environ.get("STATICLLM_PEERS_PYTHON", sys.executable)
+
+
 @contextmanager
-def faster_whisper(batch: int = 0) -> Iterator[Transcribe]:
-    """Run faster-whisper in its own environment, with a line of JSON per recording."""
-    python = os.environ.get("STATICLLM_PEERS_PYTHON", sys.executable)
-    command = [python, "-c", PEER, str(fetch("whisper")), str(os.cpu_count() or 1), str(batch)]
+def in_child(program: str, *arguments: str) -> Iterator[Transcribe]:
+    """Run a peer in its own environment, with a line of JSON per recording."""
+    command = [peers_python(), "-c", program, *arguments]
     with (
         tempfile.TemporaryDirectory() as scratch,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
@@ -213,6 +240,7 @@ PEERS: dict[str, Callable[[], AbstractContextManager[Transcribe]]] = {
     "faster-whisper": faster_whisper,
     "ours packed": partial(ours, PACKED),
     "faster-whisper packed": partial(faster_whisper, PACKED),
+    "whisper.cpp": whisper_cpp,
 }
 
 
