@@ -8,8 +8,8 @@
 The recording repeats what the distribution's package pocketsphinx-testdata has. Figures are medians over rounds: how many seconds
 of speech are written in one second (1 / real-time factor), for one recording, and for four at once and one after another.
 "packed" cuts a recording where there is silence and takes four windows of it together, as faster-whisper's batched pipeline does.
-faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others, and
-whisper.cpp (package pywhispercpp) in the same one, with weights in f16.
+faster-whisper runs in the environment of ``STATICLLM_PEERS_PYTHON`` with its defaults on a CPU (int8), greedy like the others.
+whisper.cpp (package pywhispercpp) runs in the same one, with weights in f16.
 ``--beside-chat``: SmolLM2 and Whisper share an engine; a recording of 60 s is written alone, and while answers of 128 tokens
 stream one after another. A gap is the time between two tokens, as the engine recorded it.
 """
@@ -59,7 +59,8 @@ for line in sys.stdin:
 PEER_CPP = """
 import json, sys, numpy as np
 from pywhispercpp.model import Model
-model = Model(sys.argv[1], n_threads=int(sys.argv[2]), print_progress=False, print_realtime=False, redirect_whispercpp_logs_to=None)
+quiet = dict(print_progress=False, print_realtime=False, redirect_whispercpp_logs_to=None)
+model = Model(sys.argv[1], n_threads=int(sys.argv[2]), **quiet)
 for line in sys.stdin:
     found = model.transcribe(np.load(json.loads(line)))
     print(json.dumps(" ".join(each.text for each in found)), flush=True)

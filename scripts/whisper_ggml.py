@@ -1,9 +1,9 @@
 """Writes a Whisper model of transformers in whisper.cpp's format (ggml, weights in f16), for `bench_speech.py`.
 
-    python scripts/whisper_ggml.py ORIGINAL TARGET     # a folder with config.json, model.safetensors and tokenizer.json → one file
+    python scripts/whisper_ggml.py ORIGINAL TARGET     # a folder with config.json, weights and tokenizer.json → one file
 
-Layout, as whisper.cpp's `models/convert-h5-to-ggml.py` writes it: the magic number, eleven sizes, the mel filters, the bytes of the
-tokens without special ones, and the tensors with the names of openai-whisper, whose sizes are in reverse order.
+Layout, as whisper.cpp's `models/convert-h5-to-ggml.py` writes it: the magic number, eleven sizes, the mel filters, the bytes of
+the tokens without special ones, and the tensors with the names of openai-whisper, whose sizes are in reverse order.
 """
 
 from __future__ import annotations
