@@ -202,7 +202,7 @@ def faster_whisper(batch: int = 0) -> AbstractContextManager[Transcribe]:
 
 def whisper_cpp() -> AbstractContextManager[Transcribe]:
     """Run whisper.cpp, whose model is written once."""
-    file = place() / "ggml.bin"
+    file = place().with_name(f"{place().name}.ggml")
     if not file.is_file():
         here = Path(__file__).resolve().parent
         subprocess.run([peers_python(), here / "whisper_ggml.py", place() / "original", file], check=True)
