@@ -149,7 +149,8 @@ def take_last_token(model: ov.Model) -> None:
 
 def _feed(request: ov.InferRequest, variant: Variant) -> None:
     """Set the inputs for ``rows`` tokens after ``kv_len`` others."""
-    rows, past = variant.rows, variant.kv_len
+    rows = variant.rows
+    past = variant.kv_len
     feeds = {
         INPUT_IDS: 8 + np.arange(past, past + rows, dtype=np.int64)[None] % 100,
         ATTENTION_MASK: np.ones((1, past + rows), np.int64),
