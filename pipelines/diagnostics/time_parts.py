@@ -251,7 +251,8 @@ def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:
     head = [heading, *(text for each in found for text in (f"{each.pipeline}, ms", "share"))]
     kinds = [{node.kind: node.ms for node in each.nodes} for each in found]
     largest = sorted(set().union(*kinds), key=lambda kind: -max(ms.get(kind, 0.0) for ms in kinds))
-    shown, others = largest[:NUM_KINDS], largest[NUM_KINDS:]
+    shown = largest[:NUM_KINDS]
+    others = largest[NUM_KINDS:]
     values = {f"· {kind}": [ms.get(kind, 0.0) for ms in kinds] for kind in shown}
     if others:
         values[f"· {', '.join(others)}"] = [sum(ms.get(kind, 0.0) for kind in others) for ms in kinds]
