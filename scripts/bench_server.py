@@ -1,7 +1,7 @@
 """Measures what the server costs: TTFT, throughput and processor time over HTTP against the same pipeline in process, in turns.
 
-Answers do not end before their length, so that each has the same tokens. The processor time of the server is that of its process;
-that of the pipeline is this process's.
+Answers do not end before their length, so that each has the same tokens. The processor time of the server is that of its process,
+and that of its clients is this process's; the pipeline and its callers are one process.
 
 python scripts/bench_server.py --clients 1 8 --rounds 5
 python scripts/bench_server.py --threads 1     # leaves a core to the server's loop and to the clients, on both sides
@@ -106,11 +106,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Round:
-    """The median TTFT in ms, tokens per second of all clients together, and the processor's microseconds per token."""
+    """The median TTFT in ms, tokens per second of all clients together, and the processor's microseconds per token.
+
+    ``client_us``: those of the clients, if they are another process; else 0.
+    """
 
     ttft_ms: float
     tokens_per_second: float
     cpu_us: float
+    client_us: float
 
 
 def run(side: Side, clients: int, requests: int, num_tokens: int) -> Round:
@@ -120,16 +124,23 @@ def run(side: Side, clients: int, requests: int, num_tokens: int) -> Round:
     def one(_: int) -> list[Answer]:
         return [ask(prompt(), num_tokens) for _ in range(requests)]
 
-    start, used = time.perf_counter(), process.cpu_times()
+    clients_of = psutil.Process()
+    start, used, used_here = time.perf_counter(), _cpu_seconds(process), _cpu_seconds(clients_of)
     with ThreadPoolExecutor(clients) as pool:
         answers = [answer for found in pool.map(one, range(clients)) for answer in found]
-    seconds, now = time.perf_counter() - start, process.cpu_times()
+    seconds = time.perf_counter() - start
     num_answered = sum(answer.num_tokens for answer in answers)
     return Round(
         statistics.median(answer.ttft for answer in answers) * 1e3,
         num_answered / seconds,
-        (now.user + now.system - used.user - used.system) * 1e6 / num_answered,
+        (_cpu_seconds(process) - used) * 1e6 / num_answered,
+        (_cpu_seconds(clients_of) - used_here) * 1e6 / num_answered if clients_of != process else 0.0,
     )
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def main() -> None:
@@ -172,8 +183,10 @@ def compare(sides: dict[str, Side], clients: int, options: argparse.Namespace) -
     ttft = {name: statistics.median(each.ttft_ms for each in found) for name, found in rounds.items()}
     speed = {name: statistics.median(each.tokens_per_second for each in found) for name, found in rounds.items()}
     cpu = {name: statistics.median(each.cpu_us for each in found) for name, found in rounds.items()}
+    clients_us = {name: statistics.median(each.client_us for each in found) for name, found in rounds.items()}
     for name in sides:
         figures = f"TTFT {ttft[name]:7.2f} ms  {speed[name]:7.1f} tokens/s  CPU {cpu[name]:6.0f} us per token"
+        figures += f", clients {clients_us[name]:.0f}" if clients_us[name] else ""
         print(f"{clients} clients  {name:<9} {figures}")
     extra, share = ttft["server"] - ttft["pipeline"], speed["server"] / speed["pipeline"]
     print(f"{clients} clients  server: TTFT {extra:+.2f} ms, throughput {share:.3f}")
