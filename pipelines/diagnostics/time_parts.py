@@ -156,13 +156,17 @@ def fastest(rounds: Rounds, phase: Phase) -> TokenRun:
 def parts_of(name: str, phase: Phase, prompt_len: int, rounds: Rounds, counted: CountedCall) -> TimeParts:
     """Return the parts of the fastest request's time.
 
-    The host's part is the wall time less the calls that the pipeline recorded. The call is the fastest one alone, of the same
-    programs. The nodes have the share of it that they have in the call with counters, which slow it down. If the call with
-    counters is faster, because that program runs one size only and prepares its nodes once, they have that share of that call.
+    The host's part is the wall time less the calls that the pipeline recorded. The call alone is that of the request, times the
+    median share, over the rounds of the same programs, that calls alone have of those in the request a moment before: a machine
+    drifts more from round to round than the two differ. The nodes have the share of it that they have in the call with counters,
+    which slow it down. If the call with counters is faster, because that program runs one size only and prepares its nodes once,
+    they have that share of that call.
     """
     best = fastest(rounds, phase)
     alike = [_programs(run, phase) == _programs(best, phase) for run in rounds.runs]
-    call = 1e3 * min(_of(each, phase) for each in compress(rounds.repeats, alike))
+    pairs = compress(zip(rounds.runs, rounds.repeats, strict=True), alike)
+    share = statistics.median(_of(repeat, phase) / _of(run.calls, phase) for run, repeat in pairs)
+    call = 1e3 * share * _of(best.calls, phase)
     counted_call = 1e3 * min(_of(each, phase) for each in rounds.counts)
     scale = min(call, counted_call) / counted.mean_ms
     nodes = tuple(replace(each, ms=each.ms * scale) for each in counted.nodes)
@@ -223,7 +227,8 @@ NOTES = (
     "step it is the median of a request's steps.",
     "Host: the wall time less the calls that the pipeline itself recorded in that request (ours: the engine's trace; GenAI: "
     "perf_metrics). Readers take tokens: text is made on their threads, beside the calls.",
-    "Nodes and outside of nodes: the same calls at the same pace without the pipeline, the fastest round. The nodes' share of a "
+    "Nodes and outside of nodes: the same calls at the same pace without the pipeline, right after the request, as the median "
+    "share of those in it over all rounds. The nodes' share of a "
     "call is that in a program with PERF_COUNT (the lines below the tables compare its calls), less fractions of a µs.",
     "So the sum differs from the wall time by as much as the calls alone differ from those in the request.",
     "GenAI shows no program: its calls alone are an inference, from the same IR with the head cut to the last token, compiled by "
