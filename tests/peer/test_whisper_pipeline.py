@@ -281,15 +281,15 @@ def random_models(tmp_path_factory):
     return target
 
 
-@pytest.mark.parametrize(("shape", "count"), [("tiny", 30), ("v3", 8), ("distil", 8)])
-def test_clips_are_heard_as_by_genai_by_models_of_other_shapes(random_models, clips, shape, count):
+@pytest.mark.parametrize(("shape", "step"), [("tiny", 2), ("v3", 4), ("distil", 4)])
+def test_clips_are_heard_as_by_genai_by_models_of_other_shapes(random_models, clips, shape, step):
     """Of recordings longer than a window, GenAI's last column of features is zero, and ours is not: these are shorter."""
     folder = random_models / shape
     theirs = Remembering(folder / "stateful")
-    for form, number in (("stateful", count), ("three_files", 2)):
+    for form, heard in (("stateful", clips[::step]), ("three_files", clips[:: step * 15])):
         with StaticWhisperPipeline(folder / form, "CPU", **F32) as pipe:
             for options in ({}, {"num_beams": 3, "return_timestamps": True}):
-                for index, clip in enumerate(clips[:number]):
+                for index, clip in enumerate(heard):
                     expected = theirs.generate(clip, max_new_tokens=16, **options)
                     found = pipe.generate(clip, max_new_tokens=16, **options)
                     assert (form, index, str(found)) == (form, index, str(expected))

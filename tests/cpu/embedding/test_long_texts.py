@@ -18,6 +18,8 @@ from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 

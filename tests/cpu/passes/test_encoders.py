@@ -90,8 +90,8 @@ def test_packed_texts_get_the_vectors_of_each_text_alone(name, encoders):
     rng = np.random.default_rng(sum(map(ord, name)))
     for variant in (a_variant(texts=8), a_variant(texts=2), a_variant(batch=4, texts=20)):
         program = Packed(lowered, variant)
+        texts = some_texts(rng, lowered.shape, variant)
         for pooling in [lowered.shape.pooling] if lowered.shape.pooling else ["mean", "first", "last"]:
-            texts = some_texts(rng, lowered.shape, variant)
             vectors = program(texts, pooling)
             worst = difference(vectors, zeroed(texts, lowered.shape), alone, pooling)
             scale = 2 * max(1, np.abs(vectors).max()) if lowered.shape.output == "scores" else 1
