@@ -3,7 +3,7 @@
     python scripts/models_table.py ../shared/zoo
     python scripts/models_table.py ../shared/zoo --more zoo     # and others, made by scripts/make_zoo.py
 
-The folders hold model directories as optimum-intel exports them. ``tests/zoo`` runs the same checks on the first folder.
+The folders hold model directories as optimum-intel exports them. ``tests/zoo`` runs most of these checks on the first folder.
 Without ``--more``, the second table is not changed.
 """
 
@@ -26,7 +26,7 @@ configurations: separate and shared programs, with chunks of 16 and 64 tokens. E
 - Three checks compare 48 greedy tokens after prompts of 5, 40 and 300 tokens. The generation outgrows the first KV length.
 
 Models with recurrent states run one sequence per call and have 16 checks instead of 24. `scripts/models_table.py` writes these
-tables, and `tests/zoo` checks the first one.
+tables. `tests/zoo` checks the first one: a few models in all configurations, the others in two each, and all in blocks.
 
 """
 OTHERS = "\n## Others\n"

@@ -184,6 +184,15 @@ def shared_programs(_programs_of_this_run) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def shared_lowering() -> Iterator[None]:
+    """Reuse encoders that an earlier test of the module has lowered."""
+    from support.encoders.shared_lowering import SharedLowering
+
+    with SharedLowering().in_place():
+        yield
+
+
 @pytest.fixture(scope="module", params=["here", pytest.param("child", marks=pytest.mark.slow)])
 def staticllm(request: pytest.FixtureRequest):
     """The command line, in this process, and with ``--all`` also in a child process."""

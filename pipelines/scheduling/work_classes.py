@@ -334,8 +334,10 @@ def _without(requests: Iterable[RequestView], ids: set[int]) -> tuple[RequestVie
 
 def _is_fresh(view: View, plan: Plan) -> bool:
     """Return whether no request of the plan's call has KV slots. Prompts that are not in the view have some."""
+    if plan.decode:
+        return False
     computed = {request.id: request.num_computed for request in (*view.waiting, *view.prefilling)}
-    return not plan.decode and all(computed.get(id, 1) == 0 for id, _ in plan.prefill)
+    return all(computed.get(id, 1) == 0 for id, _ in plan.prefill)
 
 
 def _variant(view: View, plan: Plan) -> Variant | None:

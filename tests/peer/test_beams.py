@@ -24,14 +24,30 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def pipelines(model_path):
+    """A function from a name to both pipelines. Those of one model are kept at a time."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            for ours, _ in known.values():
+                ours.close()
+            known.clear()
+            path = model_path(name)
+            known[name] = StaticLLMPipeline(path, "CPU", **EXACT), genai.LLMPipeline(path, "CPU", **EXACT)
+        return known[name]
+
+    yield of
+    for ours, _ in known.values():
+        ours.close()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", MODELS)
-def test_sequences_and_scores_equal(name, case, model_path, prompt_of):
+def test_sequences_and_scores_equal(name, case, pipelines, prompt_of):
     options = {"max_new_tokens": 16, **CASES[case]}
-    ours, theirs = (
-        StaticLLMPipeline(model_path(name), "CPU", **EXACT),
-        genai.LLMPipeline(model_path(name), "CPU", **EXACT),
-    )
+    ours, theirs = pipelines(name)
     for length in (1, 7, 40):
         ids = np.array([prompt_of(length)])
         # tokens that a search of ours found become stop tokens, so that beams end in the middle

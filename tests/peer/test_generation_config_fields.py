@@ -30,6 +30,8 @@ OF_TRANSFORMERS = (
 )  # fmt: skip
 FIELDS = sorted({*OF_TRANSFORMERS, *NAMES})
 VALUES = (None, True, 0, 1, -1, 5, 0.5, 2.0, 1e9, "", "EARLY", [], [5], ["e"], [[5]], {}, {"5": 1.0})
+FEW_VALUES = (None, True, -1, 5, 0.5, "", [5], {})
+"""For fields that ours ignores: one value of each type shows whether GenAI knows the field."""
 METHODS = ({}, {"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2})
 DIFFERENT = ("max_ngram_size",)
 """Here, the field turns on prompt lookup for any request; GenAI refuses it in a pipeline without ``prompt_lookup``."""
@@ -65,7 +67,7 @@ def answer(pipe, path):
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_alone_is_answered_or_refused_alike(ours, theirs, field, tmp_path):
     path = tmp_path / "generation_config.json"
-    for value in VALUES:
+    for value in VALUES if field in NAMES else FEW_VALUES:
         if not is_skipped(field, value):
             path.write_text(json.dumps({**OWN, field: value}))
             assert answer(ours, path) == answer(theirs, path) or field == "do_sample", value

@@ -8,17 +8,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from staticllm import StaticEmbeddingPipeline
-from staticllm.export.exporter import ExportRequest, export
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from real_models import MODELS, folder
 
 PYTHON = os.environ.get("STATICLLM_EXPORT_PYTHON")
 REFERENCE = Path(__file__).resolve().parents[1] / "support" / "export" / "mean_vectors.py"
@@ -46,34 +41,19 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def original():
-    path = folder() / MODELS["minilm"].file
-    if not path.is_dir():
-        pytest.skip(f"no {path}: python scripts/real_models.py minilm")
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(original, tmp_path_factory):
+def expected(minilm, tmp_path_factory):
     """The vectors that transformers computes in f32, averaged and normalised by numpy, one text at a time."""
     target = tmp_path_factory.mktemp("reference") / "vectors.npy"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     subprocess.run(
-        [PYTHON, str(REFERENCE), str(original), str(target)], input=json.dumps(TEXTS), text=True, check=True, timeout=300,
+        [PYTHON, str(REFERENCE), str(minilm), str(target)], input=json.dumps(TEXTS), text=True, check=True, timeout=300,
         env={**environment, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     return np.load(target)
 
 
-@pytest.fixture(scope="module")
-def exported(original, tmp_path_factory):
-    target = tmp_path_factory.mktemp("exported") / "minilm"
-    export(ExportRequest(str(original), target, weights="f32"), Path(PYTHON))
-    return target
-
-
-def test_vectors_are_those_of_transformers(exported, expected):
-    with StaticEmbeddingPipeline(exported, "CPU", **F32) as pipe:
+def test_vectors_are_those_of_transformers(exported_minilm, expected):
+    with StaticEmbeddingPipeline(exported_minilm, "CPU", **F32) as pipe:
         found = pipe.encode(TEXTS)
     assert found.shape == expected.shape == (len(TEXTS), 384)
     differences = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
@@ -81,9 +61,9 @@ def test_vectors_are_those_of_transformers(exported, expected):
 
 
 @pytest.mark.parametrize("properties", [{}, F32])
-def test_the_nearest_of_20_sentences_is_the_other_of_its_pair(properties, exported):
+def test_the_nearest_of_20_sentences_is_the_other_of_its_pair(properties, exported_minilm):
     """Also at the device's own precision, in which users run it."""
-    with StaticEmbeddingPipeline(exported, "CPU", **properties) as pipe:
+    with StaticEmbeddingPipeline(exported_minilm, "CPU", **properties) as pipe:
         vectors = pipe.encode(TEXTS)
     similarities = vectors @ vectors.T
     np.fill_diagonal(similarities, -1)

@@ -9,15 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-from staticllm.export.exporter import ExportRequest, export
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from real_models import MODELS, folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("STATICLLM_EXPORT_PYTHON")
@@ -36,17 +30,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    original = folder() / MODELS["minilm"].file
-    if not original.is_dir():
-        pytest.skip(f"no {original}: python scripts/real_models.py minilm")
-    target = tmp_path_factory.mktemp("exported") / "minilm"
-    export(ExportRequest(str(original), target, weights="f32"), Path(PYTHON))
-    return target
-
-
-@pytest.fixture(scope="module")
-def index(encoder, tmp_path_factory):
+def index(exported_minilm, tmp_path_factory):
     import openai
     from support.server.served import serving
 
@@ -55,7 +39,7 @@ def index(encoder, tmp_path_factory):
     spec = importlib.util.spec_from_file_location("search_folder", ROOT / "examples" / "search_folder.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    with serving([model_spec(str(encoder))]) as served:
+    with serving([model_spec(str(exported_minilm))]) as served:
         client = openai.OpenAI(base_url=served.url, api_key="any")
         index = example.FolderIndex(client, "minilm", ROOT / "docs", tmp_path_factory.mktemp("store"))
         index.update()

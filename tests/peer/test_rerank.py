@@ -35,30 +35,29 @@ def same(found, expected):
     assert all(theirs.get(index, score) == pytest.approx(score, abs=1e-6) for index, score in found)
 
 
-@pytest.mark.parametrize(
-    ("query", "max_length"),
-    [(SHORT, None), *((query, length) for query in (SHORT, LONG, LONG + LONG) for length in (5, 6, 11, 12, 24, 33))],
-)  # GenAI 2026.4 may crash where a long pair is truncated at more tokens
-def test_truncated_pairs_have_the_same_scores(directory, query, max_length):
+@pytest.mark.parametrize("max_length", [None, 5, 6, 11, 12, 24, 33])
+def test_truncated_pairs_have_the_same_scores(directory, max_length):
+    """GenAI 2026.4 may crash where a long pair is truncated at more tokens."""
     options = {"top_n": 100} | ({} if max_length is None else {"max_length": max_length})
     peer = genai.TextRerankPipeline(directory, "CPU", **options, **EXACT)
     with StaticRerankPipeline(directory, "CPU", **options, **EXACT) as pipe:
-        same(pipe.rerank(query, TEXTS), peer.rerank(query, TEXTS))
+        for query in (SHORT,) if max_length is None else (SHORT, LONG, LONG + LONG):
+            same(pipe.rerank(query, TEXTS), peer.rerank(query, TEXTS))
 
 
 @pytest.mark.parametrize("top_n", [1, 3, 100])
-@pytest.mark.parametrize("count", [1, 2, 40])
-def test_a_config_of_genai_gives_the_same_ranking(directory, top_n, count):
+def test_a_config_of_genai_gives_the_same_ranking(directory, top_n):
     config = genai.TextRerankPipeline.Config(top_n=top_n)
-    texts = [f"{TEXTS[index % len(TEXTS)]} {index}" for index in range(count)]
     peer = genai.TextRerankPipeline(directory, "CPU", config, **EXACT)
     with StaticRerankPipeline(directory, "CPU", config, **EXACT) as pipe:
-        expected = peer.rerank(SHORT, texts)
-        assert len(expected) == min(top_n, count)
-        same(pipe.rerank(SHORT, texts), expected)
-        for each in (pipe, peer):
-            each.start_rerank_async(SHORT, texts)
-        same(pipe.wait_rerank(), peer.wait_rerank())
+        for count in (1, 2, 40):
+            texts = [f"{TEXTS[index % len(TEXTS)]} {index}" for index in range(count)]
+            expected = peer.rerank(SHORT, texts)
+            assert len(expected) == min(top_n, count)
+            same(pipe.rerank(SHORT, texts), expected)
+            for each in (pipe, peer):
+                each.start_rerank_async(SHORT, texts)
+            same(pipe.wait_rerank(), peer.wait_rerank())
 
 
 def test_the_default_config_is_genais():

@@ -31,16 +31,23 @@ def table_row(name):
 
 
 QUICK = ("lfm2",)  # tests/cpu/programs/test_equality.py runs the others
-QUICK_LAYOUTS = (("separate", 16), ("shared", 64))
+IN_EVERY_LAYOUT = ("bloom", "gemma2", "lfm2", "llama")
+"""A table of distances, windows, recurrent states, and none of these: with ``--all``, these models run in every layout."""
+LAYOUTS = ((("separate", 16), ("shared", 64)), (("separate", 64), ("shared", 16)))
 EVERY_LAYOUT = tuple((mode, chunk) for mode in ("separate", "shared") for chunk in CHUNKS)
+
+
+def layouts_of(name, in_full):
+    """Return the modes and chunks in which a model runs: both modes, and both sizes of chunks, in turns."""
+    return EVERY_LAYOUT if in_full and name in IN_EVERY_LAYOUT else LAYOUTS[NAMES.index(name) % 2 if in_full else 0]
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_a_model_computes_what_the_original_computes(name, zoo, in_full, original, monkeypatch):
-    """The quick tests use each kind of programs and each size of chunks once."""
+    """Each kind of programs and each size of chunks at least once; `scripts/models_table.py` runs all of them."""
     # the cached original, which runs once and not per layout
     monkeypatch.setattr(decoder_diagnosis, "StatefulReference", original)
-    row, layouts = table_row(name), EVERY_LAYOUT if in_full else QUICK_LAYOUTS
+    row, layouts = table_row(name), layouts_of(name, in_full)
     try:
         job = DecoderDiagnosis().job(zoo / name, "CPU", {})
         verdicts = [v for mode, chunk in layouts for v in DecoderDiagnosis(chunks=(chunk,)).verdicts(job, (mode,))]

@@ -57,41 +57,55 @@ EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) fo
 TOKENS = np.random.default_rng(5).integers(0, 500, LENGTH).tolist()
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file_of(tmp_path_factory):
+    """A function from a case to its file, which is written once, and so converted once."""
+    folder = tmp_path_factory.mktemp("files")
+
+    def of(name):
+        path = folder / name / "model.gguf"
+        if not path.is_file():
+            path.parent.mkdir()
+            kind, options = CASES[name]
+            write_random(path, kind, **options)
+        return path
+
+    return of
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_architecture_computes_what_the_file_says(name, tmp_path):
-    kind, options = CASES[name]
-    path = write_random(tmp_path / "model.gguf", kind, **options)
+def test_an_architecture_computes_what_the_file_says(name, file_of):
+    path = file_of(name)
     expected = Reference(path).logits(TOKENS)
     found = logits_of(ov.Core().read_model(converted(path) / "openvino_model.xml"), TOKENS, (20, 21, 50))[0]
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_static_programs_give_the_best_tokens(name, tmp_path):
+def test_static_programs_give_the_best_tokens(name, file_of):
     """A prompt of several chunks, then one that begins like it."""
-    kind, options = CASES[name]
-    path = write_random(tmp_path / "model.gguf", kind, **options)
+    path = file_of(name)
     reference = Reference(path)
     sizes = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 16, "PREFILL_ROWS": (16,), "MAX_NUM_SEQS": 2}
     with StaticLLMPipeline(path, "CPU", **sizes, **EXACT) as pipe:
         for prompt in (TOKENS[:50], [*TOKENS[:40], *TOKENS[60:70]]):
-            tokens = list(prompt)
-            for token in pipe.generate(np.array([prompt]), max_new_tokens=6, ignore_eos=True).tokens[0]:
-                best = reference.logits(tokens)[-1]
+            found = list(pipe.generate(np.array([prompt]), max_new_tokens=6, ignore_eos=True).tokens[0])
+            assert len(found) == 6
+            logits = reference.logits([*prompt, *found[:-1]])[len(prompt) - 1 :]
+            for token, best in zip(found, logits, strict=True):
                 assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
-                tokens.append(token)
 
 
 @pytest.mark.parametrize("name", ["long", "mistral"])
-def test_the_context_ends_where_the_original_one_does(name, tmp_path):
-    kind, options = CASES[name]
-    path = write_random(tmp_path / "model.gguf", kind, **options)
-    assert json.loads((converted(path) / "config.json").read_text())["max_position_embeddings"] == 128
+def test_the_context_ends_where_the_original_one_does(name, file_of):
+    assert json.loads((converted(file_of(name)) / "config.json").read_text())["max_position_embeddings"] == 128
 
 
 @pytest.mark.parametrize(

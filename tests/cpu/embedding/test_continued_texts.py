@@ -15,6 +15,8 @@ from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.embedding.pool.instances import embed_texts
 from staticllm.pipelines.embedding.queue.drivers import JobDriver
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

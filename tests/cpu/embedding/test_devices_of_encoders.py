@@ -9,6 +9,8 @@ from support.encoders.encoder_directories import a_directory
 from staticllm import StaticEmbeddingPipeline
 from staticllm.errors import ConfigError, DeviceError
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):

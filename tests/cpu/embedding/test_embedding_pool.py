@@ -29,9 +29,12 @@ from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice
 from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
-pytestmark = pytest.mark.skipif(
-    bool(unsupported()) or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that threads can be bound to"
-)
+pytestmark = [
+    pytest.mark.usefixtures("shared_lowering"),
+    pytest.mark.skipif(
+        bool(unsupported()) or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that threads can be bound to"
+    ),
+]
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = [f"{'a story about a fox ' * (number % 7)}and {number}" for number in range(60)]
 

@@ -19,6 +19,8 @@ from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 

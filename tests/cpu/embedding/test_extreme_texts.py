@@ -16,6 +16,8 @@ from staticllm.devices import get_core
 from staticllm.errors import ModelError, NumericalError, StaticLLMError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 SECONDS = 30
 TEXTS = ["a", "What is an NPU?", "the fox runs"]

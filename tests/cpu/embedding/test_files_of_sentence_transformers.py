@@ -13,6 +13,8 @@ from staticllm.errors import ConfigError, ModelError
 from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.text_tokenizer import lower_case
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = ["a fox", "rain falls in the valley"]
 
@@ -161,12 +163,23 @@ def normalised(vectors):
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("width", [WIDTH, 8])
-@pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_a_dense_module_is_that_of_sentence_transformers(directory, width, has_residual, dtype):
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory):
+    """The vectors of ``TEXTS`` before any Dense module, not normalised."""
+    directory = encoder_directory(tmp_path_factory.mktemp("plain"))
     with StaticEmbeddingPipeline(directory, "CPU", normalize=False, **F32) as pipe:
-        vectors = pipe.encode(TEXTS)
+        return pipe.encode(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("width", "has_residual", "dtype"),
+    [
+        *((width, has_residual, "f32") for width in (WIDTH, 8) for has_residual in (True, False)),
+        (8, True, "f16"),
+        (8, True, "bf16"),
+    ],
+)
+def test_a_dense_module_is_that_of_sentence_transformers(directory, vectors, width, has_residual, dtype):
     random = np.random.default_rng(0)
     exact = {
         "linear.weight": random.normal(size=(width, WIDTH)).astype(np.float32),

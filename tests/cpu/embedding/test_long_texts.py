@@ -18,6 +18,8 @@ from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
@@ -39,13 +41,33 @@ def demo_alone(demo):
 TEXTS = [words(count, count) for count in (3, 700, 40, 1500, 5000, 20)]
 
 
-@pytest.mark.parametrize("mode", ["shared", "separate"])
-def test_the_pipeline_embeds_long_and_short_texts(demo, demo_alone, mode):
-    with StaticEmbeddingPipeline(demo, "CPU", PROGRAMS=mode, **F32) as pipe:
+@pytest.fixture(scope="module", params=["shared", "separate"])
+def first_start(demo, request, tmp_path_factory):
+    """The options of a start with a cache, and the vectors of ``TEXTS`` from the first one."""
+    options = {"PROGRAMS": request.param, "CACHE_DIR": str(tmp_path_factory.mktemp("cache")), **F32}
+    with StaticEmbeddingPipeline(demo, "CPU", **options) as pipe:
         assert pipe.max_length == 2000
-        found = pipe.embed_documents(TEXTS, as_array=True)
-        for text, vector in zip(TEXTS, found, strict=True):
-            assert np.abs(vector - demo_alone(text)).max() <= 1e-6
+        return options, pipe.embed_documents(TEXTS, as_array=True)
+
+
+@pytest.fixture(scope="module")
+def pipe(demo):
+    with StaticEmbeddingPipeline(demo, "CPU", **F32) as found:
+        yield found
+
+
+def test_the_pipeline_embeds_long_and_short_texts(first_start, demo_alone):
+    for text, vector in zip(TEXTS, first_start[1], strict=True):
+        assert np.abs(vector - demo_alone(text)).max() <= 1e-6
+
+
+def test_a_blob_set_holds_the_programs_of_chunks(first_start, demo, demo_alone, monkeypatch):
+    options, first = first_start
+    no_compilation(monkeypatch)
+    with StaticEmbeddingPipeline(demo, "CPU", **options) as pipe:
+        again = pipe.embed_documents(TEXTS[:4], as_array=True)
+    assert np.abs(first[:4] - again).max() <= 1e-6
+    assert np.abs(again[3] - demo_alone(TEXTS[3])).max() <= 1e-6
 
 
 def test_a_mean_needs_the_whole_text_in_one_call(demo):
@@ -57,18 +79,6 @@ def test_a_mean_needs_the_whole_text_in_one_call(demo):
     with StaticEmbeddingPipeline(demo, "CPU", pooling_type=kind, **F32) as pipe:
         states = hidden_states(demo, pipe.max_length, TEXTS[1])
         assert np.abs(np.array(pipe.embed_query(TEXTS[1])) - unit(states.mean(axis=0))).max() <= 1e-6
-
-
-@pytest.mark.parametrize("mode", ["shared", "separate"])
-def test_a_blob_set_holds_the_programs_of_chunks(demo, demo_alone, mode, tmp_path, monkeypatch):
-    options = {"PROGRAMS": mode, "CACHE_DIR": str(tmp_path), **F32}
-    with StaticEmbeddingPipeline(demo, "CPU", **options) as pipe:
-        first = pipe.embed_documents(TEXTS[:4], as_array=True)
-    no_compilation(monkeypatch)
-    with StaticEmbeddingPipeline(demo, "CPU", **options) as pipe:
-        again = pipe.embed_documents(TEXTS[:4], as_array=True)
-    assert np.abs(first - again).max() <= 1e-6
-    assert np.abs(again[3] - demo_alone(TEXTS[3])).max() <= 1e-6
 
 
 def test_long_texts_run_in_a_worker_process(demo, demo_alone):
@@ -98,30 +108,30 @@ def after_some_queries(pipe):
 
 
 @pytest.mark.parametrize("count", [600, 1100, 5000])
-def test_a_long_text_may_begin_with_what_is_kept(demo, demo_alone, count):
-    with StaticEmbeddingPipeline(demo, "CPU", **F32) as pipe:
-        after_some_queries(pipe)
-        text = words(30) + words(count, 5)
-        assert np.abs(np.array(pipe.embed_documents([text])[0]) - demo_alone(text)).max() <= 1e-6
-        assert np.abs(np.array(pipe.embed_query(TEXTS[0])) - demo_alone(TEXTS[0])).max() <= 1e-6
+def test_a_long_text_may_begin_with_what_is_kept(pipe, demo_alone, count):
+    after_some_queries(pipe)
+    text = words(30) + words(count, 5)
+    assert np.abs(np.array(pipe.embed_documents([text])[0]) - demo_alone(text)).max() <= 1e-6
+    assert np.abs(np.array(pipe.embed_query(TEXTS[0])) - demo_alone(TEXTS[0])).max() <= 1e-6
 
 
-def test_short_chunks_never_end_where_no_program_goes_on(demo, demo_alone):
+def test_short_chunks_never_end_where_no_program_goes_on(pipe, demo, demo_alone):
     """A limit of time, as beside a chat, makes chunks of any size, after a beginning of any size."""
-    with StaticEmbeddingPipeline(demo, "CPU", **F32) as pipe:
-        after_some_queries(pipe)
-        runner, tokenizer, rng = pipe._served.driver.runner, genai.Tokenizer(demo), np.random.default_rng(0)
-        for count in (40, 200, 600, 1900, 5000):
-            text = words(30) + words(count, 9)
-            chunk = runner.continued(TokenizedText(tokenizer.encode(text).input_ids.data[0][:2000]))
-            vector = None
-            while vector is None:
-                vector = runner.run_chunk(chunk, runner.next_chunk(chunk, rng.choice([0.0, 1e-3, 3e-3, 10.0])))
-            assert np.abs(vector - demo_alone(text)).max() <= 1e-6
+    after_some_queries(pipe)
+    runner, tokenizer, rng = pipe._served.driver.runner, genai.Tokenizer(demo), np.random.default_rng(0)
+    for count in (40, 200, 600, 1900, 5000):
+        text = words(30) + words(count, 9)
+        chunk = runner.continued(TokenizedText(tokenizer.encode(text).input_ids.data[0][:2000]))
+        vector = None
+        while vector is None:
+            vector = runner.run_chunk(chunk, runner.next_chunk(chunk, rng.choice([0.0, 1e-3, 3e-3, 10.0])))
+        assert np.abs(vector - demo_alone(text)).max() <= 1e-6
 
 
-@pytest.mark.parametrize("latency", [{}, {"LATENCY_MS": 5000}])
-@pytest.mark.parametrize("longest", [14, 30, 60, 100])
+LATENCY = {"LATENCY_MS": 5000}
+
+
+@pytest.mark.parametrize(("longest", "latency"), [(14, {}), (14, LATENCY), (30, {}), (60, LATENCY), (100, {})])
 def test_short_limits_load_with_predictions(demo, latency, longest):
     with StaticEmbeddingPipeline(demo, "CPU", max_length=longest, SEPARATE_PROCESS=True, **latency, **F32) as pipe:
         assert len(pipe.embed_query(TEXTS[2])) == 256

@@ -15,6 +15,8 @@ from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = ["a", "What is an NPU?", "Tell me a story about a fox. " * 6, "the", "Ein Satz mit Umlauten: äöü."]
 PROMPT = "find the answer:"

@@ -16,6 +16,8 @@ from staticllm import StaticRerankPipeline
 from staticllm.errors import BusyError, ConfigError, ModelError, PromptError
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 apart = pytest.mark.skipif(
     bool(unsupported()) or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that threads can be bound to"
 )

@@ -14,6 +14,8 @@ from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, Trace, demo_mo
 from staticllm.errors import ClosedError, ConfigError, StaticLLMError
 from staticllm.pipelines.embedding.queue.drivers import JobDriver
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = [f"This is paragraph {i} of a document " * (1 + i % 7) for i in range(300)]
 PROMPTS = ["Tell me a story", "Once upon a time there was a fox", "The sun"]
@@ -30,7 +32,7 @@ def llm():
         yield found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def embedder(directory, llm):
     with StaticEmbeddingPipeline(directory, "CPU", engine=llm.engine, **F32) as found:
         yield found

@@ -16,9 +16,12 @@ from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_pat
 from staticllm.errors import BusyError, ConfigError
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 
-pytestmark = pytest.mark.skipif(
-    bool(unsupported()) or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that threads can be bound to"
-)
+pytestmark = [
+    pytest.mark.usefixtures("shared_lowering"),
+    pytest.mark.skipif(
+        bool(unsupported()) or len(os.sched_getaffinity(0)) < 2, reason="needs two cores that threads can be bound to"
+    ),
+]
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = [f"This is paragraph {i} of a document " * (1 + i % 7) for i in range(300)]
 SECONDS = 60

@@ -15,6 +15,8 @@ from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = ["a", "What is an NPU?", "Tell me a story about a fox. " * 6, "", "the", "Ein Satz mit Umlauten: äöü."]
 

@@ -24,6 +24,8 @@ from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.embedding.score_activation import activated, chosen_activation
 from staticllm.pipelines.text_rerank_pipeline import ranking
 
+pytestmark = pytest.mark.usefixtures("shared_lowering")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 QUERY = "what is a fox?"
 TEXTS = ["yes", "a fox is an animal, 12 of them.", "no", "", "the sun is hot; the moon is not." * 3, "what?", "fox fox"]

@@ -62,6 +62,19 @@ def encoders(tmp_path_factory):
     return encoder
 
 
+@pytest.fixture(scope="module")
+def packed_of(encoders):
+    """A function from a name to its program of the usual variant, which is compiled once."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            known[name] = Packed(encoders(name)[0], a_variant())
+        return known[name]
+
+    return of
+
+
 def read(name, folder):
     return OWN[name].model() if name in OWN else get_core().read_model(unpack(name, folder))
 
@@ -77,8 +90,8 @@ def test_packed_texts_get_the_vectors_of_each_text_alone(name, encoders):
     rng = np.random.default_rng(sum(map(ord, name)))
     for variant in (a_variant(texts=8), a_variant(texts=2), a_variant(batch=4, texts=20)):
         program = Packed(lowered, variant)
+        texts = some_texts(rng, lowered.shape, variant)
         for pooling in [lowered.shape.pooling] if lowered.shape.pooling else ["mean", "first", "last"]:
-            texts = some_texts(rng, lowered.shape, variant)
             vectors = program(texts, pooling)
             worst = difference(vectors, zeroed(texts, lowered.shape), alone, pooling)
             scale = 2 * max(1, np.abs(vectors).max()) if lowered.shape.output == "scores" else 1
@@ -111,15 +124,15 @@ def test_the_shape_says_what_the_host_must_feed(name, encoders):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ids", [[5, 1, 1, 6, 7, 1], [1], [1, 1, 9], [9, 8, 7, 1]])
-def test_a_padding_token_inside_of_a_text_has_the_position_that_the_original_gives_it(name, ids, encoders):
-    lowered, alone = encoders(name)
+def test_a_padding_token_inside_of_a_text_has_the_position_that_the_original_gives_it(name, ids, encoders, packed_of):
+    (lowered, alone), packed = encoders(name), packed_of(name)
     first = FIRST_POSITIONS.get(name, 0)
     assert lowered.shape.skipped_id == (first - 1 if first else None)
     text = Placed(np.array(ids), 0, 0, np.zeros(len(ids), np.int64))
     pooling = lowered.shape.pooling or "mean"
-    found = Packed(lowered, a_variant())([text], pooling)[0]
+    found = packed([text], pooling)[0]
     assert np.abs(found - alone(text.ids, pooling)).max() <= 2 * TOLERANCE
-    np.testing.assert_array_equal(positions_of(lowered.shape, text.ids), Packed(lowered, a_variant())._positions(ids))
+    np.testing.assert_array_equal(positions_of(lowered.shape, text.ids), packed._positions(ids))
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "deberta", "qwen3", "alibi"])
@@ -180,10 +193,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_of_the_host_shows(mistake, encoders):
+def test_a_mistake_of_the_host_shows(mistake, encoders, packed_of):
     name, port, place, amount = MISTAKES[mistake]
-    lowered, alone = encoders(name)
-    program = Packed(lowered, a_variant())
+    (lowered, alone), program = encoders(name), packed_of(name)
     rng = np.random.default_rng(1)
     texts = zeroed([a_text(rng, 9), a_text(rng, 12, 0, 9)], lowered.shape)
     pooling = lowered.shape.pooling or "mean"

@@ -47,9 +47,9 @@ def compressed_cases():
 class Original:
     """The original model after ``PAST`` tokens, and what it computes for the next ones."""
 
-    def __init__(self, model, tokens, new):
-        request = core.compile_model(model, "CPU", EXACT).create_infer_request()
-        self._names = {name for port in model.inputs for name in port.get_names()}
+    def __init__(self, program, tokens, new):
+        request = program.create_infer_request()
+        self._names = {name for port in program.inputs for name in port.get_names()}
         self._run(request, tokens[:PAST], 0)
         self.before = self._states(request)
         self.logits = self._run(request, tokens[PAST : PAST + new], PAST)
@@ -119,7 +119,8 @@ def check(path, tolerance, kind="", group=0, scale_type="f32", passes=EXACT_SCAL
     model = core.read_model(path / "openvino_model.xml")
     if kind:
         assert compress(model, kind, group, scale_type) > 4
-    originals = {variant: Original(model.clone(), tokens_for(variant), variant.rows) for variant in VARIANTS}
+    program = core.compile_model(model.clone(), "CPU", EXACT)
+    originals = {variant: Original(program, tokens_for(variant), variant.rows) for variant in VARIANTS}
     lowered = lower(model, LoweringOptions(256), passes)
     for variant, original in originals.items():
         own = lowered.specialise(variant)

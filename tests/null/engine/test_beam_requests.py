@@ -71,7 +71,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_search_its_own_answers(schedule):
     """Schedules include fewer places than beams, swaps, preemptions, broken policies, other runners and ordinary requests."""

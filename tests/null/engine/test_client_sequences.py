@@ -140,7 +140,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
     """Schedules include forks, closes at any moment, evictions, NaN, other runners, and ordinary requests with swaps."""

@@ -142,10 +142,20 @@ def test_fed_sequences_without_enough_slots_compare_few_tokens(monkeypatch):
         assert 0 < len(compared) < 4 * count
 
 
+POOLS_AND_GAPS = (((0, None), (1 << 14, 500.0)), ((0, 500.0), (1 << 14, None)))
+"""Host slots and bounds of gaps: each number of sequences has both of each, and in turns all of their pairs."""
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("max_num_seqs", [2, 16, 64])
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(("host_kv_slots", "gap_ms"), [(0, None), (0, 500.0), (1 << 14, None), (1 << 14, 500.0)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "is_first", "host_kv_slots", "gap_ms"),
+    [
+        (count, is_first, *each)
+        for place, count in enumerate((2, 16, 64))
+        for is_first in (True, False)
+        for each in POOLS_AND_GAPS[(place + is_first) % 2]
+    ],
+)
 def test_a_stream_has_a_token_every_few_steps_beside_a_search(policy, max_num_seqs, is_first, host_kv_slots, gap_ms):
     """Also if the search began before it. Its beams had all places until its end, one after another."""
     if policy == "decode_first" and not is_first:

@@ -48,7 +48,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 @pytest.mark.filterwarnings("ignore:the scheduler Disturbed is replaced by fcfs")
 def test_any_schedule_with_drafts_gives_each_request_its_own_answer(schedule):

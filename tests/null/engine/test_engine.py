@@ -60,7 +60,7 @@ schedules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules)
 def test_any_schedule_gives_each_request_its_own_answer(schedule):
     """Schedules include swaps, time slices, preemptions, adapters, recurrent and unpackable models, late programs and blocks."""

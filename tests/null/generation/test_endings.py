@@ -165,10 +165,10 @@ def test_every_answer_is_whole_within_its_tokens(name, longest):
 
 
 @pytest.mark.slow
-def test_two_thousand_answers_of_16_to_64_tokens():
+def test_a_thousand_answers_of_16_to_64_tokens():
     num_answers = 0
     for name, (grammar, is_right) in CASES.items():
-        for seed in range(80):
+        for seed in range(40):
             longest = 16 + (seed * 7) % 49
             try:
                 tokens, is_whole = answer_of(grammar, seed + 1000, longest)
@@ -179,7 +179,7 @@ def test_two_thousand_answers_of_16_to_64_tokens():
             assert is_whole, (name, seed)
             assert is_right(text_of(tokens)), (name, seed, text_of(tokens))
             num_answers += 1
-    assert num_answers >= 2000, num_answers
+    assert num_answers >= 1000, num_answers
 
 
 def test_without_the_rule_answers_are_cut_off():

@@ -322,7 +322,7 @@ SOURCES = {
 damages = st.tuples(st.integers(0, 99), st.integers(0, 1), st.sampled_from('(){}[]|*+?\\"^$.a1:=-<>/\n{},é\x00'))
 
 
-@settings(deadline=None, max_examples=examples(2000))
+@settings(deadline=None, max_examples=examples(800))
 @given(
     kind=st.sampled_from(sorted(SOURCES)), changes=st.lists(damages, min_size=1, max_size=4), seed=st.integers(0, 99)
 )

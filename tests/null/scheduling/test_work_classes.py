@@ -202,10 +202,10 @@ def test_documents_leave_proactive_requests_a_tenth(policy, mode, num_agents):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_beside_streams_and_documents_no_proactive_request_starves(policy, mode):
-    """Two minutes: a reactive answer always decodes, and documents always wait. New agents need calls for their prompts, too."""
-    end = 120.0
-    streams = [Arrival(number, 4.0 * number, 20, 60) for number in range(30)]
-    working = [replace(each, time=2.0 * number) for number, each in enumerate(agents(30, output=30))]
+    """A minute: a reactive answer always decodes, and documents always wait. New agents need calls for their prompts, too."""
+    end = 60.0
+    streams = [Arrival(number, 4.0 * number, 20, 60) for number in range(15)]
+    working = [replace(each, time=2.0 * number) for number, each in enumerate(agents(15, output=30))]
     found = run_all(documents(device(mode=mode), end), policy, *streams, *working)
     records = {record.id: record for record in found.requests}
     times = [record.token_times for id, record in records.items() if id >= 1000]

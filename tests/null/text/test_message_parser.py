@@ -185,7 +185,7 @@ def answers(draw):
     return FORMATS[name], text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=examples(1500), deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(answers())
 def test_however_a_text_is_split_the_events_are_the_same(answer):
     format, text, pieces = answer
@@ -194,7 +194,7 @@ def test_however_a_text_is_split_the_events_are_the_same(answer):
     assert events_of(format, text) == whole
 
 
-@settings(max_examples=examples(1500), deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(answers())
 def test_events_are_well_formed(answer):
     format, _, pieces = answer

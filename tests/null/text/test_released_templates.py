@@ -185,7 +185,7 @@ def answers(draw):
     return LEARNT[name], text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=examples(1000), deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(answers())
 def test_however_an_answer_in_a_learnt_format_is_split_the_events_are_the_same(answer):
     format, text, pieces = answer

@@ -36,6 +36,8 @@ COMPRESSED = {
     "int4-channel": {**INT4, "sym": True, "group_size": -1, "backup_precision": "int8_sym"},
     "int4-64-asymmetric": {**INT4, "sym": False, "group_size": 64, "backup_precision": "int8_asym"},
 }
+OF_TIED_WEIGHTS = ("int8-asymmetric", "int4")
+"""The exports of the model whose head is its table of embeddings; of the other one, all are made."""
 
 
 def tokenizer():
@@ -69,7 +71,8 @@ def make_decoder(name, folder):
     sys.modules["openvino_telemetry"] = None  # it forks and reports
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-    for weights, compression in COMPRESSED.items():
+    for weights in OF_TIED_WEIGHTS if sizes["tie_word_embeddings"] else COMPRESSED:
+        compression = COMPRESSED[weights]
         config = OVWeightQuantizationConfig(**compression)
         exported = OVModelForCausalLM.from_pretrained(
             str(folder / name), export=True, compile=False, quantization_config=config
