@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -82,6 +84,19 @@ def _precision() -> None:
         from staticllm.devices import get_core
 
         get_core().set_property("CPU", {"INFERENCE_PRECISION_HINT": wanted})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> Iterator[None]:
+    """Read the certificates of authorities once: httpx reads them for each call without a client, in 20 ms."""
+    if find_spec("httpx") is None:
+        yield
+        return
+    from httpx._transports import default
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", cache(default.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -193,12 +208,12 @@ def shared_lowering() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["here", pytest.param("child", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
 def staticllm(request: pytest.FixtureRequest):
-    """The command line, in this process, and with ``--all`` also in a child process."""
+    """The command line, in this process, and with ``--all`` also in a child process if a test is marked ``IN_BOTH``."""
     from support import command_line
 
-    return command_line.in_here if request.param == "here" else command_line.in_child
+    return command_line.in_child if getattr(request, "param", "here") == "child" else command_line.in_here
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,11 @@ import pytest
 
 STATICLLM = [sys.executable, "-m", "staticllm"]
 ENVIRONMENT = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}
+IN_BOTH = pytest.mark.parametrize(
+    "staticllm", ["here", pytest.param("child", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+"""Runs a test in this process, and with ``--all`` also in a child process. One test of each command has it, because a process
+needs a second of processor time for its imports and compiles its programs anew."""
 
 
 def in_child(*arguments, stdin=""):

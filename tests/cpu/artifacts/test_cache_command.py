@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
+from support.command_line import IN_BOTH
 
 from staticllm.cli import cli
 from staticllm.pipelines.diagnostics import diagnosis
@@ -70,6 +71,7 @@ def test_mistakes_are_one_line_errors(arguments, message, cache, staticllm):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@IN_BOTH
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,6 +121,7 @@ def test_plan_works_for_an_npu_that_is_absent(zoo, staticllm):
     assert not (zoo / "never").exists()
 
 
+@IN_BOTH
 def test_plan_says_whether_it_fits(zoo, monkeypatch, staticllm):
     found = json.loads(staticllm("plan", zoo / "lfm2", "--json").stdout)
     assert found["fits"]
@@ -145,6 +148,7 @@ def test_doctor_finds_the_cpu_and_tests_it(cache, staticllm):
     assert "tqdm 4" in done.stdout
 
 
+@IN_BOTH
 def test_compile_verifies_what_it_wrote(zoo, tmp_path, staticllm):
     done = staticllm("compile", zoo / "llama", "--export-blob", tmp_path / "set", "--verify", "--max-prompt-len", 64)
     assert done.returncode == 0, done.stderr

@@ -133,10 +133,11 @@ def test_a_report_replaces_the_speeds(bench):
     (divergence, *_) = rows = json.loads(bench("--divergence", "--json").stdout)
     assert divergence["settings"] == "f32, no quantization"
     assert divergence["is_within"]
-    assert [line.split("|")[1].strip() for line in bench("--divergence").stdout.splitlines()[2 : 2 + len(rows)]] == [
+    table = bench("--divergence").stdout
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2 : 2 + len(rows)]] == [
         row["settings"] for row in rows
     ]
-    assert f"over {rows[0]['tokens']} tokens" in bench("--divergence").stdout
+    assert f"over {rows[0]['tokens']} tokens" in table
     calibration = json.loads(bench("--calibration", "--json").stdout)
     assert [each["phases"] for each in calibration["chosen"]] == [["generate"], ["prefill"]]
     assert "no settings to choose from" in bench("--calibration").stdout

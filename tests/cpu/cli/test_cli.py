@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from support.command_line import ENVIRONMENT, STATICLLM, in_child, in_here
+from support.command_line import ENVIRONMENT, IN_BOTH, STATICLLM, in_child, in_here
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -34,6 +34,7 @@ def test_run_prints_the_answer_and_stats(llama):
     assert "TPOT" in done.stderr
 
 
+@IN_BOTH
 def test_run_reads_stdin_with_the_same_answer(llama, staticllm):
     from_stdin, from_argument = (
         staticllm("run", "-m", llama, "-n", 12, stdin="hello"),
@@ -136,39 +137,51 @@ def test_the_embedded_model_is_the_default(staticllm):
     assert len(done.stdout.split()) > 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"),
-    [
-        (["run", "hi", "-m", "/no/such/model"], 1, "no model directory"),
-        (["run", "hi", "--device", "TOASTER"], 1, "there are: CPU"),
-        (["run", "hi", "-p", "NONSENSE"], 2, "NAME=VALUE"),
-        (["run", "hi", "-p", "NONSENSE=5"], 1, "unknown property 'NONSENSE'"),
-        (["run", "hi", "-m", "/no/such/model", "--max-prompt-len", "0"], 2, "'--max-prompt-len': 0"),
-        (["run", "hi", "-m", "/no/such/model", "-n", "0"], 2, "'--max-new-tokens': 0"),
-        (["run", "hi", "-m", "/no/such/model", "-n", str(1 << 64)], 2, "is more than 9223372036854775807"),
-        (["run", "hi", "-m", "/no/such/model", "--top-p", "2"], 2, "'--top-p': 2"),
-        (["run", "hi", "-m", "/no/such/model", "--temperature", "nan"], 2, "'nan' is not a number"),
-        (["run", "hi", "-m", "/no/such/model", "--seed", "-1"], 2, "'--seed': -1"),
-        (["run", "hi", "-m", __file__], 1, "give the directory that holds openvino_model.xml"),
-        (["inspect", "one", "-m", "other"], 2, "the model is given twice"),
-        (["run", ""], 1, "empty"),
-        (["run", "hi", "-p", "MAX_PROMPT_LEN=--5"], 1, "MAX_PROMPT_LEN='--5'"),
-        (["run", "hi", "--raw", "--system", "x"], 2, "--raw goes with a prompt"),
-        (["run", "hi", "-n", "2", "-p", "NPUW_DEVICES=CPU"], 0, "Warning: NPUW_DEVICES"),
-        (["run", "hi", "--colour"], 2, "No such option"),
-        (["ruin"], 2, "No such command"),
-        (["compile", "/no/such/model", "--export-blob", "/no/such/folder/x"], 1, "no model directory"),
-        (["inspect", "/no/such/model"], 1, "no model directory"),
-    ],
-)
-def test_mistakes_are_one_line_errors_with_an_exit_code(arguments, code, word, staticllm):
-    done = staticllm(*arguments)
+MISTAKES = [
+    (["run", "hi", "-m", "/no/such/model"], 1, "no model directory"),
+    (["run", "hi", "--device", "TOASTER"], 1, "there are: CPU"),
+    (["run", "hi", "-p", "NONSENSE"], 2, "NAME=VALUE"),
+    (["run", "hi", "-p", "NONSENSE=5"], 1, "unknown property 'NONSENSE'"),
+    (["run", "hi", "-m", "/no/such/model", "--max-prompt-len", "0"], 2, "'--max-prompt-len': 0"),
+    (["run", "hi", "-m", "/no/such/model", "-n", "0"], 2, "'--max-new-tokens': 0"),
+    (["run", "hi", "-m", "/no/such/model", "-n", str(1 << 64)], 2, "is more than 9223372036854775807"),
+    (["run", "hi", "-m", "/no/such/model", "--top-p", "2"], 2, "'--top-p': 2"),
+    (["run", "hi", "-m", "/no/such/model", "--temperature", "nan"], 2, "'nan' is not a number"),
+    (["run", "hi", "-m", "/no/such/model", "--seed", "-1"], 2, "'--seed': -1"),
+    (["run", "hi", "-m", __file__], 1, "give the directory that holds openvino_model.xml"),
+    (["inspect", "one", "-m", "other"], 2, "the model is given twice"),
+    (["run", ""], 1, "empty"),
+    (["run", "hi", "-p", "MAX_PROMPT_LEN=--5"], 1, "MAX_PROMPT_LEN='--5'"),
+    (["run", "hi", "--raw", "--system", "x"], 2, "--raw goes with a prompt"),
+    (["run", "hi", "-n", "2", "-p", "NPUW_DEVICES=CPU"], 0, "Warning: NPUW_DEVICES"),
+    (["run", "hi", "--colour"], 2, "No such option"),
+    (["ruin"], 2, "No such command"),
+    (["compile", "/no/such/model", "--export-blob", "/no/such/folder/x"], 1, "no model directory"),
+    (["inspect", "/no/such/model"], 1, "no model directory"),
+]
+
+
+def check_mistake(run, arguments, code, word):
+    done = run(*arguments)
     assert done.returncode == code
     assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert code == 2 or len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("arguments", "code", "word"), MISTAKES)
+def test_mistakes_are_one_line_errors_with_an_exit_code(arguments, code, word, staticllm):
+    check_mistake(staticllm, arguments, code, word)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "code", "word"), MISTAKES[::5])
+def test_a_process_of_its_own_ends_with_the_exit_code(arguments, code, word):
+    """One mistake of each code."""
+    check_mistake(in_child, arguments, code, word)
+
+
+@IN_BOTH
 def test_inspect_prints_a_table_and_json(zoo, staticllm):
     report = json.loads(staticllm("inspect", zoo / "gemma2", "--json").stdout)
     assert report["num_states"] == 8

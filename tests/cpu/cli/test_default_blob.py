@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.command_line import IN_BOTH
 from support.models import gguf_files
 
 from staticllm import ConfigError, StaticLLMPipeline
@@ -64,6 +65,7 @@ def test_that_of_the_embedded_model_is_written_here(tmp_path, monkeypatch):
     assert (tmp_path / "demo_model.blob" / "manifest.json").is_file()
 
 
+@IN_BOTH
 @pytest.mark.usefixtures("model")
 def test_a_model_after_the_option_is_no_path_of_a_set(staticllm):
     done = staticllm("compile", "--export-blob", "my_model")
@@ -124,6 +126,7 @@ def test_export_blob_writes_to_the_same_place(model):
     assert (model / "openvino_model.blob" / "manifest.json").is_file()
 
 
+@IN_BOTH
 @pytest.mark.usefixtures("model")
 def test_a_link_to_nothing_is_refused_before_anything_is_compiled(staticllm, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")

@@ -59,6 +59,7 @@ def test_arguments_become_json_lines(staticllm, directory, pipe):
     np.testing.assert_allclose(vectors(done.stdout), pipe.encode(["a fox", "äöü 狐"]), atol=1e-6, rtol=0)
 
 
+@command_line.IN_BOTH
 def test_lines_of_a_file_of_stdin_and_of_a_dash_are_the_same(staticllm, directory, pipe, file):
     by_file = staticllm("embed", directory, *F32, "--file", file)
     by_stdin = staticllm("embed", "-m", directory, *F32, stdin=file.read_text(encoding="utf-8"))
@@ -80,6 +81,7 @@ def test_json_lines_keep_their_fields(staticllm, directory, pipe, tmp_path):
     np.testing.assert_allclose(objects(named.stdout)[0]["embedding"], first["embedding"], atol=1e-6, rtol=0)
 
 
+@command_line.IN_BOTH
 @pytest.mark.parametrize("kind", ["npy", "jsonl"])
 def test_every_format_holds_the_vectors_of_encode(staticllm, directory, pipe, file, tmp_path, monkeypatch, kind):
     monkeypatch.setattr(texts, "BATCH_TEXTS", 2)  # so that there are two batches

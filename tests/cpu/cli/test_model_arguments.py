@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from support.command_line import in_here
+from support.command_line import IN_BOTH, in_here
 
 from staticllm import demo_model_path
 from staticllm.cli.model_arguments import ModelAndPrompt, model_and_prompt, served_name
@@ -54,6 +54,7 @@ def test_run_takes_the_model_first_or_by_name(arguments, staticllm):
     )
 
 
+@IN_BOTH
 @pytest.mark.usefixtures("chat")
 def test_run_of_a_model_alone_reads_the_prompt_from_stdin(staticllm):
     piped = staticllm("run", "my_model", "-n", 4, stdin="hello")

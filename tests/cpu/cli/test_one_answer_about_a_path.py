@@ -116,6 +116,7 @@ def test_the_graph_stands_for_its_folder(zoo):
         assert pipe.generate("hello", max_new_tokens=2)
 
 
+@command_line.IN_BOTH
 def test_doctor_runs_a_model_that_it_calls_complete(zoo, staticllm):
     done = staticllm("doctor", zoo / "llama", "--device", "CPU")
     assert done.returncode == 0

@@ -25,6 +25,7 @@ def directory(tmp_path_factory):
     return folder
 
 
+@command_line.IN_BOTH
 def test_texts_are_printed_in_the_order_of_their_scores(staticllm, directory):
     with StaticRerankPipeline(directory, "CPU", top_n=4, INFERENCE_PRECISION_HINT="f32") as pipe:
         expected = pipe.rerank("a fox", TEXTS)

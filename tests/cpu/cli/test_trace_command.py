@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from support.command_line import IN_BOTH
 
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.profiling.trace import Trace
@@ -30,6 +31,7 @@ def recorded(zoo, tmp_path_factory, trace):
     return path
 
 
+@IN_BOTH
 def test_record_writes_every_request(recorded):
     events = json.loads(recorded.read_text())["traceEvents"]
     assert {"X", "M", "C", "i"} == {event["ph"] for event in events}

@@ -73,6 +73,7 @@ def expected_segments(results, seconds):
     ]
 
 
+@command_line.IN_BOTH
 def test_text(staticllm, directory, pipe, files):
     done = staticllm("transcribe", files[0.8], "-m", directory, *F32)
     assert (done.returncode, done.stderr) == (0, "")
@@ -160,6 +161,7 @@ def test_a_name_in_no_encoding(staticllm, directory, pipe, files, tmp_path):
     assert content["text"] == str(pipe.generate(samples_of(0.8), return_timestamps=True)).strip()
 
 
+@command_line.IN_BOTH
 def test_several_files_are_written_in_their_order(staticllm, directory, files):
     order = [files[3.0], files[0.8], files[2.5]]
     done = staticllm("transcribe", *order, "-m", directory, *F32, "--json")

@@ -33,6 +33,8 @@ from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
 from tests.support.helpers import EXACT
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 PROMPT = "What is an NPU?"
 OPTIONS = {**EXACT, "MAX_PROMPT_LEN": 256, "PROGRAMS": "shared"}
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-from support.command_line import STATICLLM
+from support.command_line import STATICLLM, in_here
 from support.hub import Repository, serving
 
 from staticllm.model_dir import demo_model_path
@@ -49,9 +49,11 @@ def cache(environment, tmp_path):
 
 @pytest.fixture
 def command(environment):
-    """Return a function that runs the command with these variables and those that are given."""
+    """Return a function that runs the command with these variables, and with those that are given in a child process."""
 
     def run(*arguments, stdin="", **variables):
+        if not variables:
+            return in_here(*arguments, stdin=stdin)
         return subprocess.run(
             [*STATICLLM, *map(str, arguments)], input=stdin, capture_output=True, text=True, encoding="utf-8",
             timeout=180, check=False, env={**os.environ, **variables},

@@ -21,6 +21,8 @@ from tests.support.helpers import EXACT, assert_nothing_held
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 WILD = {"do_sample": True, "temperature": 3.0, "apply_chat_template": False}
 LENGTHS = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 960}
 CITIES = {

@@ -16,7 +16,7 @@ from staticllm import Adapter, AdapterConfig, StaticLLMError, StaticLLMPipeline,
 from staticllm.pipelines.scheduling.planner import POLICIES
 
 pytest.importorskip("llguidance")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 ROUNDS = 14
 SIZES = {"MAX_PROMPT_LEN": 80, "MIN_RESPONSE_LEN": 16}

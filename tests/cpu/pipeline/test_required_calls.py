@@ -362,18 +362,17 @@ def tools_with_a_note(least, most):
         pytest.param(20_000, 160, marks=pytest.mark.slow),
     ],
 )
-def test_a_required_call_is_whole_within_its_tokens(pipes, name, most, max_new_tokens, in_full):
+def test_a_required_call_is_whole_within_its_tokens(pipes, name, most, max_new_tokens):
     """The model would write the note to its longest length."""
-    for seed in range(1, 3 if in_full else 2):
-        if max_new_tokens < 160 and name.startswith("deepseek"):  # the tags of a call have more tokens
-            continue
-        result = pipes[name].generate(
-            "Call.", tools=tools_with_a_note(1, most), tool_choice="required", max_new_tokens=max_new_tokens,
-            do_sample=True, rng_seed=seed, temperature=1.0,
-        )  # fmt: skip
-        assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
-        (call,) = result.tool_calls[0]
-        assert len(json.loads(call.arguments)["note"]) >= 1
+    if max_new_tokens < 160 and name.startswith("deepseek"):
+        pytest.skip("the tags of a call have more tokens")
+    result = pipes[name].generate(
+        "Call.", tools=tools_with_a_note(1, most), tool_choice="required", max_new_tokens=max_new_tokens,
+        do_sample=True, rng_seed=1, temperature=1.0,
+    )  # fmt: skip
+    assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
+    (call,) = result.tool_calls[0]
+    assert len(json.loads(call.arguments)["note"]) >= 1
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -31,6 +31,13 @@ def pipe(zoo):
         yield pipe
 
 
+@pytest.fixture(scope="module")
+def single(zoo):
+    """A pipeline that runs one request at a time and keeps nothing of it."""
+    with StaticLLMPipeline(zoo / "llama", "CPU", MAX_NUM_SEQS=1, PREFIX_CACHING=False, **SMALL) as pipe:
+        yield pipe
+
+
 def held_slots(pipe):
     """Return the slots in use, without those of idle conversations, and the number of requests in the engine."""
     engine = pipe.engine
@@ -53,7 +60,7 @@ def held_slots(pipe):
         for name in sorted(POLICIES)
     ],
 )
-def test_concurrent_requests_have_the_tokens_of_single_runs(zoo, prompt_of, scheduler, programs):
+def test_concurrent_requests_have_the_tokens_of_single_runs(zoo, prompt_of, scheduler, programs, single):
     prompts = [prompt_of(length, seed) for seed, length in enumerate((3, 70, 20, 90, 41, 1, 33))]
     with StaticLLMPipeline(
         zoo / "llama", "CPU", PROGRAMS=programs, MAX_NUM_SEQS=3, SCHEDULER=scheduler, **SMALL
@@ -63,8 +70,7 @@ def test_concurrent_requests_have_the_tokens_of_single_runs(zoo, prompt_of, sche
             handles = [pipe.submit(np.array(prompt), max_new_tokens=24, ignore_eos=True) for prompt in prompts]
             together = [handle.result().tokens[0] for handle in handles]
         assert held_slots(pipe) == (0, 0, 0)
-    with StaticLLMPipeline(zoo / "llama", "CPU", MAX_NUM_SEQS=1, PREFIX_CACHING=False, **SMALL) as single:
-        assert together == [tokens_of(single, prompt, 24) for prompt in prompts]
+    assert together == [tokens_of(single, prompt, 24) for prompt in prompts]
 
 
 def test_a_list_of_prompts_runs_together_and_in_order(pipe, prompt_of):

@@ -20,6 +20,8 @@ from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, StaticWhisperP
 from staticllm.errors import ClosedError, ConfigError, DeviceError
 from staticllm.pipelines.engine.job_engine import JobEngine
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 PROMPTS = ["Tell me a story", "Once upon a time there was a fox", "The sun"]
 SECONDS = 60

@@ -11,6 +11,8 @@ from support.attach.daemons import wait_for
 from staticllm import BusyError, ClosedError, GenerationConfigError, StaticLLMPipeline, demo_model_path
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SMALL = {
     "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 448, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
 }  # fmt: skip

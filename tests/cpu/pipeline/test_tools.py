@@ -17,6 +17,8 @@ from staticllm.pipelines.conversation.events import ArgumentsDelta, CallBegin, C
 from staticllm.pipelines.text.tokenizer_tools import SpecialTokens
 from staticllm.testing import fake_pipeline
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SHORT = {"MAX_PROMPT_LEN": 1024, "MIN_RESPONSE_LEN": 256}
 WEATHER = {
     "type": "function",

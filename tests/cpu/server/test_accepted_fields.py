@@ -14,6 +14,8 @@ from support.server.served import serving
 from staticllm import demo_model_path
 from staticllm.server.models.served import demo_spec, model_spec
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 USER = {"role": "user", "content": "Hello"}
 CHAT = {"model": "demo", "messages": [USER], "max_tokens": 4}
 PATHS = {

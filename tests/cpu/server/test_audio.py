@@ -17,6 +17,8 @@ from staticllm.errors import ConfigError
 from staticllm.server.models.served import demo_spec, model_spec
 
 openai = pytest.importorskip("openai")
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 for package in ("python_multipart", "soundfile", "soxr"):
     pytest.importorskip(package)
 ANSWER_SECONDS = 60

@@ -19,6 +19,8 @@ from staticllm.server.models.served import ModelSpec, ServedModel, demo_spec, lo
 
 openai = pytest.importorskip("openai")
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 CHAT = "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 6000}
 """Answers of this length take seconds, in which a test can act."""

@@ -16,6 +16,8 @@ from staticllm.pipelines.generation.options.table import UNLIMITED
 from staticllm.server.models.served import model_spec
 from staticllm.server.ollama.fields import seconds_of
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 LETTER = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}

@@ -27,6 +27,8 @@ from staticllm.server.models.served import demo_spec, model_spec
 from staticllm.server.settings import ApiClient
 
 openai = pytest.importorskip("openai")
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 TEXTS = [f"Paragraph {number} of a document. " * (1 + number % 3) for number in range(120)]
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 40}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import httpx
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("ray")
 
 from support.attach.daemons import wait_for
+from support.command_line import in_child, in_here
 from support.encoders.encoder_directories import a_directory
 from support.server.ray_cluster import EXACT, RayCluster, text_of
 
@@ -128,7 +130,14 @@ def test_nothing_is_refused_while_replicas_are_replaced(cluster, answers):
     assert len(found) > num_before > 0
 
 
-def test_replicas_are_added_under_load(cluster):
+def test_replicas_are_added_under_load(cluster, monkeypatch):
+    from ray.serve.config import AutoscalingConfig
+
+    from staticllm.server.ray_app import application
+
+    # by default, Ray measures for 30 s, and its policy wants as many replicas for 30 s
+    soon = partial(AutoscalingConfig, metrics_interval_s=1, look_back_period_s=4, upscale_delay_s=2)
+    monkeypatch.setattr(application, "AutoscalingConfig", soon)
     cluster.run(min_replicas=1, max_replicas=3, target_requests=1.0)
     cluster.wait_for(1)
     is_over = threading.Event()
@@ -139,7 +148,7 @@ def test_replicas_are_added_under_load(cluster):
 
     running = together(ask, range(6))
     try:
-        cluster.wait_for(3, seconds=180)  # Ray measures for 30 s, and its policy wants as many replicas for 30 s
+        cluster.wait_for(3, seconds=180)
     finally:
         is_over.set()
         finished(*running)
@@ -267,8 +276,8 @@ def test_the_command_serves_on_this_machine_alone(tmp_path):
     ],
 )
 def test_mistakes_get_one_line(arguments, words):
-    command = [sys.executable, "-m", "staticllm", "serve", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    run = in_child if "--ray-address" in arguments else in_here  # here is a cluster
+    done = run("serve", "--port", "0", *arguments)
     assert done.returncode in (1, 2)
     assert not done.stdout
     assert words in done.stderr.splitlines()[-1], done.stderr

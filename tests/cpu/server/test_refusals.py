@@ -14,6 +14,8 @@ from support.server.served import serving
 from staticllm.errors import StaticLLMError
 from staticllm.server.http.errors import ApiError
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 HELLO = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 

@@ -17,6 +17,8 @@ from staticllm.server.responses.store import ResponseStore, StoredResponse
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 QUESTION = "What is an NPU?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}

@@ -17,6 +17,8 @@ from staticllm.server.models.served import ModelSpec, demo_spec
 
 jsonschema = pytest.importorskip("jsonschema")
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 FEED, CHAT = "/api/scheduler", "/v1/chat/completions"
 LONG = {"MIN_RESPONSE_LEN": 3000, "MAX_NUM_SEQS": 2}
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from support.command_line import in_here
 
 from staticllm.server.http.lifecycle import Lifecycle, LifecycleMiddleware
 
@@ -125,13 +126,12 @@ def test_the_key_can_be_in_the_environment():
     ],
 )
 def test_mistakes_get_one_line(arguments, words):
-    process = start("--port", "0", *arguments)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert not out
-    assert err.startswith("Error: ")
-    assert words in err
-    assert err.count("\n") == 1
+    done = in_here("serve", "--port", "0", *arguments)
+    assert done.returncode == 1
+    assert not done.stdout
+    assert done.stderr.startswith("Error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_it_ends_if_its_first_model_cannot_be_loaded():

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 from support.attach.daemons import wait_for
+from support.command_line import in_here
 
 SERVE = [sys.executable, "-m", "staticllm", "serve"]
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows passes no descriptors and no signals")
@@ -171,13 +172,12 @@ def test_a_port_of_another_program_has_the_same_exit_code(tmp_path):
         (["--ready-file", "no/such/folder/ready"], 1, "--ready-file"),
         (["--ready-file", "."], 1, "is a folder"),
         (["--parent-pid", "4194305"], 1, "there is no such process"),
-        pytest.param(["--ready-fd", "77"], 1, "is not open", marks=posix),
+        pytest.param(["--ready-fd", "4077"], 1, "is not open", marks=posix),
         pytest.param(["--ready-fd", "1000000000000"], 1, "is not open", marks=posix),
     ],
 )
-def test_mistakes_get_one_line(tmp_path, arguments, code, words):
-    with started(tmp_path, "--port", "0", "--lazy", *arguments) as process:
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert words in err.splitlines()[-1]
-    assert "Traceback" not in err
+def test_mistakes_get_one_line(run_folder, arguments, code, words):
+    done = in_here("serve", "--port", "0", "--lazy", *arguments)
+    assert done.returncode == code
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -16,6 +16,8 @@ from staticllm.server.models.model_options import by_model
 from staticllm.server.models.served import demo_spec
 from staticllm.server.settings import ApiClient, ServerSettings
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 CLIENTS = (ApiClient("desk", "desk-key"), ApiClient("agent", "agent-key", "proactive", 0.5))
 

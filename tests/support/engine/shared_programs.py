@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ MAX_GROUPS = 64  # of programs that stay compiled: each has some hundred memory 
 class SharedPrograms:
     """Wraps the functions with which the loader reads, lowers and compiles, and caches their results.
 
-    A lowered model is known by its directory, the passes and their options, a program by that, its variants and its
-    properties. Only models in ``folders`` are cached, because their files never change.
+    A lowered model is known by what its files hold, the passes and their options, a program by that, its variants and its
+    properties. So copies of a model share programs, except programs for blobs, which name the weights' file: these are cached
+    for the models in ``folders``, whose files never change.
     """
 
     def __init__(self, folders: list[Path]) -> None:
@@ -50,14 +52,16 @@ class SharedPrograms:
     def read_model(self, core, path, weights=None, decrypt=None, model_file=MODEL_XML):
         model = self._read_model(core, path, weights, decrypt, model_file)
         folder = Path(path).resolve()
-        is_fixed = any(folder.is_relative_to(known) for known in self._folders)
-        is_usual = weights is None and decrypt is None and model_file == MODEL_XML
-        self._now.model = model if is_fixed and is_usual else None
-        self._now.name = (str(folder), "whole")
+        is_usual = weights is None and decrypt is None and model_file == MODEL_XML and folder.is_dir()
+        self._now.model = model if is_usual else None
+        self._now.folder, self._now.name = folder, (digest_of(folder), "whole") if is_usual else ()
         return model
 
     def keep_small_constants(self, model):
-        self._now.name = (self._now.name[0], "for blobs")
+        folder = self._now.folder
+        self._now.name = (str(folder), "for blobs")
+        if not any(folder.is_relative_to(known) for known in self._folders):
+            self._now.model = None
         return self._keep_small_constants(model)
 
     def lower(self, model, options, passes):
@@ -97,6 +101,15 @@ class SharedPrograms:
         costs = self._warm_up(bound, self._costs.get(key, {}), on_progress)
         self._costs.setdefault(key, dict(costs.measured))
         return costs
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of a model's graph and weights."""
+    found = hashlib.blake2b()
+    for file in (folder / MODEL_XML, (folder / MODEL_XML).with_suffix(".bin")):
+        if file.is_file():  # its weights may be inside the graph
+            found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 class Original(StatefulReference):
