@@ -41,7 +41,9 @@ def test_a_prompt_is_divided_by_its_fastest_round():
     assert parts.wall_ms == pytest.approx(100)
     assert parts.own_ms == pytest.approx(90)
     assert parts.host_ms == pytest.approx(10), "the wall time less the calls of the same request"
-    assert parts.nodes_ms == pytest.approx(80 * 0.8), "calls alone took 8/9 of those in both requests, and nodes have 8 of 10 ms"
+    assert parts.nodes_ms == pytest.approx(80 * 0.8), (
+        "calls alone took 8/9 of those in both requests, and nodes have 8 of 10 ms"
+    )
     assert parts.outside_ms == pytest.approx(80 * 0.2)
     assert [each.ms for each in parts.nodes] == pytest.approx([48, 16])
     assert parts.sum_ms == pytest.approx(90)
@@ -57,7 +59,9 @@ def test_a_decode_step_is_the_median_one():
     assert parts.wall_ms == pytest.approx(12)
     assert parts.own_calls_ms == pytest.approx(10)
     assert parts.host_ms == pytest.approx(2)
-    assert parts.nodes_ms + parts.outside_ms == pytest.approx(10), "calls alone took 0.8 and 1.2 of those in the requests"
+    assert parts.nodes_ms + parts.outside_ms == pytest.approx(10), (
+        "calls alone took 0.8 and 1.2 of those in the requests"
+    )
     assert parts.deviation == pytest.approx(0)
     assert parts.slowdown == pytest.approx(0.1), "the medians of the steps of the fastest rounds, 11 and 10 ms"
     assert parts.programs == ("generate[1x256]",)
