@@ -22,6 +22,9 @@ TESTS = (
     "tests/peer/test_whisper_pipeline.py",
 )
 
+IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+"""Half of the time the tests wait for exports, which are processes of one thread."""
+
 
 def main() -> None:
     python = ensure_environment("test", "examples")
@@ -32,7 +35,7 @@ def main() -> None:
     _set_up_exports(python)
     if subprocess.run([str(python), str(ROOT / "scripts" / "real_whisper.py")], check=False).returncode:
         print("skipped: Whisper tiny.en cannot be had or exported")
-    run(python, "-m", "pytest", "-v", "--all", "-rs", *TESTS, *sys.argv[1:])
+    run(python, "-m", "pytest", "-v", "--all", "-rs", *IN_PARALLEL, *TESTS, *sys.argv[1:])
 
 
 def _set_up_exports(python: Path) -> None:
