@@ -23,7 +23,7 @@ TESTS = (
 )
 
 IN_PARALLEL = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
-"""Half of the time the tests wait for exports, which are processes of one thread."""
+"""An export is a process that has one core most of the time; another test computes beside it."""
 
 
 def main() -> None:
