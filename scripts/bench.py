@@ -86,18 +86,19 @@ ALONE_ONLY = ("npuw chunk 128", "npuw tuned", "genai", "genai f32")
 def main() -> None:
     options = read_options()
     names = options.peers or (QUICK if options.quick else list(PEERS))
-    lengths, clients = ((16, 512), (8,)) if options.quick else (() if options.only_clients else LENGTHS, CLIENTS)
+    lengths, clients = ((16, 512), (8,)) if options.quick else (() if options.only == "clients" else LENGTHS, CLIENTS)
     make(options.model)
     peers = {name: replace(PEERS[name], model=options.model) for name in names}
     figures, begin = Figures(), time.perf_counter()
     side_by_side(figures, peers, lengths, clients, options.rounds)
     save(figures, options, names, begin)
-    if options.only_clients:
+    if not options.quick and options.only != "clients":
+        loading(figures, peers, options.rounds)
+        save(figures, options, names, begin)
+    if options.only:
         show(figures, options, names, None)
         return
     if not options.quick:
-        loading(figures, peers, options.rounds)
-        save(figures, options, names, begin)
         prefill(figures, options)
     ours_alone(figures, options)
     grammars(figures, options)
@@ -112,7 +113,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="under 3 minutes")
-    parser.add_argument("--only-clients", action="store_true", help="several clients at once, and nothing else")
+    parser.add_argument("--only", choices=("clients", "peers"), help="several clients at once; or what is beside peers")
     parser.add_argument("--rounds", type=int, help="[5; 1 with --quick]")
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2-0.5b", help="[qwen2-0.5b]")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="[all]")
