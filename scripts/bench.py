@@ -113,7 +113,9 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="under 3 minutes")
-    parser.add_argument("--only", choices=("clients", "peers"), help="several clients at once; or what is beside peers")
+    parser.add_argument(
+        "--only", choices=("clients", "peers"), help="the rows of several clients, or all that compare peers"
+    )
     parser.add_argument("--rounds", type=int, help="[5; 1 with --quick]")
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2-0.5b", help="[qwen2-0.5b]")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="[all]")
@@ -124,6 +126,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--kind", choices=list(KINDS), help="kind of processor  [found by its flags on Linux]")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5)
+    if options.only and options.docs:
+        parser.error("--only has no section in the docs: leave out --docs")
     return options
 
 

@@ -1,4 +1,4 @@
-"""The targets of ``bench.py``: ratios of medians, in one run."""
+"""The targets of ``bench.py``: medians of the ratios of each round, in one run."""
 
 from __future__ import annotations
 
