@@ -135,8 +135,10 @@ def test_replicas_are_added_under_load(cluster, monkeypatch):
 
     from staticllm.server.ray_app import application
 
-    # by default, Ray measures for 30 s, and its policy wants as many replicas for 30 s
-    soon = partial(AutoscalingConfig, metrics_interval_s=1, look_back_period_s=4, upscale_delay_s=2)
+    # by default, Ray measures for 30 s, and wants more replicas for 30 s before it adds them, and fewer for 600 s: those before this
+    # test may have been two
+    delays = {"upscale_delay_s": 2, "downscale_delay_s": 2}
+    soon = partial(AutoscalingConfig, metrics_interval_s=1, look_back_period_s=4, **delays)
     monkeypatch.setattr(application, "AutoscalingConfig", soon)
     cluster.run(min_replicas=1, max_replicas=3, target_requests=1.0)
     cluster.wait_for(1)
