@@ -135,8 +135,8 @@ def test_replicas_are_added_under_load(cluster, monkeypatch):
 
     from staticllm.server.ray_app import application
 
-    # by default, Ray measures for 30 s, and wants more replicas for 30 s before it adds them, and fewer for 600 s: those before this
-    # test may have been two
+    # by default, Ray measures for 30 s, and wants more replicas for 30 s before it adds them, and fewer for 600 s: there may
+    # have been two before this test
     delays = {"upscale_delay_s": 2, "downscale_delay_s": 2}
     soon = partial(AutoscalingConfig, metrics_interval_s=1, look_back_period_s=4, **delays)
     monkeypatch.setattr(application, "AutoscalingConfig", soon)
