@@ -69,8 +69,12 @@ class Sent(NamedTuple):
 
 
 def sent(client, path, arguments):
-    """Send a request, and check that the answer is none of the server's own faults, and has one line if it is a refusal."""
-    response = client.request(**arguments, timeout=SECONDS)
+    """Send a request and check its answer."""
+    return checked(path, arguments, client.request(**arguments, timeout=SECONDS))
+
+
+def checked(path, arguments, response):
+    """Check that an answer is none of the server's own faults, and has one line if it is a refusal."""
     body = arguments["content"]
     assert response.status_code < 500, (path, body, response.text[:500])
     if response.status_code >= 400:
@@ -92,9 +96,10 @@ def sent_case(served, client, case):
             "method": method, "url": served.url + case.formatted_path, "params": case.query or None, "content": data,
             "headers": {"Content-Type": "application/json"} if body else {},
         }  # fmt: skip
-        return sent(client, path, arguments)
+        response = client.request(**arguments, timeout=SECONDS)
     except (httpx.InvalidURL, UnicodeEncodeError, ValueError, TypeError):
         return None
+    return checked(path, arguments, response)  # outside: an answer that is no JSON is a fault
 
 
 def run(served, num_examples, mode):
