@@ -61,8 +61,19 @@ class GenaiCalls:
     def _compile(self, properties: dict[str, Any]) -> ov.InferRequest:
         return get_core().compile_model(self._model, DEVICE, properties).create_infer_request()
 
-    def run(self, prompt: Prompt, num_new: int) -> TokenRun:
-        """Run a request; its calls and tokens are those of ``perf_metrics``."""
+    def run(self, prompt: Prompt, num_new: int, past_len: int) -> TokenRun:
+        """Run a request; its calls and tokens are those of ``perf_metrics``. A turn has the last token of the answer before it."""
+        if not past_len:
+            return self._run(prompt, num_new, Variant(len(prompt), 0))
+        self._pipe.start_chat()
+        try:
+            self._pipe.generate(ov.Tensor(prompt[None, :past_len]), **greedy(1))
+            return self._run(prompt[past_len:], num_new, Variant(len(prompt) - past_len + 1, past_len))
+        finally:
+            self._pipe.finish_chat()
+
+    def _run(self, prompt: Prompt, num_new: int, variant: Variant) -> TokenRun:
+        """Run a request whose first token the variant computes."""
         reader = Reader()
         start = time.perf_counter()
         result = self._pipe.generate(ov.Tensor(prompt[None]), streamer=reader, **greedy(num_new))
@@ -71,12 +82,16 @@ class GenaiCalls:
         times = [1e-3 * ms for ms in metrics.raw_metrics.m_new_token_times]
         own = [1e-3 * metrics.get_ttft().mean, *between(times[0], times[1:])]
         calls = [1e-6 * us for us in metrics.raw_metrics.token_infer_durations]
-        past = range(len(prompt), len(prompt) + num_new - 1)
-        return TokenRun(wall, own, calls, [(Variant(len(prompt), 0),), *((Variant(1, length),) for length in past)])
+        length = variant.kv_len + variant.rows
+        steps = [(Variant(1, past),) for past in range(length, length + num_new - 1)]
+        return TokenRun(wall, own, calls, [(variant,), *steps])
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes from an empty state on, on the threads on which GenAI runs them."""
         self._request.reset_state()
+        ((first,), *_) = run.programs
+        if first.kv_len:
+            self._timed(Variant(first.kv_len, 0), 0.0)
         return [self._timed(variant, pause) for (variant,), pause in zip(run.programs, run.pauses, strict=True)]
 
     def _timed(self, variant: Variant, pause: float) -> float:
@@ -85,16 +100,19 @@ class GenaiCalls:
         _feed(self._request, variant)
         wait_until(begin)
         start = time.perf_counter()
-        (run_prompt if variant.kv_len == 0 else run_step)(self._request)
+        (run_step if variant.rows == 1 and variant.kv_len else run_prompt)(self._request)
         return time.perf_counter() - start
 
     def count(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes in two programs: counters add up over all runs, so the second one only gets the prompt's state."""
         (prompt,), *steps = run.programs
+        if prompt.kv_len:
+            self._count_prompt(Variant(prompt.kv_len, 0))
+            return self._count_after("turn", [prompt], run.pauses)
         if "prefill" not in self._counted:
             self._count_prompt(prompt)  # the very first run does not count
         seconds = self._count_prompt(prompt)
-        return [seconds, *(self._count_steps([step for (step,) in steps], run.pauses[1:]) if steps else [])]
+        return [seconds, *(self._count_after("decode", [step for (step,) in steps], run.pauses[1:]) if steps else [])]
 
     def _count_prompt(self, prompt: Variant) -> float:
         counted = self._counting("prefill")
@@ -102,8 +120,12 @@ class GenaiCalls:
         _feed(counted.request, prompt)
         return counted.run()
 
-    def _count_steps(self, steps: Sequence[Variant], pauses: Sequence[float]) -> list[float]:
-        counted = self._counting("decode")
+    def _count_after(self, phase: Phase, steps: Sequence[Variant], pauses: Sequence[float]) -> list[float]:
+        """Run steps after what the counted prompt left; the very first run does not count."""
+        if phase not in self._counted:
+            self._counting(phase)
+            self._count_after(phase, steps[:1], pauses[:1])
+        counted = self._counting(phase)
         states = {state.name: state for state in self._counting("prefill").request.query_state()}
         for state in counted.request.query_state():
             state.state = states[state.name].state
@@ -118,7 +140,7 @@ class GenaiCalls:
     def _counting(self, phase: Phase) -> CountedRuns:
         if phase not in self._counted:
             request = self._compile({**self._properties, PERF_COUNT: True})
-            self._counted[phase] = CountedRuns(request, run_prompt if phase == "prefill" else run_step)
+            self._counted[phase] = CountedRuns(request, run_step if phase == "decode" else run_prompt)
         return self._counted[phase]
 
     def counted(self, run: TokenRun, phase: Phase) -> CountedCall:

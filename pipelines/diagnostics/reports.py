@@ -472,17 +472,18 @@ class CallProfile:
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Where the time of a decode step, or of a prompt to its first token, goes in one pipeline.
+    """Where the time of a decode step, or of a prompt or a turn to its first token, goes in one pipeline.
 
     ``nodes_ms`` and ``outside_ms`` are a call of the device, or the calls of a prompt, run alone: its nodes, and what else it
     takes. ``wall_ms`` is the time by the clock of a reader, and ``own_ms`` by the pipeline's own record, with ``own_calls_ms`` in
     calls. ``host_ms`` is what ``wall_ms`` has beside ``own_calls_ms``. The counters make a call longer by ``slowdown``, a share,
     and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``disturbance`` is the share by which the mean
     call with counters, over which they count, is longer than the fastest one. ``programs`` are the variants that ran.
+    ``past_len`` tokens and one of an answer were in the cache before a turn.
     """
 
     pipeline: str
-    phase: Literal["prefill", "decode"]
+    phase: Literal["prefill", "turn", "decode"]
     prompt_len: int
     programs: tuple[str, ...]
     nodes_ms: float
@@ -495,6 +496,7 @@ class TimeParts:
     disturbance: float
     cut_ms: float
     nodes: tuple[NodeShare, ...]
+    past_len: int = 0
 
     @property
     def sum_ms(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
@@ -69,8 +70,11 @@ class StaticCalls:
         wait_for_costs(self._engine, rest_seconds, on_progress)
         self._engine.run_between_steps(self._engine.runner.probe.pause)
 
-    def run(self, prompt: Prompt, num_new: int) -> TokenRun:
+    def run(self, prompt: Prompt, num_new: int, past_len: int) -> TokenRun:
         """Run a request; its calls and tokens are those that the engine records."""
+        if past_len:
+            answer = self._pipe.generate(prompt[:past_len], **greedy(1)).tokens[0]
+            prompt = np.concatenate([prompt[:past_len], answer, prompt[past_len:]])
         reader = Reader()
         with self._pipe.record() as trace:
             start = time.perf_counter()
@@ -110,7 +114,7 @@ class StaticCalls:
 
     def counted(self, run: TokenRun, phase: Phase) -> CountedCall:
         """Return what was counted, over all calls of the prompt, or as the mean of the calls of the other tokens."""
-        tokens = run.programs[:1] if phase == "prefill" else run.programs[1:]
+        tokens = run.programs[1:] if phase == "decode" else run.programs[:1]
         shares = {
             variant: count / len(tokens) for variant, count in Counter(v for each in tokens for v in each).items()
         }

@@ -1,4 +1,4 @@
-"""Divides the time of a prompt and of a decode step into nodes, the rest of calls, and the host; pipelines run in turns."""
+"""Divides the time of a prompt, a turn and a decode step into nodes, the rest of calls, and the host; pipelines run in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from staticllm.pipelines.diagnostics.reports import NodeShare, TimeParts
 from staticllm.system.table import markdown
 
 Prompt: TypeAlias = NDArray[np.int64]
-Phase: TypeAlias = Literal["prefill", "decode"]
+Phase: TypeAlias = Literal["prefill", "turn", "decode"]
 T = TypeVar("T")
 CUT_MS = 2e-3
 """The most that the counters cut off the time of a node: a fraction of a microsecond of each run, and one of their mean."""
@@ -62,8 +62,11 @@ class Divisible(Protocol):
 
     name: str
 
-    def run(self, prompt: Prompt, num_new: int) -> TokenRun:
-        """Run a request greedily, for exactly ``num_new`` tokens."""
+    def run(self, prompt: Prompt, num_new: int, past_len: int) -> TokenRun:
+        """Run a request greedily, for exactly ``num_new`` tokens.
+
+        The first ``past_len`` tokens of the prompt are an earlier turn: they are answered with one token before the time begins.
+        """
         ...
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
@@ -117,29 +120,33 @@ def divide(
     num_new: int,
     rounds: int,
     on_progress: Callable[[int, int], None] = lambda *_: None,
+    past_len: int = 0,
 ) -> Iterator[TimeParts]:
     """Run prompts of random tokens in all pipelines in turn, and yield the parts of the prompt's time and of a decode step's.
 
-    Without a second token only those of the prompt. A round before the first warms up.
+    Without a second token only those of the prompt. With ``past_len`` only those of a later turn of ``prompt_len`` tokens, after
+    as many tokens and their answer. A round before the first warms up.
     """
     found = [Rounds() for _ in pipelines]
     for number in range(rounds + 1):
         on_progress(number, rounds + 1)
-        prompt = np.random.default_rng([number, prompt_len]).integers(8, 1000, prompt_len)
-        runs = [pipeline.run(prompt, num_new) for pipeline in pipelines]
+        prompt = np.random.default_rng([number, prompt_len]).integers(8, 1000, past_len + prompt_len)
+        runs = [pipeline.run(prompt, num_new, past_len) for pipeline in pipelines]
         repeats = [pipeline.repeat(run) for pipeline, run in zip(pipelines, runs, strict=True)]
         if number:
             for each, run, repeat in zip(found, runs, repeats, strict=True):
                 each.runs.append(run)
                 each.repeats.append(repeat)
-    phases: tuple[Phase, ...] = ("prefill", "decode") if num_new > 1 else ("prefill",)
+    first: Phase = "turn" if past_len else "prefill"
+    phases: tuple[Phase, ...] = (first, "decode") if num_new > 1 and not past_len else (first,)
     for phase in phases:
         best = [fastest(each, phase) for each in found]
         # counted at the end, so that only programs of the divided requests are compiled once more
         counts = [[pipeline.count(run) for pipeline, run in zip(pipelines, best, strict=True)] for _ in range(rounds)]
         for pipeline, run, each, own in zip(pipelines, best, found, zip(*counts, strict=True), strict=True):
             counted = replace(each, counts=own)
-            yield parts_of(pipeline.name, phase, prompt_len, counted, pipeline.counted(run, phase))
+            parts = parts_of(pipeline.name, phase, prompt_len, counted, pipeline.counted(run, phase))
+            yield replace(parts, past_len=past_len)
             pipeline.forget()
 
 
@@ -195,7 +202,7 @@ def _of(seconds: Sequence[float], phase: Phase) -> float:
 
 def _tokens(values: Sequence[T], phase: Phase) -> Sequence[T]:
     """Return the value of the prompt's token, or those of the tokens after it."""
-    return values[:1] if phase == "prefill" else values[1:]
+    return values[1:] if phase == "decode" else values[:1]
 
 
 def _programs(run: TokenRun, phase: Phase) -> tuple[Variant, ...]:
@@ -239,17 +246,20 @@ NOTES = (
 
 def parts_tables(parts: Sequence[TimeParts]) -> list[str]:
     """Return a table for each phase and length of prompt, with the pipelines side by side, and what else is known of each."""
-    groups: dict[tuple[Phase, int], list[TimeParts]] = {}
+    groups: dict[str, list[TimeParts]] = {}
     for each in parts:
-        groups.setdefault((each.phase, each.prompt_len), []).append(each)
+        groups.setdefault(_heading(each), []).append(each)
     lines = list[str]()
-    for (phase, prompt_len), found in groups.items():
-        lines += [*_parts_table(_heading(phase, prompt_len), found), "", *map(_remark, found), ""]
+    for heading, found in groups.items():
+        lines += [*_parts_table(heading, found), "", *map(_remark, found), ""]
     return [*lines, *NOTES[: 5 if any(len(found) > 1 for found in groups.values()) else 4]]
 
 
-def _heading(phase: Phase, prompt_len: int) -> str:
-    return f"prompt of {prompt_len} tokens" if phase == "prefill" else f"decode step after {prompt_len} tokens"
+def _heading(parts: TimeParts) -> str:
+    if parts.phase == "decode":
+        return f"decode step after {parts.past_len + parts.prompt_len} tokens"
+    after = f" after {parts.past_len}" if parts.past_len else ""
+    return f"{'turn' if after else 'prompt'} of {parts.prompt_len} tokens{after}"
 
 
 def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:

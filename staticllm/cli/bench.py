@@ -53,7 +53,7 @@ MOST_SHARED = 3
 """Programs at most where variants share them: one per phase, and one for single rows."""
 PROFILED_PROMPTS = (128, 512, 1000)
 MOST_TEXT_BYTES = 1 << 20
-WHERE = {"n_prompt": (128, 512), "n_gen": (32,), "n_depth": (128,)}
+WHERE = {"n_prompt": (128, 512), "n_gen": (32,), "n_depth": (128,), "n_turn": (0,)}
 """What ``--where`` measures, unless options say otherwise."""
 
 
@@ -62,7 +62,8 @@ class Test:
     """One test with ``clients`` concurrent requests, each with ``prompt`` prompt tokens and ``new`` generated tokens.
 
     ``pp512`` is a prompt of 512 tokens; ``tg128`` generates 128 tokens after a short prompt, ``tg128 @ d512`` after 512 tokens;
-    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test.
+    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test. A turn is a prompt
+    after ``past`` other tokens and their answer.
     """
 
     name: str
@@ -70,6 +71,12 @@ class Test:
     prompt: int
     new: int
     clients: int = 1
+    past: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt, of a turn with those before it."""
+        return self.past + 1 + self.prompt if self.past else self.prompt
 
 
 @dataclass(frozen=True)
@@ -288,7 +295,9 @@ def report_where(model: str, options: dict[str, Any]) -> Report:
     """Divide the time of prompts and of decode steps: nodes, the rest of calls, host; beside GenAI's, if that loads the model."""
     tests = _where_tests(options)
     properties = _checked_properties(options, tests)
-    new_tokens = {test.prompt: max(other.new for other in tests if other.prompt == test.prompt) for test in tests}
+    new_tokens = dict[tuple[int, int], int]()
+    for test in tests:
+        new_tokens[test.past, test.prompt] = max(test.new, new_tokens.get((test.past, test.prompt), 0))
     with progress("loading") as shown, _loaded(model, options, shown, **properties) as pipe:
         from staticllm.pipelines.diagnostics.static_calls import StaticCalls
         from staticllm.pipelines.diagnostics.time_parts import Divisible, divide, parts_tables
@@ -298,17 +307,18 @@ def report_where(model: str, options: dict[str, Any]) -> Report:
         pipelines: list[Divisible] = [ours, *theirs]
         parts = [
             each
-            for count, new in sorted(new_tokens.items())
+            for (past, count), new in sorted(new_tokens.items())
             for each in divide(
                 pipelines,
                 count,
                 new,
                 options["repetitions"],
-                partial(shown.show, f"measuring prompts of {count} tokens"),
+                partial(shown.show, f"measuring {'turns' if past else 'prompts'} of {count} tokens"),
+                past,
             )
         ]
-    wanted = {(("prefill" if test.new == 1 else "decode"), test.prompt) for test in tests}
-    parts = [each for each in parts if (each.phase, each.prompt_len) in wanted]
+    wanted = {(test.past, test.prompt, test.new > 1) for test in tests}
+    parts = [each for each in parts if (each.past_len, each.prompt_len, each.phase == "decode") in wanted]
     values = {"parts": [each.as_dict() for each in parts], "without_genai": reason}
     return Report(values, [*parts_tables(parts), *([f"GenAI is not shown: {reason}"] if reason else [])])
 
@@ -338,8 +348,12 @@ def _where_tests(options: dict[str, Any]) -> list[Test]:
     if len(chosen["n_gen"]) > 1:
         raise click.UsageError("--where takes one number of decode steps: give -n one")
     tests = _tests({**chosen, "clients": ()})
+    depths, turns = chosen["n_depth"], [count for count in chosen["n_turn"] if count]
+    if turns and not all(depths):
+        raise click.UsageError("--n-turn follows the tokens of -d: give -d a number above 0")
+    tests += [Test(f"turn{count} @ d{depth}", "--n-turn", count, 1, past=depth) for depth, count in product(depths, turns)]
     if not tests:
-        raise click.UsageError("nothing to measure: give --n-prompt or -n a number above 0")
+        raise click.UsageError("nothing to measure: give --n-prompt, -n or --n-turn a number above 0")
     return tests
 
 
@@ -356,6 +370,7 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @value("--n-prompt", Counts(), "Tokens per prompt; 0 skips this test.", "512")
 @value("-n --n-gen", Counts(), "Tokens to generate; 0 skips this test.", "128")
 @value("-d --n-depth", Counts(), "Tokens before the generated ones.", "0")
+@value("--n-turn", Counts(), "With --where: tokens of a later turn, after those of -d and an answer.", "0")
 @value("-c --clients", Counts(), "Concurrent requests, 64 prompt and 64 new tokens each.", "0")
 @value("-r --repetitions", click.IntRange(1), "Runs, after a warm-up.", 5)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
@@ -375,6 +390,8 @@ def command(model: str, **options: Any) -> None:
         raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
     if options["text"] is not None and asked != ["divergence"]:
         raise click.UsageError("--text is for --divergence: add it, or leave --text out")
+    if any(options["n_turn"]) and asked != ["where"]:
+        raise click.UsageError("--n-turn is for --where: add it, or leave --n-turn out")
     if asked and options["output"] == "csv":
         raise click.UsageError(f"--{asked[0]} prints a table or JSON: leave -o csv out")
     if asked:
@@ -430,22 +447,22 @@ def _tests(options: dict[str, Any]) -> list[Test]:
 
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """Return the user's properties, with lengths and a queue large enough for every test, and with prefix caching off."""
+    """Return the user's properties, with lengths and a queue large enough for every test; only turns cache prefixes."""
     default = StaticLLMConfig()
     most = max(test.clients for test in tests)
     lengths = {
-        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
+        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.length for test in tests)),
         "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),
         "MAX_WAITING": max(default.max_waiting, most),
     }
-    return {**lengths, "PREFIX_CACHING": False, **read_properties(options)}
+    return {**lengths, "PREFIX_CACHING": any(test.past for test in tests), **read_properties(options)}
 
 
 def _checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
     """Return the properties of the tests. Raises ``UsageError`` (the user's lengths are too short for a test)."""
     properties = _properties(options, tests)
     for test in tests:
-        check_lengths(test.flag, test.prompt, test.new, properties)
+        check_lengths(test.flag, test.length, test.new, properties)
     return properties
 
 

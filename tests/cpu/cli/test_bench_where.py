@@ -42,6 +42,19 @@ def test_time_is_divided_beside_genais(zoo):
     assert theirs["programs"] == [f"generate[1x{count}]" for count in range(40, 44)]
 
 
+def test_a_turn_is_divided_beside_genais(zoo):
+    turns = ["--n-prompt", "0", "-n", "0", "--n-turn", "6", "-d", "48"]
+    found = json.loads(where(zoo, *turns, "-o", "json").stdout)
+    ours, theirs = found["parts"]
+    assert [(each["phase"], each["prompt_len"], each["past_len"]) for each in (ours, theirs)] == [("turn", 6, 48)] * 2
+    assert theirs["programs"] == ["prefill[7x48]"]
+    (program,) = ours["programs"]
+    assert program.startswith("prefill[") and int(program.partition("x")[0].partition("[")[2]) < 48, "a prefix was cached"
+    for each in (ours, theirs):
+        assert min(each["nodes_ms"], each["outside_ms"], each["own_ms"]) > 0
+        assert each["sum_ms"] == pytest.approx(each["nodes_ms"] + each["outside_ms"] + each["host_ms"])
+
+
 def test_time_is_divided_without_genai_if_it_cannot_load_the_model(zoo, monkeypatch):
     def refuse(*args, **properties):
         raise RuntimeError("somewhere.cpp:12:\nno such operation")

@@ -104,7 +104,7 @@ class Scripted:
         self.name = name
         self.events = []
 
-    def run(self, prompt, num_new):
+    def run(self, prompt, num_new, past_len):
         self.events.append(("run", len(prompt)))
         factor = len(self.events)
         return run_of([factor * each for each in FAST.wall[:num_new]], [factor * each for each in FAST.calls[:num_new]])
@@ -133,6 +133,16 @@ def test_pipelines_run_in_turns_and_the_first_round_warms_up():
     assert pipelines[0].events == [("run", 128), "repeat"] * 3 + ["count", "count", "forget"] * 2
     assert parts[0].wall_ms == pytest.approx(300), "the first round would have 100"
     assert [each.phase for each in divide(pipelines, 128, 1, 1)] == ["prefill", "prefill"]
+
+
+def test_a_turn_has_a_table_of_its_own():
+    pipelines = [Scripted("ours"), Scripted("theirs")]
+    turns = list(divide(pipelines, 30, 1, 2, past_len=900))
+    assert [(each.phase, each.prompt_len, each.past_len) for each in turns] == [("turn", 30, 900)] * 2
+    assert pipelines[0].events == [("run", 930), "repeat"] * 3 + ["count", "count", "forget"]
+    prompts = list(divide(pipelines, 30, 1, 1))
+    heads = [line.split("|")[1].strip() for line in parts_tables([*turns, *prompts]) if "ours, ms" in line]
+    assert heads == ["turn of 30 tokens after 900", "prompt of 30 tokens"]
 
 
 def test_tables_show_the_parts_side_by_side():
