@@ -62,7 +62,7 @@ class GenaiCalls:
         return get_core().compile_model(self._model, DEVICE, properties).create_infer_request()
 
     def run(self, prompt: Prompt, num_new: int, past_len: int) -> TokenRun:
-        """Run a request; its calls and tokens are those of ``perf_metrics``. A turn has the last token of the answer before it."""
+        """Run a request; its calls and tokens are those of ``perf_metrics``. A turn runs the answer's last token too."""
         if not past_len:
             return self._run(prompt, num_new, Variant(len(prompt), 0))
         self._pipe.start_chat()

@@ -226,7 +226,7 @@ class EngineCore:
                 self._end(state, FinishReason.ERROR, as_ours(error))
 
     def _execute(self) -> None:
-        """Plan, run and choose. The chosen tokens are posted, and the call is recorded, while the next call runs."""
+        """Plan, run and choose. Tokens after the first are posted, and the call is recorded, while the next call runs."""
         begin = self.clock()
         self.wait_until = None
         try:
@@ -250,6 +250,13 @@ class EngineCore:
         result = self._run(batch)
         if result is not None:
             self._take_results(batch, result, planning)
+            if any(entry.is_prefill and entry.state.num_generated == 1 for entry in batch.entries):
+                self._hand_over_first()
+
+    def _hand_over_first(self) -> None:
+        """Post first tokens before the next call: while it runs, the device's threads keep readers from the cores."""
+        self.post()
+        time.sleep(0)  # lets a reader take the interpreter's lock
 
     def run_inserted(self, batch: Batch) -> None:
         """Run a decode step between two blocks of the call in flight, and post its tokens at once: the next call is far away."""
@@ -310,6 +317,7 @@ class EngineCore:
             )
             if plan is not None:
                 return plan
+        self.device.kv_manager.allocate_alone()
         view = self.view()
         return self.planner.plan(view) if view.requests or view.jobs else None
 

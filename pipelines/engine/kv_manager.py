@@ -16,7 +16,7 @@ from staticllm.pipelines.engine.client_sequences.state import ClientState, State
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.overflow import SINKS, shorten
 from staticllm.pipelines.engine.sequence import SequenceState
-from staticllm.pipelines.scheduling.interface import IdleView
+from staticllm.pipelines.scheduling.interface import IdleView, RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestTable
 
 SWAP_WEIGHT = 0.1
@@ -203,6 +203,16 @@ class KVCacheManager:
             if not state.num_generated:
                 state.kv.num_cached = len(state.kv.sequence)
             state.info.begin(len(state.kv.sequence))
+
+    def allocate_alone(self) -> None:
+        """Give the only request its sequence before its first call is planned, so that the plan is for what is not cached.
+
+        Beside others it waits for its call: meanwhile, they may need the slots, or bring a longer prefix.
+        """
+        if len(self.states) == 1:
+            (state,) = self.states.values()
+            if state.info.status is RequestStatus.WAITING:
+                self.allocate(state)
 
     def swap_out(self, state: SequenceState) -> None:
         """Stop a running request and move its slots to the host pool."""

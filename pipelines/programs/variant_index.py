@@ -51,6 +51,7 @@ class VariantIndex:
         self.decoding = tuple(v for v in ordinary if v.rows == v.sequences)
         self._kv_lens = sorted({variant.kv_len for variant in ordinary})
         self.max_kv_len = self._kv_lens[-1]
+        self._chunk_variants: dict[tuple[int, bool], tuple[Variant, ...]] = {}
 
     def reach_of(self, num_past: int) -> int:
         """Return a number that is equal for all ``num_past`` over which every call has the same variants."""
@@ -85,6 +86,14 @@ class VariantIndex:
                 if variant is not None:
                     return variant
         return None
+
+    def chunk_variants(self, num_past: int, is_fresh: bool = False) -> tuple[Variant, ...]:
+        """Return the variants that can run a chunk of one sequence over ``num_past`` arena slots, by ascending rows."""
+        key = self.reach_of(num_past), is_fresh
+        if key not in self._chunk_variants:
+            found = (self.of_rows(rows, 1, num_past, is_fresh) for rows in self.chunk_rows)
+            self._chunk_variants[key] = tuple(variant for variant in found if variant is not None)
+        return self._chunk_variants[key]
 
     def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
         """Return the variant of exactly this size with the smallest KV length that shows the past, or None."""
@@ -174,7 +183,8 @@ def plan_chunks(
         past = min(num_others + done, index.max_kv_len)  # free slots below the highest used slot are filled first
         seen = index.reach_of(past), is_fresh and not done
         if seen not in options:
-            options[seen] = _options(index, cost, past, seen[1])
+            variants = index.chunk_variants(past, seen[1])
+            options[seen] = ChunkOptions(variants, tuple(map(cost, variants)))
         for seconds, variant, count in options[seen].next_chunks(num_tokens - done, index.needs_real_rows):
             after = done + count
             total = ways[done][0] + seconds
@@ -185,12 +195,6 @@ def plan_chunks(
             ways[after] = total, done, (variant, count)
         assert todo, "no variant holds the prompt"
     return _way_to(num_tokens, ways)
-
-
-def _options(index: VariantIndex, cost: Callable[[Variant], float], past: int, is_fresh: bool) -> ChunkOptions:
-    found = (index.of_rows(rows, 1, past, is_fresh) for rows in index.chunk_rows)
-    variants = tuple(variant for variant in found if variant is not None)
-    return ChunkOptions(variants, tuple(map(cost, variants)))
 
 
 def _way_to(done: int, ways: dict[int, tuple[float, int, Chunk | None]]) -> list[Chunk]:

@@ -62,8 +62,8 @@ class Test:
     """One test with ``clients`` concurrent requests, each with ``prompt`` prompt tokens and ``new`` generated tokens.
 
     ``pp512`` is a prompt of 512 tokens; ``tg128`` generates 128 tokens after a short prompt, ``tg128 @ d512`` after 512 tokens;
-    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test. A turn is a prompt
-    after ``past`` other tokens and their answer.
+    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test. A turn is a
+    prompt after ``past`` other tokens and their answer.
     """
 
     name: str
@@ -351,7 +351,9 @@ def _where_tests(options: dict[str, Any]) -> list[Test]:
     depths, turns = chosen["n_depth"], [count for count in chosen["n_turn"] if count]
     if turns and not all(depths):
         raise click.UsageError("--n-turn follows the tokens of -d: give -d a number above 0")
-    tests += [Test(f"turn{count} @ d{depth}", "--n-turn", count, 1, past=depth) for depth, count in product(depths, turns)]
+    tests += [
+        Test(f"turn{count} @ d{depth}", "--n-turn", count, 1, past=depth) for depth, count in product(depths, turns)
+    ]
     if not tests:
         raise click.UsageError("nothing to measure: give --n-prompt, -n or --n-turn a number above 0")
     return tests

@@ -49,7 +49,9 @@ def test_a_turn_is_divided_beside_genais(zoo):
     assert [(each["phase"], each["prompt_len"], each["past_len"]) for each in (ours, theirs)] == [("turn", 6, 48)] * 2
     assert theirs["programs"] == ["prefill[7x48]"]
     (program,) = ours["programs"]
-    assert program.startswith("prefill[") and int(program.partition("x")[0].partition("[")[2]) < 48, "a prefix was cached"
+    assert program.startswith("prefill[") and int(program.partition("x")[0].partition("[")[2]) < 48, (
+        "a prefix was cached"
+    )
     for each in (ours, theirs):
         assert min(each["nodes_ms"], each["outside_ms"], each["own_ms"]) > 0
         assert each["sum_ms"] == pytest.approx(each["nodes_ms"] + each["outside_ms"] + each["host_ms"])

@@ -121,6 +121,51 @@ def test_a_small_packed_program_installed_first_ends_no_request(name, is_users):
     engine.close()
 
 
+def test_a_first_token_is_posted_at_once_and_later_ones_while_the_next_call_runs():
+    engine = fake_engine(make_policy("dynamic"), starts_thread=False)
+    request = fake_request(range(2, 30), 6)
+    engine.enqueue([request])
+    num_posted = []
+    while not engine.is_idle:
+        engine.step()
+        num_posted.append(len(tokens_of(request)))
+    engine.close()
+    first = num_posted.index(1)
+    assert num_posted[first:] == [1, 0, 1, 1, 1, 2], "the call that ends an answer posts all that is left"
+
+
+class Seen:
+    """Plans as ``fcfs`` does, and keeps what it saw."""
+
+    def __init__(self):
+        self.views, self._policy = [], make_policy("fcfs")
+
+    def plan(self, view):
+        self.views.append(view)
+        return self._policy.plan(view)
+
+
+def test_the_only_request_is_planned_without_its_cached_prefix():
+    policy = Seen()
+    engine = fake_engine(policy, 4, starts_thread=False)
+    first = fake_request(range(2, 30), 4)
+    run_to_end(engine, [first])
+    conversation = [*range(2, 30), *first.tokens[-4:]]
+    alone = fake_request([*conversation, 40, 41], 2)
+    expected = fake_answer([*conversation, 40, 41], 2)
+    policy.views.clear()
+    run_to_end(engine, [alone])
+    (seen,) = policy.views[0].requests
+    assert seen.num_computed == len(conversation) - 1 and seen.num_left == 3, "the last token of an answer has no slot"
+    assert alone.tokens[-2:] == expected[-2:]
+    policy.views.clear()
+    both = [fake_request([*conversation, 42 + i], 2) for i in range(2)]
+    run_to_end(engine, both)
+    assert [each.num_computed for each in policy.views[0].requests] == [0, 0], "they may need each other's slots"
+    assert_empty(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_every_policy_serves_more_requests_than_may_run(name, max_num_seqs):
