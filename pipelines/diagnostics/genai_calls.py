@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class GenaiCalls:
         self._pipe.start_chat()
         try:
             self._pipe.generate(ov.Tensor(prompt[None, :past_len]), **greedy(1))
-            return self._run(prompt[past_len:], num_new, Variant(len(prompt) - past_len + 1, past_len))
+            run = self._run(prompt[past_len:], num_new, Variant(len(prompt) - past_len + 1, past_len))
+            return replace(run, before=(Variant(past_len, 0),))
         finally:
             self._pipe.finish_chat()
 
@@ -89,9 +91,8 @@ class GenaiCalls:
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes from an empty state on, on the threads on which GenAI runs them."""
         self._request.reset_state()
-        ((first,), *_) = run.programs
-        if first.kv_len:
-            self._timed(Variant(first.kv_len, 0), 0.0)
+        for variant in run.before:
+            self._timed(variant, 0.0)
         return [self._timed(variant, pause) for (variant,), pause in zip(run.programs, run.pauses, strict=True)]
 
     def _timed(self, variant: Variant, pause: float) -> float:
@@ -106,8 +107,8 @@ class GenaiCalls:
     def count(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes in two programs: counters add up over all runs, so the second one only gets the prompt's state."""
         (prompt,), *steps = run.programs
-        if prompt.kv_len:
-            self._count_prompt(Variant(prompt.kv_len, 0))
+        if run.before:
+            self._count_prompt(*run.before)
             return self._count_after("turn", [prompt], run.pauses)
         if "prefill" not in self._counted:
             self._count_prompt(prompt)  # the very first run does not count

@@ -72,8 +72,12 @@ class StaticCalls:
 
     def run(self, prompt: Prompt, num_new: int, past_len: int) -> TokenRun:
         """Run a request; its calls and tokens are those that the engine records."""
+        before: tuple[Variant, ...] = ()
         if past_len:
-            answer = self._pipe.generate(prompt[:past_len], **greedy(1)).tokens[0]
+            with self._pipe.record() as trace:
+                answer = self._pipe.generate(prompt[:past_len], **greedy(1)).tokens[0]
+                self._engine.run_between_steps(lambda: None)
+            before = (trace.steps[-1].variant,)
             prompt = np.concatenate([prompt[:past_len], answer, prompt[past_len:]])
         reader = Reader()
         with self._pipe.record() as trace:
@@ -87,12 +91,13 @@ class StaticCalls:
             between(request.arrival, request.token_times),
             [sum(step.seconds for step in each) for each in steps],
             [tuple(step.variant for step in each) for each in steps],
+            before,
         )
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same variants on the engine's thread, with what their buffers hold."""
         return self._engine.run_between_steps(
-            partial(_at_pace, run, lambda variant: timed_run(self._programs[variant]))
+            partial(_at_pace, run, lambda variant: timed_run(self._programs[variant]), run.before)
         )
 
     def count(self, run: TokenRun) -> Sequence[float]:
@@ -139,8 +144,10 @@ class StaticCalls:
         self._feeds.clear()
 
 
-def _at_pace(run: TokenRun, call: Callable[[Variant], float]) -> list[float]:
-    """Return the seconds of the calls for each token of a request, with its pauses between them."""
+def _at_pace(run: TokenRun, call: Callable[[Variant], float], before: Sequence[Variant] = ()) -> list[float]:
+    """Return the seconds of the calls for each token of a request after others, with its pauses between them."""
+    for variant in before:
+        call(variant)
     found = list[float]()
     for variants, pause in zip(run.programs, run.pauses, strict=True):
         wait_until(time.perf_counter() + pause)

@@ -31,13 +31,15 @@ class TokenRun:
 
     ``wall`` is the time from the token before to this one at the reader, from the call of the pipeline for the first. ``own`` is
     the same by the pipeline's own record, and ``calls`` are the calls of the device for it, by that record. ``programs`` has the
-    variants that ran for each token.
+    variants that ran for each token. ``before`` is the last call of the turn before, if there is one: a call that follows one of
+    another size takes longer.
     """
 
     wall: Sequence[float]
     own: Sequence[float]
     calls: Sequence[float]
     programs: Sequence[tuple[Variant, ...]]
+    before: tuple[Variant, ...] = ()
 
     @property
     def pauses(self) -> list[float]:
@@ -70,7 +72,10 @@ class Divisible(Protocol):
         ...
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
-        """Run the calls of a request again, at its pace but without the pipeline; return the seconds of those for each token."""
+        """Run the calls of a request again, at its pace but without the pipeline; return the seconds of those for each token.
+
+        They follow the call before them.
+        """
         ...
 
     def count(self, run: TokenRun) -> Sequence[float]:

@@ -522,7 +522,8 @@ def token_ids(inputs: TokenInputs) -> list[list[int]]:
     array = np.asarray(inputs.data if isinstance(inputs, ov.Tensor) else inputs)
     if array.dtype.kind not in "iu":
         raise PromptError(f"token ids are {array.dtype}: must be whole numbers")
-    return [[int(token) for token in row] for row in _as_rows(array)]
+    ids: list[list[int]] = _as_rows(array).tolist()
+    return ids
 
 
 def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False) -> None:
