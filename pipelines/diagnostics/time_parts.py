@@ -135,7 +135,7 @@ def divide(
     found = [Rounds() for _ in pipelines]
     for number in range(rounds + 1):
         on_progress(number, rounds + 1)
-        prompt = np.random.default_rng([number, prompt_len]).integers(8, 1000, past_len + prompt_len)
+        prompt = np.random.default_rng([number, prompt_len, past_len]).integers(8, 1000, past_len + prompt_len)
         runs = [pipeline.run(prompt, num_new, past_len) for pipeline in pipelines]
         repeats = [pipeline.repeat(run) for pipeline, run in zip(pipelines, runs, strict=True)]
         if number:

@@ -254,8 +254,13 @@ class EngineCore:
                 self._hand_over_first()
 
     def _hand_over_first(self) -> None:
-        """Post first tokens before the next call: while it runs, the device's threads keep readers from the cores."""
-        self.post()
+        """Post first tokens before the next call: while it runs, the device's threads keep readers from the cores.
+
+        Other tokens, and the record of the call, wait for it: the device is idle until then.
+        """
+        for state in self._unposted:
+            if state.num_generated == 1:
+                state.post()
         time.sleep(0)  # lets a reader take the interpreter's lock
 
     def run_inserted(self, batch: Batch) -> None:
@@ -317,7 +322,8 @@ class EngineCore:
             )
             if plan is not None:
                 return plan
-        self.device.kv_manager.allocate_alone()
+        if not self.jobs.has_jobs:  # else one may run first, and others may come meanwhile
+            self.device.kv_manager.allocate_alone()
         view = self.view()
         return self.planner.plan(view) if view.requests or view.jobs else None
 

@@ -338,13 +338,19 @@ def _genai_calls(model: str, pipe: StaticLLMPipeline) -> tuple[list[GenaiCalls],
 
 
 def _where_tests(options: dict[str, Any]) -> list[Test]:
-    """Return the prompts and the depths of decode steps that are asked for, or the usual ones."""
+    """Return the prompts and the depths of decode steps that are asked for, or the usual ones; or the turns."""
     source = click.get_current_context().get_parameter_source
     given = {name: options[name] for name in WHERE if source(name) is not ParameterSource.DEFAULT}
     chosen = {**WHERE, **given}
     for name in ("clients", "profile"):
         if source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--where divides single requests: leave --{name} out")
+    if any(chosen["n_turn"]):
+        if any(any(given.get(name, ())) for name in ("n_prompt", "n_gen")):
+            raise click.UsageError(
+                "--n-turn caches prefixes, and without it nothing does: leave --n-prompt and -n out, or measure them apart"
+            )
+        chosen |= {"n_prompt": (), "n_gen": ()}
     if len(chosen["n_gen"]) > 1:
         raise click.UsageError("--where takes one number of decode steps: give -n one")
     tests = _tests({**chosen, "clients": ()})
@@ -372,7 +378,7 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @value("--n-prompt", Counts(), "Tokens per prompt; 0 skips this test.", "512")
 @value("-n --n-gen", Counts(), "Tokens to generate; 0 skips this test.", "128")
 @value("-d --n-depth", Counts(), "Tokens before the generated ones.", "0")
-@value("--n-turn", Counts(), "With --where: tokens of a later turn, after those of -d and an answer.", "0")
+@value("--n-turn", Counts(), "With --where: only a later turn of so many tokens, after those of -d and an answer.", "0")
 @value("-c --clients", Counts(), "Concurrent requests, 64 prompt and 64 new tokens each.", "0")
 @value("-r --repetitions", click.IntRange(1), "Runs, after a warm-up.", 5)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)

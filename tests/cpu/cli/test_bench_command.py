@@ -99,9 +99,11 @@ def test_run_prints_a_profile(tmp_path):
         (["--where", "-n", "8,16"], "give -n one"),
         (["--where", "--n-turn", "8", "-d", "0"], "give -d a number above 0"),
         (
-            ["--where", "--n-prompt", "0", "--n-turn", "8", "-d", "60"],
+            ["--where", "--n-turn", "8", "-d", "60"],
             "--n-turn: a prompt of 69 tokens, --max-prompt-len",
         ),
+        (["--where", "--n-turn", "8", "-d", "16", "-n", "8"], "leave --n-prompt and -n out"),
+        (["--where", "--n-turn", "8", "-d", "16", "--n-prompt", "16"], "leave --n-prompt and -n out"),
         (["--n-turn", "8"], "--n-turn is for --where"),
         (["--where", "-n", "0", "--n-prompt", "0"], "nothing to measure"),
         (["--where"], "--n-prompt: a prompt of 128 tokens, --max-prompt-len is 64"),

@@ -103,8 +103,10 @@ class Scripted:
     def __init__(self, name):
         self.name = name
         self.events = []
+        self.prompts = []
 
     def run(self, prompt, num_new, past_len):
+        self.prompts.append(tuple(prompt[:8]))
         self.events.append(("run", len(prompt)))
         factor = len(self.events)
         return run_of([factor * each for each in FAST.wall[:num_new]], [factor * each for each in FAST.calls[:num_new]])
@@ -143,6 +145,13 @@ def test_a_turn_has_a_table_of_its_own():
     prompts = list(divide(pipelines, 30, 1, 1))
     heads = [line.split("|")[1].strip() for line in parts_tables([*turns, *prompts]) if "ours, ms" in line]
     assert heads == ["turn of 30 tokens after 900", "prompt of 30 tokens"]
+
+
+def test_no_turn_begins_with_the_tokens_of_another_one():
+    pipeline = Scripted("ours")
+    for past_len in (0, 48, 96):
+        list(divide([pipeline], 30, 1, 2, past_len=past_len))
+    assert len(set(pipeline.prompts)) == 9, "the first turn of one would be cached by another"
 
 
 def test_tables_show_the_parts_side_by_side():

@@ -22,6 +22,7 @@ from staticllm.testing import (
     fake_engine,
     fake_request,
     run_to_end,
+    run_until,
 )
 
 
@@ -132,6 +133,24 @@ def test_a_first_token_is_posted_at_once_and_later_ones_while_the_next_call_runs
     engine.close()
     first = num_posted.index(1)
     assert num_posted[first:] == [1, 0, 1, 1, 1, 2], "the call that ends an answer posts all that is left"
+
+
+def test_beside_a_first_token_later_ones_of_others_and_the_record_wait_for_the_next_call():
+    engine = fake_engine(make_policy("chunked"), starts_thread=False)
+    stream, late = fake_request(range(2, 12), 20), fake_request(range(40, 50), 6, num_sequences=2)
+    run_until(engine, lambda: stream.num_generated > 2, [stream])
+    tokens_of(stream)
+    engine.enqueue([late])
+    num_steps, num_posted = engine.stats().num_steps, 0
+    while not late.num_generated:
+        engine.step()
+        num_posted += len(tokens_of(stream))
+        num_steps += 1
+    assert len(tokens_of(late)) == 2, "one for each answer"
+    assert num_posted == stream.num_generated - 3, "the newest of the stream waits"
+    assert engine.stats().num_steps == num_steps, "each call is recorded in the next one"
+    run_to_end(engine)
+    engine.close()
 
 
 class Seen:

@@ -75,6 +75,20 @@ def test_requests_get_their_answers_beside_jobs(policy):
     engine.close()
 
 
+def test_a_request_that_waits_for_a_job_takes_the_prefix_that_comes_meanwhile():
+    engine = fake_engine(make_policy("fcfs"), starts_thread=False)
+    source = Counter(1, priority=1)
+    engine.add_jobs(source)
+    request = fake_request([*PROMPT, 40, 41], 4)
+    engine.enqueue([request])
+    engine.step()
+    assert source.ran and not request.state.started
+    run_to_end(engine, [fake_request(PROMPT, 4, priority=1)])
+    assert request.num_cached == len(PROMPT)
+    assert request.tokens == fake_answer([*PROMPT, 40, 41], 4)
+    engine.close()
+
+
 def test_tokens_are_posted_before_a_job_ends():
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
     request = fake_request(PROMPT, 8)
