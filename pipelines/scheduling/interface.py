@@ -3,7 +3,7 @@
 Every request has one of four statuses:
 
 - *waiting*: it holds no KV slots. It has just arrived, or it was preempted.
-- *prefilling*: some of its prompt has run and holds KV slots; the rest has to run.
+- *prefilling*: some of its prompt has run or was cached, and holds KV slots; the rest has to run.
 - *running*: its prompt has run, and it decodes one token in each call that it is part of. At most ``max_num_seqs`` requests are
   running at a time.
 - *swapped*: its prompt has run, but it does not decode. Its KV slots are in the host pool, or still in the arena while the host
