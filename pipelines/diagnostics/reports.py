@@ -479,8 +479,7 @@ class TimeParts:
     calls. ``host_ms`` is what ``wall_ms`` has beside ``own_calls_ms``. The counters make a call longer by ``slowdown``, a share,
     and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``disturbance`` is the share by which the mean
     call with counters, over which they count, is longer than the fastest one. ``programs`` are the variants that ran.
-    A turn follows ``past_len`` tokens, which
-    are in the cache, and one of an answer, which runs with it.
+    A turn follows ``past_len`` tokens, which are in the cache, and one of an answer, which runs with it.
     """
 
     pipeline: str
