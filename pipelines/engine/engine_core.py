@@ -250,18 +250,18 @@ class EngineCore:
         result = self._run(batch)
         if result is not None:
             self._take_results(batch, result, planning)
-            if any(entry.is_prefill and entry.state.num_generated == 1 for entry in batch.entries):
-                self._hand_over_first()
+            self._hand_over_first()
 
     def _hand_over_first(self) -> None:
-        """Post first tokens before the next call: while it runs, the device's threads keep readers from the cores.
+        """Post the first tokens of answers before the next call: while it runs, the device's threads keep readers from the cores.
 
         Other tokens, and the record of the call, wait for it: the device is idle until then.
         """
-        for state in self._unposted:
-            if state.num_generated == 1:
-                state.post()
-        time.sleep(0)  # lets a reader take the interpreter's lock
+        first = [state for state in self._unposted if state.answer is not None and state.num_generated == 1]
+        for state in first:
+            state.post()
+        if first:
+            time.sleep(0)  # lets a reader take the interpreter's lock
 
     def run_inserted(self, batch: Batch) -> None:
         """Run a decode step between two blocks of the call in flight, and post its tokens at once: the next call is far away."""
