@@ -354,7 +354,8 @@ def _where_tests(options: dict[str, Any]) -> list[Test]:
     if len(chosen["n_gen"]) > 1:
         raise click.UsageError("--where takes one number of decode steps: give -n one")
     tests = _tests({**chosen, "clients": ()})
-    depths, turns = chosen["n_depth"], [count for count in chosen["n_turn"] if count]
+    depths = chosen["n_depth"]
+    turns = [count for count in chosen["n_turn"] if count]
     if turns and not all(depths):
         raise click.UsageError("--n-turn follows the tokens of -d: give -d a number above 0")
     tests += [
