@@ -379,5 +379,5 @@ def test_a_priority_that_changes_while_a_request_is_submitted_counts_for_it(daem
         monkeypatch.setattr(model.engine, "submit", submit_slowly)
         handle = pipe.submit(PROMPT, max_new_tokens=60, ignore_eos=True, priority=2)
         next(iter(handle))
-        assert [each.priority for each in model.engine.progress().requests] == [7 + 2]
+        wait_for(lambda: [each.priority for each in model.engine.progress().requests] == [7 + 2])
         handle.cancel()
