@@ -122,7 +122,6 @@ class Engine:
         self._next: Switch | None = None
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._num_waiting = 0  # waiting requests that were admitted
         self._is_closing = False
         self._is_draining = False
         self._has_news = False  # since the last step began
@@ -164,7 +163,7 @@ class Engine:
         """
         self.check_process()
         with self._wake:
-            num_waiting = len(self._inbox) + self._num_waiting
+            num_waiting = len(self._inbox) + self._core.num_waiting
             limit = self._core.device.options.max_waiting
             if num_waiting >= limit:
                 raise BusyError(
@@ -527,7 +526,7 @@ class Engine:
                 finally:
                     del self._inbox[id]  # always in one of the two tables: cancel looks into them without the lock
             states = list(self._inbox.values())
-            self._num_waiting = self._core.num_waiting
+            self._core.count_waiting()
         if is_switching:
             self._core.feeds.hold()
         elif self._core.feeds.is_holding:

@@ -2,6 +2,7 @@
 
 import pytest
 from support.engine.beam_steps import beam_request
+from support.engine.output_queues import outputs_of
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError
@@ -36,7 +37,7 @@ def test_a_request_whose_sequences_lose_their_slots_counts_once(request_of):
     while not engine.is_idle:
         engine.step()
         most = max(most, engine._core.device.table.count(RequestStatus.WAITING))
-        assert engine._num_waiting <= 1
+        assert engine._core.num_waiting <= 1
     assert most > 2, "slots were too many for this test"
     assert_empty(engine)
 
@@ -50,10 +51,23 @@ def test_feeds_that_wait_do_not_count():
     engine._callbacks.run()
     assert engine._core.device.table.count(RequestStatus.WAITING) == 5
     engine._admit()
-    assert engine._num_waiting == 0
+    assert engine._core.num_waiting == 0
     engine.submit_state(fake_request(range(5), 3))
     run_to_end(engine)
     assert all(result.error is None for result in results)
+
+
+def test_a_request_does_not_count_once_its_first_token_can_be_read():
+    """Its reader submits the next request at once, before the engine looks at the queue again."""
+    engine, first = engine_of(1), fake_request(range(20), 30)
+    engine.submit_state(first)
+    while not outputs_of(first):
+        engine.step()
+    engine.submit_state(fake_request(range(5), 3))
+    with pytest.raises(BusyError, match="1 requests wait"):
+        engine.submit_state(fake_request(range(6), 3))
+    run_to_end(engine)
+    assert_empty(engine)
 
 
 def test_searches_that_have_not_begun_count():
