@@ -240,7 +240,7 @@ class StaticLLMConfig:
         kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
         prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
         measure_costs: Measure the costs of calls while the pipeline is idle, after the first request. A request that arrives
-            meanwhile waits for one call, which takes up to about 0.15 s. While other processes are busy, a tenth of the time is
+            meanwhile waits for one call, which takes up to about 0.15 s. While others use the processors, a tenth of the time is
             used (``MEASURE_COSTS``).
         max_num_seqs: Requests that decode together, None for 16, or for 4 with ``PROGRAMS=separate`` (``MAX_NUM_SEQS``).
         kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales, Conditions
+from staticllm.pipelines.costs.rests import Rests
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed, begin_feeds
@@ -33,16 +34,9 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.system.processor_use import OtherProcesses
 from staticllm.system.threads import check_may_wait, check_process, owned_device, start_thread
 
 Result = TypeVar("Result")
-
-IDLE_SECONDS = 0.5
-"""Seconds without work after which the engine measures costs."""
-BUSY, SHARE_WHILE_BUSY = 0.25, 0.1
-"""Other processes that use more than the first share of the processors leave the second share of the time to measurements, which
-would slow them, and measure wrong."""
 
 
 class Callbacks:
@@ -126,8 +120,7 @@ class Engine:
         self._is_draining = False
         self._has_news = False  # since the last step began
         self._has_rested = False
-        self._rest_seconds = IDLE_SECONDS  # before the next measurement
-        self._others = OtherProcesses()
+        self._rests = Rests()
         self._num_awaiting = 0  # callers that wait for costs
         self._pid = os.getpid()
         self._device_use = SoleUse()
@@ -427,19 +420,17 @@ class Engine:
         return self._device_use.turn(self._core, self._core.device.options.limits)
 
     def _measure_next(self) -> None:
-        """Measure one cost, unless others use the device. While other processes are busy, a longer rest follows."""
-        is_busy = self._others.share() > BUSY and not self._num_awaiting
+        """Measure one cost, unless others use the device. A rest follows, if one is due and nobody waits for the costs."""
         with self._device_use.measure():
-            begin = time.perf_counter()
-            self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted)
-            seconds = time.perf_counter() - begin
-        if is_busy:
+            must_rest = self._rests.measure(
+                lambda: self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted)
+            )
+        if must_rest and not self._num_awaiting:
             self._has_rested = False
-            self._rest_seconds = max(IDLE_SECONDS, seconds * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY)
 
     @contextmanager
     def costs_awaited(self) -> Iterator[None]:
-        """Measure costs in a block whatever other processes do, because somebody waits for them."""
+        """Measure costs in a block whatever else runs, because somebody waits for them."""
         with self._wake:
             self._num_awaiting += 1
         try:
@@ -476,21 +467,18 @@ class Engine:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
             elif not (self._has_rested and core.has_unknown_costs):
-                self._has_rested = self._rests()
+                self._has_rested = self._rest()
             self._has_rested = self._has_rested and not self._is_needed
             if self._is_closing and not (self._is_draining and not self.is_idle):
                 return None
         return self._measure_next if self._has_rested else self.step
 
-    def _rests(self) -> bool:
+    def _rest(self) -> bool:
         """Wait for news, and return whether none came in the time of a rest. The caller holds the lock."""
         if not self._core.has_unknown_costs:
             self._wake.wait()
             return False
-        seconds = max(IDLE_SECONDS, self._rest_seconds)
-        self._rest_seconds = IDLE_SECONDS
-        self._others.begin()
-        return not self._wake.wait(seconds)
+        return not self._wake.wait(self._rests.begin())
 
     def _end_rest(self) -> None:
         """End what is left, and close the core."""

@@ -1,4 +1,4 @@
-"""How much other processes use the processors of this one."""
+"""How much the processors of this process are used, by all or by other processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SHORTEST = 0.1
 BUSY_FIELDS = ("user", "nice", "system", "steal")
 
 
-class OtherProcesses:
-    """Measures which share of the processors that this process may use other processes have had. For one thread."""
+class ProcessorUse:
+    """Measures which share of the processors that this process may use has been in use. For one thread."""
 
     def __init__(self) -> None:
         self.begin()
@@ -24,8 +24,8 @@ class OtherProcesses:
         self._busy = _busy_seconds(own_processors())
         self._own = time.process_time()
 
-    def share(self) -> float:
-        """Return the share, 0 to 1, since ``begin`` or the last answer.
+    def share(self, with_own: bool = False) -> float:
+        """Return the share, 0 to 1, that other processes have had since ``begin`` or the last answer; ``with_own``: all have had.
 
         It is 0 if that was less than ``SHORTEST`` ago, or if the system does not say.
         """
@@ -35,7 +35,7 @@ class OtherProcesses:
         processors = own_processors()
         before = self._busy
         now = _busy_seconds(processors)
-        own = time.process_time() - self._own
+        own = 0.0 if with_own else time.process_time() - self._own
         self.begin()
         if before is None or now is None:
             return 0.0

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from staticllm.core import Variant
+from staticllm.pipelines.costs import rests
 from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
 from staticllm.pipelines.costs.probe import FIRST_CALLS, MAX_SECONDS, NUM_CHECKED, CostProbe, worth_measuring
-from staticllm.pipelines.engine import engine as engine_module
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request
 
@@ -270,7 +270,7 @@ def test_costs_that_cannot_be_kept_do_not_end_the_engines_thread():
 
 
 def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
-    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
     core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
@@ -295,12 +295,12 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
 
 
 @pytest.mark.parametrize(("others", "least"), [(1.0, 9.0), (0.0, 0.0)])
-def test_beside_busy_processes_a_tenth_of_the_time_is_measured(monkeypatch, others, least):
-    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
+def test_beside_other_work_a_tenth_of_the_time_is_measured(monkeypatch, others, least):
+    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
     core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
-    monkeypatch.setattr(engine._others, "share", lambda: others)
+    monkeypatch.setattr(engine._rests.use, "share", lambda with_own: others)
     times, is_done = [], threading.Event()
 
     def measure_next(is_needed):
@@ -314,6 +314,44 @@ def test_beside_busy_processes_a_tenth_of_the_time_is_measured(monkeypatch, othe
     engine.submit_state(fake_request([1, 2, 3], 2))
     assert is_done.wait(20)
     engine.close()
-    rests = [begin - end for end, begin in zip(times[1:5:2], times[2:5:2], strict=True)]
-    assert all(rest >= least * 0.02 for rest in rests)
-    assert least or all(rest < 9 * 0.02 for rest in rests)
+    seconds = [begin - end for end, begin in zip(times[1:5:2], times[2:5:2], strict=True)]
+    assert all(each >= least * 0.02 for each in seconds)
+    assert least or all(each < 9 * 0.02 for each in seconds)
+
+
+class ScriptedUse:
+    """The use of the processors by other processes, and by this one while the engine rests."""
+
+    def __init__(self, others, own):
+        self.others, self.own, self.num_begun = others, own, 0
+
+    def begin(self):
+        self.num_begun += 1
+
+    def share(self, with_own):
+        return self.others + (self.own if with_own else 0.0)
+
+
+def test_what_runs_in_this_process_during_a_rest_counts_and_the_engines_own_measurements_do_not():
+    rest = rests.Rests()
+    rest.use = ScriptedUse(0.0, 1.0)
+    assert rest.begin() == rests.IDLE_SECONDS
+    assert rest.measure(lambda: time.sleep(0.1)), "another pipeline of this process is at work"
+    assert rest.begin() >= 0.9
+    rest.use.own = 0.0
+    assert not rest.measure(lambda: None)
+    rest.use.own = 1.0
+    assert not rest.measure(lambda: None), "the measurement before it"
+    assert rest.begin() == rests.IDLE_SECONDS
+
+
+def test_measurements_end_after_a_while_for_a_rest(monkeypatch):
+    """Only a rest shows that another pipeline of this process has begun to work."""
+    rest = rests.Rests()
+    rest.use = ScriptedUse(0.0, 0.0)
+    rest.begin()
+    monkeypatch.setattr(rests, "SERIES_SECONDS", 0.05)
+    assert not rest.measure(lambda: None)
+    assert rest.measure(lambda: time.sleep(0.06))
+    assert rest.begin() == rests.IDLE_SECONDS
+    assert not rest.measure(lambda: None)

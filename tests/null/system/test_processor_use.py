@@ -7,11 +7,11 @@ import time
 import psutil
 
 from staticllm.system import processor_use
-from staticllm.system.processor_use import SHORTEST, OtherProcesses, own_processors
+from staticllm.system.processor_use import SHORTEST, ProcessorUse, own_processors
 
 
 def test_a_busy_process_is_seen():
-    others = OtherProcesses()
+    others = ProcessorUse()
     spin = "import time; end = time.process_time() + 60\nprint(flush=True)\nwhile time.process_time() < end: pass"
     with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as process:
         try:
@@ -29,11 +29,15 @@ def test_our_own_work_is_none_of_others(monkeypatch):
     own = [5.0]
     monkeypatch.setattr(processor_use, "_busy_seconds", lambda processors: busy[0])
     monkeypatch.setattr(processor_use.time, "process_time", lambda: own[0])
-    others = OtherProcesses()
+    others = ProcessorUse()
     time.sleep(0.11)
     busy[0] += 0.1
     own[0] += 0.1
     assert others.share() < 1e-6
+    time.sleep(0.11)
+    busy[0] += 0.1
+    own[0] += 0.1
+    assert others.share(with_own=True) > 0.0
     time.sleep(0.11)
     busy[0] += 0.1
     assert others.share() > 0.0
@@ -41,7 +45,7 @@ def test_our_own_work_is_none_of_others(monkeypatch):
 
 def test_a_system_that_does_not_say_counts_as_idle(monkeypatch):
     """As in a process without free file descriptors: the thread that asks must go on."""
-    others = OtherProcesses()
+    others = ProcessorUse()
 
     def refuses(percpu):
         raise OSError(24, "Too many open files")
