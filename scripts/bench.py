@@ -9,8 +9,9 @@
 Each peer is a process of its own. All of them load their models first and then take turns, so that a change of the machine's
 speed affects all of them. Figures are medians over the rounds, and ratios are medians of the ratios of each round. A streamer
 that receives each token takes the times. Every peer has its defaults, unless its name says otherwise. Ours first rests until it
-has measured its costs, because it would do so while others are timed. For each row, ``best genai`` is the setting of GenAI on the
-CPU with the best median among those that ran, and bench_targets.py has the targets.
+has measured its costs, and after a job until it has measured those anew that have changed: it would do so while others are timed.
+For each row, ``best genai`` is the setting of GenAI on the CPU with the best median among those that ran, and bench_targets.py
+has the targets.
 scripts/make_bench_model.py makes the model (random weights). It is Qwen2-0.5B-shaped in int8, or with ``--model llama-1b``
 Llama-1B-shaped in int4; the targets are those of the first. Nothing else should run on the machine.
 """

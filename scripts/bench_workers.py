@@ -81,7 +81,7 @@ class Peer(ABC):
         return {}
 
     def settle(self) -> None:  # noqa: B027 - most do nothing by themselves
-        """Wait for the same after a job, if ``rest`` was called before."""
+        """Wait after a job for what its calls have caused that ``rest`` would wait for, if ``rest`` was called before."""
 
     @abstractmethod
     def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:
@@ -151,7 +151,7 @@ class Ours(Peer):
 
         start = time.perf_counter()
         is_complete = wait_for_costs(self._pipe.engine, REST_SECONDS)
-        self._has_rested = True
+        self._has_rested = is_complete  # else each job would wait for the rest of it
         return {"seconds": time.perf_counter() - start, "is_complete": is_complete}
 
     def settle(self) -> None:
@@ -280,8 +280,9 @@ def main() -> None:
     print(json.dumps({"seconds": loaded - start, "later_seconds": time.perf_counter() - loaded}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
-        result = getattr(peer, job.pop("job"))(**job)
-        if isinstance(peer, Peer):
+        name = job.pop("job")
+        result = getattr(peer, name)(**job)
+        if isinstance(peer, Peer) and name != "rest":
             peer.settle()
         if watch is not None:
             result["peak_mb"] = watch.peak / 1e6

@@ -11,6 +11,8 @@ IDLE_SECONDS = 0.5
 """Seconds without work after which the engine measures costs."""
 SERIES_SECONDS = 2.0
 """Seconds of measurements after which the engine rests again, to see what else runs in this process."""
+LONGEST_SECONDS = 30.0
+"""The longest rest."""
 BUSY, SHARE_WHILE_BUSY = 0.25, 0.1
 """Others that use more than the first share of the processors leave the second share of the time to measurements, which would
 slow them, and measure wrong."""
@@ -25,25 +27,29 @@ class Rests:
 
     def __init__(self) -> None:
         self.use = ProcessorUse()
-        self._seconds = 0.0  # what the next rest takes at least
+        self._until = 0.0  # no measurement begins before this moment
         self._start: float | None = None  # of the first measurement after the rest
 
-    def begin(self) -> float:
-        """Begin a rest, and return its length in seconds. Work may end it early, so that no measurement follows."""
-        seconds = max(IDLE_SECONDS, self._seconds)
-        self._seconds = 0.0
+    def begin(self, is_awaited: bool = False) -> float:
+        """Begin a rest, and return its length in seconds. Work may end it early, so that no measurement follows.
+
+        It is short if somebody waits for the costs (``is_awaited``).
+        """
         self._start = None
         self.use.begin()
-        return seconds
+        return IDLE_SECONDS if is_awaited else max(IDLE_SECONDS, self._until - time.perf_counter())
 
-    def measure(self, run: Callable[[], None]) -> bool:
-        """Run a measurement, after a rest or another one, and return whether the engine must rest before the next."""
-        is_busy = self.use.share(with_own=self._start is None) > BUSY
+    def measure(self, run: Callable[[], None], is_awaited: bool = False) -> bool:
+        """Run a measurement, after a rest or another one, and return whether the engine must rest before the next.
+
+        It need not if somebody waits for the costs, whatever else runs.
+        """
+        is_busy = self.use.share(with_own=self._start is None) > BUSY and not is_awaited
         begin = time.perf_counter()
         if self._start is None:
             self._start = begin
         run()
         end = time.perf_counter()
         if is_busy:
-            self._seconds = (end - begin) * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY
-        return is_busy or end - self._start > SERIES_SECONDS
+            self._until = end + min(LONGEST_SECONDS, (end - begin) * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY)
+        return not is_awaited and (is_busy or end - self._start > SERIES_SECONDS)

@@ -84,7 +84,8 @@ class BeamRequest(RequestState):
     @property
     def is_waiting(self) -> bool:
         """Whether the prompt has not begun. Beams that have lost their slots take turns with the others of the search."""
-        return self.sequences[0].started is None and self._beams[0].info.status is RequestStatus.WAITING
+        beams = self._beams
+        return self.sequences[0].started is None and bool(beams) and beams[0].info.status is RequestStatus.WAITING
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the search and of its beams."""

@@ -423,16 +423,17 @@ class Engine:
         """Measure one cost, unless others use the device. A rest follows, if one is due and nobody waits for the costs."""
         with self._device_use.measure():
             must_rest = self._rests.measure(
-                lambda: self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted)
+                lambda: self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted),
+                is_awaited=self._num_awaiting > 0,
             )
-        if must_rest and not self._num_awaiting:
-            self._has_rested = False
+        self._has_rested = not must_rest
 
     @contextmanager
     def costs_awaited(self) -> Iterator[None]:
         """Measure costs in a block whatever else runs, because somebody waits for them."""
         with self._wake:
             self._num_awaiting += 1
+            self._wake.notify()  # ends a long rest
         try:
             yield
         finally:
@@ -467,18 +468,18 @@ class Engine:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
             elif not (self._has_rested and core.has_unknown_costs):
-                self._has_rested = self._rest()
+                self._has_rested = self._has_waited()
             self._has_rested = self._has_rested and not self._is_needed
             if self._is_closing and not (self._is_draining and not self.is_idle):
                 return None
         return self._measure_next if self._has_rested else self.step
 
-    def _rest(self) -> bool:
+    def _has_waited(self) -> bool:
         """Wait for news, and return whether none came in the time of a rest. The caller holds the lock."""
         if not self._core.has_unknown_costs:
             self._wake.wait()
             return False
-        return not self._wake.wait(self._rests.begin())
+        return not self._wake.wait(self._rests.begin(self._num_awaiting > 0))
 
     def _end_rest(self) -> None:
         """End what is left, and close the core."""
@@ -514,7 +515,6 @@ class Engine:
                 finally:
                     del self._inbox[id]  # always in one of the two tables: cancel looks into them without the lock
             states = list(self._inbox.values())
-            self._core.count_waiting()
         if is_switching:
             self._core.feeds.hold()
         elif self._core.feeds.is_holding:

@@ -35,7 +35,7 @@ class EngineCore:
     """The requests of one device and the steps that serve them. One thread at a time; in an ``Engine`` the engine's thread.
 
     ``requests`` holds the requests that were admitted and have not ended, by id, ``searches`` those that are beam searches, and
-    ``jobs`` the calls of other models. ``num_waiting`` is what ``count_waiting`` counted last; any thread may read it.
+    ``jobs`` the calls of other models.
     ``wait_until`` is the moment until which the next step may wait; None if it should follow at once. All moments are those of
     ``clock``, which is also that of its requests and of the runner.
     """
@@ -47,7 +47,6 @@ class EngineCore:
         self.profiler = Profiler()
         self.requests: dict[int, ActiveRequest] = {}
         self.jobs = JobSources()
-        self.num_waiting = 0
         self.wait_until: float | None = None
         self.device = device_state(runner, options, clock)
         self._last_job: list[Rows] = []  # of the last step, for the client that pays for it
@@ -73,10 +72,14 @@ class EngineCore:
         """The number of token ids of the model."""
         return self.device.runner.cache.layout.vocab_size
 
-    def count_waiting(self) -> None:
-        """Count the admitted requests that wait, however many answers or beams each has; feeds do not count."""
+    @property
+    def num_waiting(self) -> int:
+        """The number of admitted requests that wait, however many answers or beams each has; feeds do not count.
+
+        Any thread may read it. One that has read the first token or the end of a request does not find it among them.
+        """
         is_any = self.device.table.count(RequestStatus.WAITING) > 0
-        self.num_waiting = sum(request.is_waiting for request in self.requests.values()) if is_any else 0
+        return sum(request.is_waiting for request in tuple(self.requests.values())) if is_any else 0
 
     @property
     def has_calls(self) -> bool:
@@ -258,12 +261,10 @@ class EngineCore:
         Other tokens, and the record of the call, wait for it: the device is idle until then.
         """
         first = [state for state in self._unposted if state.answer is not None and state.num_generated == 1]
-        if not first:
-            return
-        self.count_waiting()  # a reader may submit its next request at once
         for state in first:
             state.post()
-        time.sleep(0)  # lets a reader take the interpreter's lock
+        if first:
+            time.sleep(0)  # lets a reader take the interpreter's lock
 
     def run_inserted(self, batch: Batch) -> None:
         """Run a decode step between two blocks of the call in flight, and post its tokens at once: the next call is far away."""

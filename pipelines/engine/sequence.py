@@ -160,7 +160,7 @@ class SequenceState(ABC):
 class ActiveRequest(ABC):
     """What a core serves under one id: the answers of a request, or one feed of a client's sequence.
 
-    Runs on the engine's thread, except ``cancel`` and ``progress``, which any thread may call.
+    Runs on the engine's thread, except ``cancel``, ``is_waiting`` and ``progress``, which any thread may call.
     """
 
     id: int

@@ -231,7 +231,7 @@ class RequestState(ActiveRequest):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an answer holds no slots: it has not begun, or lost them. Runs on the engine's thread."""
+        """Whether an answer holds no slots: it has not begun, or lost them."""
         return any(state.info.status is RequestStatus.WAITING for state in self.unfinished)
 
     def progress(self) -> list[RequestProgress]:
@@ -278,8 +278,12 @@ class RequestState(ActiveRequest):
 
     def finish(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
         """End one answer, and with it all answers that have not begun. Return whether the whole request has ended."""
-        state.finish(reason, error)
-        self._finished.add(state.index)
+        self._finished.add(state.index)  # before its reader knows, which may submit the next request at once
+        try:
+            state.finish(reason, error)
+        except BaseException:
+            self._finished.discard(state.index)  # its reader still waits for the end
+            raise
         return self.finish_from(len(self.sequences), reason, error)
 
     def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:

@@ -24,8 +24,8 @@ class ProcessorUse:
         self._busy = _busy_seconds(own_processors())
         self._own = time.process_time()
 
-    def share(self, with_own: bool = False) -> float:
-        """Return the share, 0 to 1, that other processes have had since ``begin`` or the last answer; ``with_own``: all have had.
+    def share(self, with_own: bool) -> float:
+        """Return the share, 0 to 1, that other processes have used since ``begin`` or the last answer, or all (``with_own``).
 
         It is 0 if that was less than ``SHORTEST`` ago, or if the system does not say.
         """

@@ -2,7 +2,6 @@
 
 import pytest
 from support.engine.beam_steps import beam_request
-from support.engine.output_queues import outputs_of
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError
@@ -57,15 +56,49 @@ def test_feeds_that_wait_do_not_count():
     assert all(result.error is None for result in results)
 
 
-def test_a_request_does_not_count_once_its_first_token_can_be_read():
-    """Its reader submits the next request at once, before the engine looks at the queue again."""
-    engine, first = engine_of(1), fake_request(range(20), 30)
+def submit_after(engine, first):
+    """Submit another request with the first output of ``first``, before the engine does anything else; return a list with it."""
+    more = []
+
+    def listen(_):
+        if not more:
+            more.append(fake_request(range(5), 3))
+            engine.submit_state(more[-1])
+
+    first.queue.add_listener(listen)
+    return more
+
+
+@pytest.mark.parametrize("num_new", [30, 1])
+def test_a_request_does_not_count_once_its_first_token_can_be_read(num_new):
+    engine, first = engine_of(1), fake_request(range(20), num_new)
+    more = submit_after(engine, first)
     engine.submit_state(first)
-    while not outputs_of(first):
-        engine.step()
-    engine.submit_state(fake_request(range(5), 3))
-    with pytest.raises(BusyError, match="1 requests wait"):
+    run_to_end(engine)
+    assert [len(each.tokens) for each in more] == [5 + 3]
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [fake_request(range(20), 30), fake_request(range(20), 30, num_sequences=4), beam_request(range(60), 30, 8, 2)],
+)
+def test_requests_that_end_before_they_begin_do_not_count(first):
+    """The engine is idle afterwards: what it counted at the beginning of its last step would hold for good."""
+    engine, other = engine_of(2), fake_request(range(7), 3)
+    more = submit_after(engine, first)
+    for each in (first, other):
+        engine.submit_state(each)
+    engine._admit()
+    with pytest.raises(BusyError, match="2 requests wait"):
         engine.submit_state(fake_request(range(6), 3))
+    first.cancel()
+    engine._core.end_expired()
+    assert len(more) == 1, "the other one still waits, and there is room for one"
+    other.cancel()
+    more[0].cancel()
+    engine.step()
+    engine.submit_state(fake_request(range(6), 3))
     run_to_end(engine)
     assert_empty(engine)
 

@@ -333,25 +333,61 @@ class ScriptedUse:
 
 
 def test_what_runs_in_this_process_during_a_rest_counts_and_the_engines_own_measurements_do_not():
-    rest = rests.Rests()
-    rest.use = ScriptedUse(0.0, 1.0)
-    assert rest.begin() == rests.IDLE_SECONDS
-    assert rest.measure(lambda: time.sleep(0.1)), "another pipeline of this process is at work"
-    assert rest.begin() >= 0.9
-    rest.use.own = 0.0
-    assert not rest.measure(lambda: None)
-    rest.use.own = 1.0
-    assert not rest.measure(lambda: None), "the measurement before it"
-    assert rest.begin() == rests.IDLE_SECONDS
+    rested = rests.Rests()
+    rested.use = ScriptedUse(0.0, 1.0)
+    assert rested.begin() == rests.IDLE_SECONDS
+    assert rested.measure(lambda: time.sleep(0.1)), "another pipeline of this process is at work"
+    assert 0.8 < rested.begin() < 1.2
+    assert rested.begin() > 0.8, "a request came, and ended, before it was over"
+    assert rested.begin(is_awaited=True) == rests.IDLE_SECONDS
+    rested.use.own = 0.0
+    assert not rested.measure(lambda: None)
+    rested.use.own = 1.0
+    assert not rested.measure(lambda: None), "the measurement before it"
+    assert rested.use.num_begun == 4, "each rest sees what runs in it alone"
+
+
+def test_a_rest_is_never_longer_than_its_limit(monkeypatch):
+    monkeypatch.setattr(rests, "LONGEST_SECONDS", 0.6)
+    rested = rests.Rests()
+    rested.use = ScriptedUse(1.0, 0.0)
+    rested.begin()
+    assert rested.measure(lambda: time.sleep(0.1))
+    assert 0.5 < rested.begin() <= 0.6
+    time.sleep(0.6)
+    assert rested.begin() == rests.IDLE_SECONDS, "it is over"
 
 
 def test_measurements_end_after_a_while_for_a_rest(monkeypatch):
     """Only a rest shows that another pipeline of this process has begun to work."""
-    rest = rests.Rests()
-    rest.use = ScriptedUse(0.0, 0.0)
-    rest.begin()
     monkeypatch.setattr(rests, "SERIES_SECONDS", 0.05)
-    assert not rest.measure(lambda: None)
-    assert rest.measure(lambda: time.sleep(0.06))
-    assert rest.begin() == rests.IDLE_SECONDS
-    assert not rest.measure(lambda: None)
+    rested = rests.Rests()
+    rested.use = ScriptedUse(0.0, 0.0)
+    rested.begin()
+    assert not rested.measure(lambda: None)
+    assert rested.measure(lambda: time.sleep(0.06))
+    assert rested.begin() == rests.IDLE_SECONDS
+    assert not rested.measure(lambda: None)
+
+
+def test_costs_that_somebody_waits_for_are_measured_without_a_rest(monkeypatch):
+    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(rests, "SERIES_SECONDS", 0.02)
+    engine = fake_engine(make_policy("fcfs"))
+    core = engine._core
+    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    engine._rests.use = ScriptedUse(1.0, 0.0)
+    is_done, begun = threading.Event(), []
+
+    def measure_next(is_needed):
+        begun.append(engine._rests.use.num_begun)
+        time.sleep(0.02)
+        if len(begun) == 6:
+            is_done.set()
+
+    monkeypatch.setattr(core, "measure_next", measure_next)
+    with engine.costs_awaited():
+        engine.submit_state(fake_request([1, 2, 3], 2))
+        assert is_done.wait(20)
+    engine.close()
+    assert len(set(begun)) == 1
