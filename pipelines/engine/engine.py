@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
 from staticllm.kvcache.sequence import AdapterScales, Conditions
-from staticllm.pipelines.costs.rests import Rests
+from staticllm.pipelines.costs.probe import Rests
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
 from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed, begin_feeds

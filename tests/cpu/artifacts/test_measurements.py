@@ -19,7 +19,7 @@ from staticllm.pipelines.artifacts.blob_set import COSTS, LOCK, copy_set, read_m
 from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.artifacts.fingerprint import bytes_digest
 from staticllm.pipelines.artifacts.measurements import CostsPlace, KeptProbes, MeasurementFile, probes_in
-from staticllm.pipelines.costs import rests
+from staticllm.pipelines.costs import probe as cost_probe
 from staticllm.pipelines.costs.probe import worth_measuring
 from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.system.file_lock import acquire
@@ -224,7 +224,7 @@ def test_costs_beside_a_set_are_no_part_of_it(tmp_path):
 
 @pytest.mark.parametrize("place_of", ["CACHE_DIR", "BLOB_PATH"])
 def test_the_next_start_measures_a_few_costs_again_and_chooses_the_same_tokens(place_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(rests, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 3600.0)
     given = {place_of: tmp_path / "set", **SHORT, "MAX_NUM_SEQS": 2}
     first = {"EXPORT_BLOB": True} if place_of == "BLOB_PATH" else {}
     with StaticLLMPipeline(demo_model_path(), "CPU", **given, **first) as pipe:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
-from staticllm.pipelines.costs import rests
+from staticllm.pipelines.costs import probe as cost_probe
 
 LENGTHS = {"MAX_PROMPT_LEN": 512, "MIN_RESPONSE_LEN": 64}
 PROMPT = np.arange(5, 105)[None]
@@ -16,7 +16,7 @@ PROMPT = np.arange(5, 105)[None]
 
 @pytest.fixture
 def pipe(monkeypatch):
-    monkeypatch.setattr(rests, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 3600.0)
     with StaticLLMPipeline(demo_model_path(), "CPU", **LENGTHS) as pipe:
         yield pipe
 
@@ -31,7 +31,7 @@ def test_measured_calls_change_no_answer(pipe):
 
 @pytest.mark.parametrize("measure_costs", [True, False])
 def test_costs_are_measured_only_if_asked(measure_costs, monkeypatch):
-    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     with StaticLLMPipeline(demo_model_path(), "CPU", MEASURE_COSTS=measure_costs, **LENGTHS) as pipe:
         pipe.generate(PROMPT, max_new_tokens=2)
         num_left = pipe.engine.runner.probe.num_left

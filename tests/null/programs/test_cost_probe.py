@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from staticllm.core import Variant
-from staticllm.pipelines.costs import rests
+from staticllm.pipelines.costs import probe as cost_probe
 from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
 from staticllm.pipelines.costs.probe import FIRST_CALLS, MAX_SECONDS, NUM_CHECKED, CostProbe, worth_measuring
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -270,7 +270,7 @@ def test_costs_that_cannot_be_kept_do_not_end_the_engines_thread():
 
 
 def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
-    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
     core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
@@ -296,7 +296,7 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
 
 @pytest.mark.parametrize(("others", "least"), [(1.0, 9.0), (0.0, 0.0)])
 def test_beside_other_work_a_tenth_of_the_time_is_measured(monkeypatch, others, least):
-    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
     core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
@@ -333,13 +333,13 @@ class ScriptedUse:
 
 
 def test_what_runs_in_this_process_during_a_rest_counts_and_the_engines_own_measurements_do_not():
-    rested = rests.Rests()
+    rested = cost_probe.Rests()
     rested.use = ScriptedUse(0.0, 1.0)
-    assert rested.begin() == rests.IDLE_SECONDS
+    assert rested.begin() == cost_probe.IDLE_SECONDS
     assert rested.measure(lambda: time.sleep(0.1)), "another pipeline of this process is at work"
     assert 0.8 < rested.begin() < 1.2
     assert rested.begin() > 0.8, "a request came, and ended, before it was over"
-    assert rested.begin(is_awaited=True) == rests.IDLE_SECONDS
+    assert rested.begin(is_awaited=True) == cost_probe.IDLE_SECONDS
     rested.use.own = 0.0
     assert not rested.measure(lambda: None)
     rested.use.own = 1.0
@@ -348,31 +348,31 @@ def test_what_runs_in_this_process_during_a_rest_counts_and_the_engines_own_meas
 
 
 def test_a_rest_is_never_longer_than_its_limit(monkeypatch):
-    monkeypatch.setattr(rests, "LONGEST_SECONDS", 0.6)
-    rested = rests.Rests()
+    monkeypatch.setattr(cost_probe, "LONGEST_SECONDS", 0.6)
+    rested = cost_probe.Rests()
     rested.use = ScriptedUse(1.0, 0.0)
     rested.begin()
     assert rested.measure(lambda: time.sleep(0.1))
     assert 0.5 < rested.begin() <= 0.6
     time.sleep(0.6)
-    assert rested.begin() == rests.IDLE_SECONDS, "it is over"
+    assert rested.begin() == cost_probe.IDLE_SECONDS, "it is over"
 
 
 def test_measurements_end_after_a_while_for_a_rest(monkeypatch):
     """Only a rest shows that another pipeline of this process has begun to work."""
-    monkeypatch.setattr(rests, "SERIES_SECONDS", 0.05)
-    rested = rests.Rests()
+    monkeypatch.setattr(cost_probe, "SERIES_SECONDS", 0.05)
+    rested = cost_probe.Rests()
     rested.use = ScriptedUse(0.0, 0.0)
     rested.begin()
     assert not rested.measure(lambda: None)
     assert rested.measure(lambda: time.sleep(0.06))
-    assert rested.begin() == rests.IDLE_SECONDS
+    assert rested.begin() == cost_probe.IDLE_SECONDS
     assert not rested.measure(lambda: None)
 
 
 def test_costs_that_somebody_waits_for_are_measured_without_a_rest(monkeypatch):
-    monkeypatch.setattr(rests, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(rests, "SERIES_SECONDS", 0.02)
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(cost_probe, "SERIES_SECONDS", 0.02)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
     core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
