@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from staticllm.core import Variant
+from staticllm.core import Clock, Variant
 from staticllm.kvcache.step import StepBuffers
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.processor_use import ProcessorUse
@@ -204,8 +204,9 @@ class Rests:
     pipelines in this one, or of the program itself. Between measurements only other processes can be told from the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.use = ProcessorUse()
+        self._clock = clock
         self._until = 0.0  # no measurement begins before this moment
         self._start: float | None = None  # of the first measurement after the rest
 
@@ -216,7 +217,7 @@ class Rests:
         """
         self._start = None
         self.use.begin()
-        return IDLE_SECONDS if is_awaited else max(IDLE_SECONDS, self._until - time.perf_counter())
+        return IDLE_SECONDS if is_awaited else max(IDLE_SECONDS, self._until - self._clock())
 
     def measure(self, run: Callable[[], None], is_awaited: bool = False) -> bool:
         """Run a measurement, after a rest or another one, and return whether the engine must rest before the next.
@@ -224,11 +225,11 @@ class Rests:
         It need not if somebody waits for the costs, whatever else runs.
         """
         is_busy = self.use.share(with_own=self._start is None) > BUSY and not is_awaited
-        begin = time.perf_counter()
+        begin = self._clock()
         if self._start is None:
             self._start = begin
         run()
-        end = time.perf_counter()
+        end = self._clock()
         if is_busy:
             self._until = end + min(LONGEST_SECONDS, (end - begin) * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY)
         return not is_awaited and (is_busy or end - self._start > SERIES_SECONDS)

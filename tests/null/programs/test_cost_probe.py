@@ -332,42 +332,54 @@ class ScriptedUse:
         return self.others + (self.own if with_own else 0.0)
 
 
+class Moments:
+    """Rests on a clock that only measurements move."""
+
+    def __init__(self, others, own):
+        self.now = 100.0
+        self.rests = cost_probe.Rests(clock=lambda: self.now)
+        self.rests.use = self.use = ScriptedUse(others, own)
+
+    def measure(self, seconds):
+        def run():
+            self.now += seconds
+
+        return self.rests.measure(run)
+
+
 def test_what_runs_in_this_process_during_a_rest_counts_and_the_engines_own_measurements_do_not():
-    rested = cost_probe.Rests()
-    rested.use = ScriptedUse(0.0, 1.0)
-    assert rested.begin() == cost_probe.IDLE_SECONDS
-    assert rested.measure(lambda: time.sleep(0.1)), "another pipeline of this process is at work"
-    assert 0.8 < rested.begin() < 1.2
-    assert rested.begin() > 0.8, "a request came, and ended, before it was over"
-    assert rested.begin(is_awaited=True) == cost_probe.IDLE_SECONDS
-    rested.use.own = 0.0
-    assert not rested.measure(lambda: None)
-    rested.use.own = 1.0
-    assert not rested.measure(lambda: None), "the measurement before it"
-    assert rested.use.num_begun == 4, "each rest sees what runs in it alone"
+    moments = Moments(0.0, 1.0)
+    assert moments.rests.begin() == 0.5
+    assert moments.measure(0.1), "another pipeline of this process is at work"
+    assert moments.rests.begin() == pytest.approx(0.9)
+    assert moments.rests.begin() == pytest.approx(0.9), "a request came, and ended, before it was over"
+    assert moments.rests.begin(is_awaited=True) == 0.5
+    moments.now += 0.9
+    moments.use.own = 0.0
+    assert not moments.measure(0.1)
+    moments.use.own = 1.0
+    assert not moments.measure(0.1), "the measurement before it"
+    assert moments.use.num_begun == 4, "each rest sees what runs in it alone"
+    assert moments.rests.begin() == 0.5
 
 
-def test_a_rest_is_never_longer_than_its_limit(monkeypatch):
-    monkeypatch.setattr(cost_probe, "LONGEST_SECONDS", 0.6)
-    rested = cost_probe.Rests()
-    rested.use = ScriptedUse(1.0, 0.0)
-    rested.begin()
-    assert rested.measure(lambda: time.sleep(0.1))
-    assert 0.5 < rested.begin() <= 0.6
-    time.sleep(0.6)
-    assert rested.begin() == cost_probe.IDLE_SECONDS, "it is over"
+def test_a_rest_is_never_longer_than_its_limit():
+    moments = Moments(1.0, 0.0)
+    moments.rests.begin()
+    assert moments.measure(5.0)
+    assert moments.rests.begin() == pytest.approx(30.0)
+    moments.now += 30.0
+    assert moments.rests.begin() == 0.5, "it is over"
 
 
-def test_measurements_end_after_a_while_for_a_rest(monkeypatch):
+def test_measurements_end_after_a_while_for_a_rest():
     """Only a rest shows that another pipeline of this process has begun to work."""
-    monkeypatch.setattr(cost_probe, "SERIES_SECONDS", 0.05)
-    rested = cost_probe.Rests()
-    rested.use = ScriptedUse(0.0, 0.0)
-    rested.begin()
-    assert not rested.measure(lambda: None)
-    assert rested.measure(lambda: time.sleep(0.06))
-    assert rested.begin() == cost_probe.IDLE_SECONDS
-    assert not rested.measure(lambda: None)
+    moments = Moments(0.0, 0.0)
+    moments.rests.begin()
+    assert not moments.measure(1.5)
+    assert moments.measure(0.6)
+    assert moments.rests.begin() == 0.5
+    assert not moments.measure(1.5)
 
 
 def test_costs_that_somebody_waits_for_are_measured_without_a_rest(monkeypatch):
