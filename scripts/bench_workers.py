@@ -81,7 +81,7 @@ class Peer(ABC):
         return {}
 
     def settle(self) -> None:  # noqa: B027 - most do nothing by themselves
-        """Wait after a job for what its calls have caused that ``rest`` would wait for, if ``rest`` was called before."""
+        """Wait for what the calls of a job have made necessary. Does nothing before the first ``rest``."""
 
     @abstractmethod
     def run(self, prompt: np.ndarray, count: int, streamer: Any = None) -> list[int]:

@@ -207,7 +207,7 @@ class Rests:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.use = ProcessorUse()
         self._clock = clock
-        self._until = 0.0  # no measurement begins before this moment
+        self._until = 0.0  # before this moment, only costs that somebody waits for are measured
         self._start: float | None = None  # of the first measurement after the rest
 
     def begin(self, is_awaited: bool = False) -> float:

@@ -468,13 +468,13 @@ class Engine:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
             elif not (self._has_rested and core.has_unknown_costs):
-                self._has_rested = self._has_waited()
+                self._has_rested = self._wait_through_rest()
             self._has_rested = self._has_rested and not self._is_needed
             if self._is_closing and not (self._is_draining and not self.is_idle):
                 return None
         return self._measure_next if self._has_rested else self.step
 
-    def _has_waited(self) -> bool:
+    def _wait_through_rest(self) -> bool:
         """Wait for news, and return whether none came in the time of a rest. The caller holds the lock."""
         if not self._core.has_unknown_costs:
             self._wake.wait()

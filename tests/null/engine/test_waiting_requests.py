@@ -6,6 +6,7 @@ from support.engine.beam_steps import beam_request
 from staticllm.core import Variant
 from staticllm.errors import BusyError
 from staticllm.pipelines.engine.client_sequences.sequence import Feed
+from staticllm.pipelines.engine.request import Finished, TokenOutput
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end
@@ -98,6 +99,25 @@ def test_requests_that_end_before_they_begin_do_not_count(first):
     other.cancel()
     more[0].cancel()
     engine.step()
+    engine.submit_state(fake_request(range(6), 3))
+    run_to_end(engine)
+    assert_empty(engine)
+
+
+def test_a_request_whose_last_token_cannot_be_handed_over_still_ends():
+    """It no longer counts while its end is posted; if that fails, its reader must not wait forever."""
+    engine, request = engine_of(1), fake_request(range(20), 1)
+    outputs = []
+
+    def fail_once(output):
+        outputs.append(output)
+        if len(outputs) == 1:
+            raise RuntimeError("a listener failed")
+
+    request.queue.add_listener(fail_once)
+    engine.submit_state(request)
+    engine.step()
+    assert [type(output) for output in outputs] == [TokenOutput, Finished]
     engine.submit_state(fake_request(range(6), 3))
     run_to_end(engine)
     assert_empty(engine)
