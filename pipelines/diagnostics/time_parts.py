@@ -136,12 +136,13 @@ def divide(
     for number in range(rounds + 1):
         on_progress(number, rounds + 1)
         prompt = np.random.default_rng([number, prompt_len, past_len]).integers(8, 1000, past_len + prompt_len)
-        runs = [pipeline.run(prompt, num_new, past_len) for pipeline in pipelines]
-        repeats = [pipeline.repeat(run) for pipeline, run in zip(pipelines, runs, strict=True)]
-        if number:
-            for each, run, repeat in zip(found, runs, repeats, strict=True):
-                each.runs.append(run)
-                each.repeats.append(repeat)
+        for pipeline, each in zip(pipelines, found, strict=True):
+            before = each.runs[-1] if each.runs and number % 2 == 0 else None
+            run, repeat = _run_and_repeat(pipeline, prompt, num_new, past_len, before)
+            each.runs.append(run)
+            each.repeats.append(repeat)
+    for each in found:
+        del each.runs[0], each.repeats[0]
     first: Phase = "turn" if past_len else "prefill"
     phases: tuple[Phase, ...] = (first, "decode") if num_new > 1 and not past_len else (first,)
     for phase in phases:
@@ -153,6 +154,20 @@ def divide(
             parts = parts_of(pipeline.name, phase, prompt_len, counted, pipeline.counted(run, phase))
             yield replace(parts, past_len=past_len)
             pipeline.forget()
+
+
+def _run_and_repeat(
+    pipeline: Divisible, prompt: Prompt, num_new: int, past_len: int, before: TokenRun | None
+) -> tuple[TokenRun, Sequence[float]]:
+    """Run a request, and its calls alone: after it, or before it, as those of the request ``before`` if these are the same calls.
+
+    Whichever is second meets a machine that drifted on, so neither always is.
+    """
+    repeat = None if before is None else pipeline.repeat(before)
+    run = pipeline.run(prompt, num_new, past_len)
+    if repeat is None or before is None or before.programs != run.programs:
+        repeat = pipeline.repeat(run)
+    return run, repeat
 
 
 def fastest(rounds: Rounds, phase: Phase) -> TokenRun:
@@ -239,8 +254,8 @@ NOTES = (
     "step it is the median of a request's steps.",
     "Host: the wall time less the calls that the pipeline itself recorded in that request (ours: the engine's trace; GenAI: "
     "perf_metrics). Readers take tokens: text is made on their threads, beside the calls.",
-    "Nodes and outside of nodes: the same calls at the same pace without the pipeline, right after the request, as the median "
-    "share of those in it over all rounds. The nodes' share of a "
+    "Nodes and outside of nodes: the same calls at the same pace without the pipeline, right after the request, or, in every "
+    "other round, right before it, as the median share of those in it over all rounds. The nodes' share of a "
     "call is that in a program with PERF_COUNT (the lines below the tables compare its calls), less fractions of a µs.",
     "So the sum differs from the wall time by as much as the calls alone differ from those in the request.",
     "GenAI shows no program: its calls alone are an inference, from the same IR with the head cut to the last token, compiled by "

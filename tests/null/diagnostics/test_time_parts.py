@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from staticllm.core import Variant
@@ -132,16 +134,30 @@ def test_pipelines_run_in_turns_and_the_first_round_warms_up():
     assert [(each.pipeline, each.phase) for each in parts] == [
         ("ours", "prefill"), ("theirs", "prefill"), ("ours", "decode"), ("theirs", "decode"),
     ]  # fmt: skip
-    assert pipelines[0].events == [("run", 128), "repeat"] * 3 + ["count", "count", "forget"] * 2
+    assert pipelines[0].events == [("run", 128), "repeat", ("run", 128), "repeat", "repeat", ("run", 128)] + [
+        "count", "count", "forget",
+    ] * 2, "calls alone are not always the second"  # fmt: skip
     assert parts[0].wall_ms == pytest.approx(300), "the first round would have 100"
     assert [each.phase for each in divide(pipelines, 128, 1, 1)] == ["prefill", "prefill"]
+
+
+def test_other_calls_than_those_of_the_request_before_are_run_again():
+    class Changing(Scripted):
+        def run(self, prompt, num_new, past_len):
+            run = super().run(prompt, num_new, past_len)
+            return run if len(self.prompts) < 3 else replace(run, programs=[(WIDER,) for _ in run.programs])
+
+    pipeline = Changing("ours")
+    (parts,) = divide([pipeline], 128, 1, 2)
+    assert pipeline.events[:7] == [("run", 128), "repeat", ("run", 128), "repeat", "repeat", ("run", 128), "repeat"]
+    assert parts.deviation == pytest.approx(0)
 
 
 def test_a_turn_has_a_table_of_its_own():
     pipelines = [Scripted("ours"), Scripted("theirs")]
     turns = list(divide(pipelines, 30, 1, 2, past_len=900))
     assert [(each.phase, each.prompt_len, each.past_len) for each in turns] == [("turn", 30, 900)] * 2
-    assert pipelines[0].events == [("run", 930), "repeat"] * 3 + ["count", "count", "forget"]
+    assert pipelines[0].events == [("run", 930), "repeat"] * 2 + ["repeat", ("run", 930)] + ["count", "count", "forget"]
     prompts = list(divide(pipelines, 30, 1, 1))
     heads = [line.split("|")[1].strip() for line in parts_tables([*turns, *prompts]) if "ours, ms" in line]
     assert heads == ["turn of 30 tokens after 900", "prompt of 30 tokens"]
