@@ -278,11 +278,15 @@ def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
                                                    "GENERATE_KV_LENS": [size], "MAX_NUM_SEQS": 1}, options.model))
             for name, size in KV_LENS.items()
         }  # fmt: skip
+        for worker in workers.values():
+            worker.do("rest")
         for seed in range(options.rounds):
             for name, worker in workers.items():
                 figures.add("tpot_kv_len", name, worker.do("answer", length=128, seed=seed)["tpot_ms"])
     with ExitStack() as stack:
         workers = {name: start(name, stack, Peer("ours", {"SCHEDULER": name}, options.model)) for name in POLICIES}
+        for worker in workers.values():
+            worker.do("rest")
         for seed in range(3):
             for name, worker in workers.items():
                 rate = worker.do("clients", count=8, seed=seed)["tokens_per_second"]

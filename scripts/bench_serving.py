@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.pipelines.diagnostics.costs import wait_for_costs
 from staticllm.pipelines.profiling.stats import percentile
 from staticllm.pipelines.scheduling.planner import make_policy
 
@@ -67,9 +69,8 @@ def serve(
 
 def rest(pipe: StaticLLMPipeline, seconds: float = 60.0) -> None:
     """Wait until the engine has measured its costs, for at most ``seconds``."""
-    end = time.perf_counter() + seconds
-    while not pipe.engine.runner.probe.is_done and time.perf_counter() < end:
-        time.sleep(0.1)
+    if not wait_for_costs(pipe.engine, seconds):
+        print(f"costs are not measured after {seconds} s: that disturbs what others do now", file=sys.stderr)
 
 
 def decode_call_ms(pipe: StaticLLMPipeline) -> float:

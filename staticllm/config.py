@@ -253,8 +253,8 @@ class StaticLLMConfig:
         memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
             programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
             limit (``MEMORY_LIMIT_MB``).
-        max_waiting: Requests that may wait, however many answers or beams each has; further requests are refused with
-            ``BusyError`` (``MAX_WAITING``).
+        max_waiting: Requests whose prompts may wait to begin, however many answers or beams each has; further requests are
+            refused with ``BusyError`` (``MAX_WAITING``).
         scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first``, ``chunked`` or
             ``ratio`` (``SCHEDULER``, docs/scheduling.md).
         ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -14,6 +15,7 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.processor_use import ProcessorUse
 
 logger = logging.getLogger(__name__)
+_measuring = threading.Lock()  # of all engines of this process
 
 FAR_KV_LEN, MANY_ROWS = 1024, 256
 MAX_SECONDS = 0.15
@@ -210,20 +212,30 @@ class Rests:
         self._until = 0.0  # before this moment, only costs that somebody waits for are measured
         self._start: float | None = None  # of the first measurement after the rest
 
-    def begin(self, is_awaited: bool = False) -> float:
-        """Begin a rest, and return its length in seconds. Work may end it early, so that no measurement follows.
-
-        It is short if somebody waits for the costs (``is_awaited``).
-        """
+    def begin(self) -> None:
+        """Begin a rest. Work may end it early, so that no measurement follows."""
         self._start = None
         self.use.begin()
+
+    def seconds(self, is_awaited: bool = False) -> float:
+        """Return how long the rest should be, in seconds. It is short if somebody waits for the costs (``is_awaited``)."""
         return IDLE_SECONDS if is_awaited else max(IDLE_SECONDS, self._until - self._clock())
 
     def measure(self, run: Callable[[], None], is_awaited: bool = False) -> bool:
         """Run a measurement, after a rest or another one, and return whether the engine must rest before the next.
 
-        It need not if somebody waits for the costs, whatever else runs.
+        It need not if somebody waits for the costs, whatever else runs. Otherwise nothing runs while another engine measures:
+        each would slow the other.
         """
+        if not (is_alone := _measuring.acquire(blocking=False)) and not is_awaited:
+            return True
+        try:
+            return self._measure(run, is_awaited)
+        finally:
+            if is_alone:
+                _measuring.release()
+
+    def _measure(self, run: Callable[[], None], is_awaited: bool) -> bool:
         is_busy = self.use.share(with_own=self._start is None) > BUSY and not is_awaited
         begin = self._clock()
         if self._start is None:

@@ -79,8 +79,12 @@ class EngineConnection:
         self._is_lost = False
         self._channel.watch(self._check_silence)
         self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
-        self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
-        self._thread = start_thread(self._read, "staticllm-remote")
+        try:
+            self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
+            self._thread = start_thread(self._read, "staticllm-remote")
+        except BaseException:  # Ctrl-C: they may have begun; the second one ends with the connection
+            self._notices.put(None)
+            raise
 
     @property
     def is_alive(self) -> bool:

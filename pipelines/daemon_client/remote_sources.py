@@ -50,7 +50,8 @@ class RemoteSources:
         self._sources: dict[int, RemoteSource] = {}  # that have a place, by number
         self._waiting: list[RemoteSource] = []
         self._forgotten = deque[int](maxlen=MAX_FORGOTTEN)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_closed = False
         self._pid = os.getpid()
         self.seconds = 0.0
@@ -68,7 +69,7 @@ class RemoteSources:
 
     def remove(self, source: int) -> None:
         """Forget a window, or give up one that waits; an unknown one is ignored."""
-        with self._changed:
+        with self._lock:
             found = self._sources.pop(source, None)
             if found is not None:
                 self._forgotten.append(source)
@@ -109,7 +110,7 @@ class RemoteSources:
 
     def close(self) -> None:
         """End what waits for a place with a ``ClosedError``."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()
 
@@ -125,7 +126,7 @@ class RemoteSources:
 
     def _has_place(self, source: RemoteSource, future: Future[int]) -> bool:
         """Wait for a place, and return True; False if the window was given up. Raises ``ClosedError``."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(source)
             try:
                 self._changed.wait_for(lambda: self._is_closed or future.cancelled() or self._is_next(source))

@@ -34,12 +34,13 @@ class _DoneCallbacks:
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         # reentrant: the garbage collector may cancel a future, and thereby add, while it is held
-        self._condition = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._is_running = False
 
     def add(self, function: Callable[[], None]) -> None:
         """Run a function soon. Any thread may call."""
-        with self._condition:
+        with self._lock:
             self._waiting.append(function)
             if self._is_running:
                 self._condition.notify()
@@ -59,7 +60,7 @@ class _DoneCallbacks:
             function = None  # what it holds must not live as long as the thread
 
     def _next(self, idle_seconds: float) -> Callable[[], None] | None:
-        with self._condition:
+        with self._lock:
             if not self._waiting:
                 self._condition.wait(idle_seconds)
             self._is_running = False  # first: what the garbage collector adds from here on finds a thread

@@ -17,7 +17,6 @@ from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
 from staticllm.pipelines.generation.filters import Logits
 from staticllm.pipelines.grammars.matcher import GrammarLimitError
-from staticllm.pipelines.scheduling.interface import RequestStatus
 
 if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine_core import EngineCore
@@ -83,9 +82,9 @@ class BeamRequest(RequestState):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the prompt has not begun. Beams that have lost their slots take turns with the others of the search."""
+        """Whether the prompt, which the first beam runs, has not begun."""
         beams = self._beams
-        return self.sequences[0].started is None and bool(beams) and beams[0].info.status is RequestStatus.WAITING
+        return self.sequences[0].started is None and bool(beams) and beams[0].started is None
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the search and of its beams."""
@@ -178,8 +177,7 @@ class BeamRequest(RequestState):
             moment = lead.token_times[place]
             chosen, device = self._steps[place]
             self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.kv.num_cached))
-        self.queue.put(Finished(self._reason_of(hypothesis), None, index))
-        self._finished.add(index)
+        self._finish_one(index, partial(self.queue.put, Finished(self._reason_of(hypothesis), None, index)))
 
     def _reason_of(self, hypothesis: Hypothesis) -> FinishReason:
         """Return why an answer ended; one that fills its tokens may be whole by its grammar."""

@@ -34,7 +34,7 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.system.threads import check_may_wait, check_process, owned_device, start_thread
+from staticllm.system.threads import LazyThread, check_may_wait, check_process, owned_device
 
 Result = TypeVar("Result")
 
@@ -114,8 +114,9 @@ class Engine:
         self._inbox: dict[int, RequestState] = {}  # submitted and not yet admitted, by id
         self._callbacks = Callbacks()
         self._next: Switch | None = None
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self._thread = LazyThread("staticllm-engine")
         self._is_closing = False
         self._is_draining = False
         self._has_news = False  # since the last step began
@@ -155,10 +156,10 @@ class Engine:
             BusyError, ClosedError: as for ``submit``.
         """
         self.check_process()
-        with self._wake:
-            num_waiting = len(self._inbox) + self._core.num_waiting
+        with self._lock:
             limit = self._core.device.options.max_waiting
-            if num_waiting >= limit:
+            num_waiting = len(self._inbox) + len(self._core.requests)  # at most: counting takes as long as the queue
+            if num_waiting >= limit and (num_waiting := len(self._inbox) + self._core.num_waiting) >= limit:
                 raise BusyError(
                     f"{num_waiting} requests wait, MAX_WAITING is {limit}: try again later, "
                     "or load with a larger MAX_WAITING"
@@ -189,7 +190,7 @@ class Engine:
 
     def enqueue(self, states: Iterable[RequestState]) -> None:
         """Add requests without starting the thread; the caller serves them with ``step``."""
-        with self._wake:
+        with self._lock:
             self._inbox.update((state.id, state) for state in states)
 
     def check_process(self) -> None:
@@ -250,7 +251,7 @@ class Engine:
             ClosedError: the engine was closed.
         """
         self.check_process()
-        with self._wake:
+        with self._lock:
             self._start()
             self._next = Switch(runner, options, on_switch)
 
@@ -264,7 +265,7 @@ class Engine:
         """
         self.check_process()
         check_may_wait()
-        with self._wake:
+        with self._lock:
             self._start()
             future = self._callbacks.add(function)
         return future.result()
@@ -276,7 +277,7 @@ class Engine:
             ClosedError: the engine was closed.
         """
         self.check_process()
-        with self._wake:
+        with self._lock:
             self._start()
             self._callbacks.add(function)
 
@@ -353,15 +354,17 @@ class Engine:
         """
         if os.getpid() != self._pid:
             return
-        with self._wake:
+        with self._lock:
             self._is_closing = True
-            self._is_draining = drain and self._thread is not None
+            self._is_draining = drain and self._thread.has_begun
             self._wake.notify()
-        if self._thread is threading.current_thread():
+        if self._thread.is_current:
             return  # it ends when everything has ended, and then closes the core
-        if self._thread is not None:
-            self._thread.join()
-        self._close_parts()
+        self._thread.join()
+        if self._thread.has_begun:
+            self._close_parts()
+        else:
+            self._end_rest()
 
     def _close_parts(self) -> None:
         self._device_use.close()
@@ -421,37 +424,37 @@ class Engine:
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device. A rest follows, if one is due and nobody waits for the costs."""
-        with self._device_use.measure():
+        self._has_rested = False  # a rest follows an error too
+        with self._guarded(), self._device_use.measure():
             must_rest = self._rests.measure(
                 lambda: self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted),
                 is_awaited=self._num_awaiting > 0,
             )
-        self._has_rested = not must_rest
+            self._has_rested = not must_rest
 
     @contextmanager
     def costs_awaited(self) -> Iterator[None]:
         """Measure costs in a block whatever else runs, because somebody waits for them."""
-        with self._wake:
+        with self._lock:
             self._num_awaiting += 1
             self._wake.notify()  # ends a long rest
         try:
             yield
         finally:
-            with self._wake:
+            with self._lock:
                 self._num_awaiting -= 1
 
     def _notify(self) -> None:
         """Wake the thread, because a job was added."""
         self.check_process()
-        with self._wake:
+        with self._lock:
             self._start()
 
     def _start(self) -> None:
         """Start the thread if necessary, and wake it. The caller holds the lock."""
         if self._is_closing:
             raise pipeline_closed()
-        if self._thread is None:
-            self._thread = start_thread(self._loop, "staticllm-engine")
+        self._thread.start(self._loop)
         self._has_news = True
         self._wake.notify()
 
@@ -463,7 +466,9 @@ class Engine:
     def _next_work(self) -> Callable[[], None] | None:
         """Wait until there is something to do, and return it: a step, or after a rest a measurement. None at the end."""
         core = self._core
-        with self._wake:
+        if not self._has_rested and core.has_unknown_costs and not self._is_needed:
+            self._rests.begin()  # without the lock: it asks the system
+        with self._lock:
             if self._is_needed or core.is_offloading:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
@@ -479,11 +484,11 @@ class Engine:
         if not self._core.has_unknown_costs:
             self._wake.wait()
             return False
-        return not self._wake.wait(self._rests.begin(self._num_awaiting > 0))
+        return not self._wake.wait(self._rests.seconds(self._num_awaiting > 0))
 
     def _end_rest(self) -> None:
         """End what is left, and close the core."""
-        with self._wake:  # nothing is added after this: the engine is closing
+        with self._lock:  # nothing is added after this: the engine is closing
             left = list(self._inbox.values())
             self._next = None
             self._inbox.clear()
@@ -500,7 +505,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Pass submitted requests to the core; before a switch they stay in the inbox, and may end there."""
-        with self._wake:
+        with self._lock:
             self._has_news = False
             if self._next and not self._core.requests:
                 switch = self._next
@@ -521,6 +526,6 @@ class Engine:
             self._core.feeds.release()
         for state in states:
             if (reason := state.sequences[0].finish_reason_at(self._core.clock())) is not None:
-                with self._wake:
+                with self._lock:
                     del self._inbox[state.id]
                 self._core.refuse(state, reason)

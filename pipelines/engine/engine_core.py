@@ -74,12 +74,12 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """The number of admitted requests that wait, however many answers or beams each has; feeds do not count.
+        """The number of admitted requests that have not begun, however many answers or beams each has; feeds do not count.
 
         Any thread may read it. One that has read the first token or the end of a request does not find it among them.
         """
-        is_any = self.device.table.count(RequestStatus.WAITING) > 0
-        return sum(request.is_waiting for request in tuple(self.requests.values())) if is_any else 0
+        requests = list(self.requests.values())  # in one go; tuple() would let other threads change the dict meanwhile
+        return sum(request.is_waiting for request in requests)
 
     @property
     def has_calls(self) -> bool:
@@ -229,7 +229,10 @@ class EngineCore:
                 self._end(state, FinishReason.ERROR, as_ours(error))
 
     def _execute(self) -> None:
-        """Plan, run and choose. Tokens after the first are posted, and the call is recorded, while the next call runs."""
+        """Plan, run and choose. The call is recorded, and tokens are posted, while the next call runs, if there is one.
+
+        First and last tokens are posted before it.
+        """
         begin = self.clock()
         self.wait_until = None
         try:
@@ -317,7 +320,8 @@ class EngineCore:
         Raises:
             NoPlanError: a request cannot run at all.
         """
-        if not self.jobs.has_jobs and not len(self.device.kv_manager.idle):
+        is_alone = not self.jobs.has_jobs and not len(self.device.kv_manager.idle)
+        if is_alone:
             index = self.device.runner.index
             high_slot = self.device.runner.cache.slots.high_slot
             plan = self.planner.repeated(
@@ -325,7 +329,7 @@ class EngineCore:
             )
             if plan is not None:
                 return plan
-        if not self.jobs.has_jobs:  # else one may run first, and others may come meanwhile
+        if is_alone:  # else a job may run first, or a policy wait for clients, and longer prefixes may come meanwhile
             self.device.kv_manager.allocate_alone()
         view = self.view()
         return self.planner.plan(view) if view.requests or view.jobs else None

@@ -8,7 +8,7 @@ import threading
 from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.jobs import JobSource, JobSources
 from staticllm.pipelines.scheduling.job_scheduler import UrgentFirst
-from staticllm.system.threads import check_process, owned_device, start_thread
+from staticllm.system.threads import LazyThread, check_process, owned_device
 
 
 class JobEngine:
@@ -17,8 +17,9 @@ class JobEngine:
     def __init__(self) -> None:
         self._jobs = JobSources()
         self._order = UrgentFirst()
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self._thread = LazyThread("staticllm-jobs")
         self._is_closing = False
         self._pid = os.getpid()
 
@@ -47,22 +48,20 @@ class JobEngine:
         """End the thread after its current job, and close all sources. A second call does nothing."""
         if os.getpid() != self._pid:  # a forked child: thread and locks belong to the parent
             return
-        with self._wake:
+        with self._lock:
             self._is_closing = True
             self._wake.notify()
-        if self._thread is threading.current_thread():
+        if self._thread.is_current:
             return  # it closes the sources when it ends
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         self._jobs.close()
 
     def _notify(self) -> None:
         check_process(self._pid)
-        with self._wake:
+        with self._lock:
             if self._is_closing:
                 raise pipeline_closed()
-            if self._thread is None:
-                self._thread = start_thread(self._loop, "staticllm-jobs")
+            self._thread.start(self._loop)
             self._wake.notify()
 
     def _loop(self) -> None:
@@ -76,7 +75,7 @@ class JobEngine:
 
     def _waits_for_jobs(self) -> bool:
         """Wait until there may be a job, and return True; False at the end."""
-        with self._wake:
+        with self._lock:
             while not self._is_closing:
                 seconds = self._jobs.wait_seconds if self._jobs.has_jobs else None
                 if seconds == 0:

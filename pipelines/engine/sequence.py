@@ -146,7 +146,7 @@ class SequenceState(ABC):
 
     @abstractmethod
     def post(self) -> None:
-        """Hand over what was computed since the last time; called while the device runs, so that readers wake then."""
+        """Hand over what was computed since the last time; mostly called while the device runs, so that readers wake then."""
 
     @abstractmethod
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,6 @@ from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
 from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import ModelRunner, SegmentResult
-from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.request_table import RequestInfo
 
 if TYPE_CHECKING:
@@ -161,9 +161,8 @@ class AnswerState(SequenceState):
 
     def post(self) -> None:
         """Hand the tokens chosen since the last time to the reader."""
-        for token in self._new_tokens:
-            self._queue.put(token)
-        self._new_tokens.clear()
+        while self._new_tokens:
+            self._queue.put(self._new_tokens.pop(0))  # once only, also if a listener raises
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Post the remaining tokens, and then the end of the answer."""
@@ -231,8 +230,8 @@ class RequestState(ActiveRequest):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an answer holds no slots: it has not begun, or lost them."""
-        return any(state.info.status is RequestStatus.WAITING for state in self.unfinished)
+        """Whether its prompt has not begun. A request that has lost its slots since then does not count again."""
+        return self.sequences[0].started is None and 0 not in self._finished
 
     def progress(self) -> list[RequestProgress]:
         """Return how far the answers are that have not ended."""
@@ -278,21 +277,24 @@ class RequestState(ActiveRequest):
 
     def finish(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> bool:
         """End one answer, and with it all answers that have not begun. Return whether the whole request has ended."""
-        self._finished.add(state.index)  # before its reader knows, which may submit the next request at once
-        try:
-            state.finish(reason, error)
-        except BaseException:
-            self._finished.discard(state.index)  # its reader still waits for the end
-            raise
+        self._finish_one(state.index, partial(state.finish, reason, error))
         return self.finish_from(len(self.sequences), reason, error)
 
     def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:
         """End every answer from index ``first`` on that has not ended. Return whether the whole request has ended."""
         for index in range(first, self.request.num_sequences):
             if index not in self._finished:
-                self.queue.put(Finished(reason, error, index))
-                self._finished.add(index)
+                self._finish_one(index, partial(self.queue.put, Finished(reason, error, index)))
         return len(self._finished) == self.request.num_sequences
+
+    def _finish_one(self, index: int, post_end: Callable[[], None]) -> None:
+        """Count an answer as ended, before its reader knows: it may submit the next request at once."""
+        self._finished.add(index)
+        try:
+            post_end()
+        except BaseException:
+            self._finished.discard(index)  # its reader still waits for the end
+            raise
 
 
 def _drafts_of(request: EngineRequest, grammar_mask: GrammarMask | None) -> AnswerDrafts | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from staticllm.pipelines.launch.arguments import (
     read_tool_template,
 )
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import LazyThread
 
 
 @dataclass(frozen=True)
@@ -53,27 +52,26 @@ class TextReader:
         self._on_progress = on_progress
         self._files: TextFiles | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread("staticllm-tokenizer")
 
     def on_progress(self, event: ProgressEvent) -> None:
         """Begin to read with the first program, or wait for the end of it; then report the event."""
         if event.stage == "ready" and self._given is not None:
             self.files()
         elif (
-            self._thread is None
+            not self._thread.has_begun
             and self._files is None
             and self._given is not None
             and event.stage in ("compile", "import")
         ):
-            self._thread = start_thread(self._read, "staticllm-tokenizer")
+            self._thread.start(self._read)
         if self._on_progress is not None:
             self._on_progress(event)
 
     def files(self) -> TextFiles:
         """Return what was read; wait for it, or read it now. Raises ``ModelError`` and ``GenerationConfigError``."""
-        if self._thread is not None:
-            self._thread.join()
-        elif self._files is None:
+        self._thread.join()
+        if self._files is None and self._error is None:
             self._read()
         if self._error is not None:
             raise self._error
@@ -105,8 +103,7 @@ class TextReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         self._files = None
         self._given = None
         self._error = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,7 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from staticllm.system.file_lock import Lease
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import LazyThread
 
 CLOSE_TIMEOUT = 5.0
 """How long closing waits for the running part, in seconds: a compiler cannot be interrupted."""
@@ -43,20 +42,20 @@ class BackgroundLoader:
         self._is_closing = False
         self._error: BaseException | None = None
         self._started = time.perf_counter()
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread("staticllm-background")
 
     def start(self) -> None:
         """Start the thread. Raises ``StaticLLMError`` (the thread cannot be started)."""
-        self._thread = start_thread(self._run, "staticllm-background")
+        self._thread.start(self._run)
 
     @property
     def is_done(self) -> bool:
         """Whether the thread has ended: everything is loaded, or a part has failed."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._thread.has_begun and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything is loaded; return False after ``timeout`` seconds. Raises what stopped the work."""
-        if self._thread is not None:
+        if self._thread.has_begun:
             self._thread.join(timeout)
         if not self.is_done:
             return False
@@ -67,8 +66,7 @@ class BackgroundLoader:
     def close(self) -> None:
         """Start no further part, and wait up to ``CLOSE_TIMEOUT`` seconds for the running part."""
         self._is_closing = True
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_TIMEOUT)
+        self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         work = self._work  # the work holds graphs and weights, which are freed when this ends

@@ -344,7 +344,11 @@ class _PolicyThread:
         self._views: queue.SimpleQueue[tuple[View, CallView | None] | None] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._index: tuple[VariantIndex, VariantIndex] | None = None  # the engine's, and the policy's copy
-        self._thread = start_thread(self._run, "staticllm-policy")
+        try:
+            self._thread = start_thread(self._run, "staticllm-policy")
+        except BaseException:  # Ctrl-C: it may have begun
+            self._views.put(None)
+            raise
 
     def plan(self, view: View) -> object:
         """Return the policy's plan, not yet checked. Runs on the engine's thread."""

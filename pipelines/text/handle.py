@@ -40,12 +40,13 @@ class ReaderRole:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
 
     def enter(self, token: object, timeout: float | None = None) -> bool:
         """Wait for the role; return False if another reader holds it after ``timeout`` seconds. ``token`` identifies this one."""
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(self._is_free, timeout):
                 return False
             self._readers[token] = _here()
@@ -57,7 +58,7 @@ class ReaderRole:
 
     def leave(self, token: object) -> None:
         """Release the role of ``token``; without it, do nothing."""
-        with self._changed:
+        with self._lock:
             self._readers.pop(token, None)
             self._changed.notify_all()
 
@@ -348,7 +349,7 @@ class GenerationHandle:
 
         try:
             self._thread = start_thread(read, "staticllm-callback")
-        except StaticLLMError:
+        except BaseException:  # Ctrl-C while the thread begins: nobody gets the handle
             self.cancel()
             raise
 
@@ -457,16 +458,19 @@ def answers_of(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
 
     Raises:
         BusyError: the queue is full of other requests.
-        StaticLLMError: a request failed; all are cancelled then.
+        StaticLLMError: a request failed; all are cancelled then, and have ended.
     """
     handles: list[GenerationHandle] = []
     try:
         for prompt in prompts:
             handles.append(_begin_when_possible(begin, prompt, handles))
         return [output for handle in handles for output in handle.outputs()]
-    except BaseException:
+    except BaseException as error:
         for handle in handles:
             handle.cancel()
+        for handle in handles if isinstance(error, StaticLLMError) else ():
+            with contextlib.suppress(StaticLLMError):
+                handle.outputs()
         raise
 
 

@@ -12,7 +12,7 @@ from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import LazyThread
 
 
 class StopChecker:
@@ -27,7 +27,7 @@ class StopChecker:
         self._outputs: queue.SimpleQueue[tuple[int, Output] | None] = queue.SimpleQueue()
         self._watched: dict[int, dict[int, IncrementalDetokenizer]] = {}  # by request and answer
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread("staticllm-stop-checker")
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -43,8 +43,7 @@ class StopChecker:
         with self._lock:
             if self._is_closed:
                 raise pipeline_closed()
-            if self._thread is None:
-                self._thread = start_thread(self._run, "staticllm-stop-checker")
+            self._thread.start(self._run)
             self._watched[request.id] = {index: detokenizer() for index in range(request.num_sequences)}
         outputs.add_listener(lambda output: self._outputs.put((request.id, output)))
 
@@ -59,8 +58,7 @@ class StopChecker:
         with self._lock:
             self._is_closed = True
         self._outputs.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
         self._watched.clear()
 
     def _run(self) -> None:

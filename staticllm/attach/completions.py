@@ -51,15 +51,16 @@ class _Count:
 
     def __init__(self) -> None:
         self.value = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def add(self, change: int) -> None:
-        with self._changed:
+        with self._lock:
             self.value += change
             self._changed.notify_all()
 
     def join(self, seconds: float | None) -> bool:
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self.value, seconds)
 
 

@@ -32,7 +32,8 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
 
     def renew(self) -> None:
         """Have no call running, in a new queue or in a forked child: the calls of the parent end there."""
-        self._change = threading.Condition()
+        self._lock = threading.RLock()
+        self._change = threading.Condition(self._lock)
         self._idle = deque(range(len(self._requests)))
         self._errors: list[BaseException] = []
         for index, request in enumerate(self._requests):
@@ -42,7 +43,7 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
         index = self.get_idle_request_id()
         request = self._requests[index]
-        with self._change:
+        with self._lock:
             self._idle.remove(index)
             self._userdata[index] = userdata
         request.on_end = partial(self._end, index)  # the queue lives until its calls have ended
@@ -50,13 +51,13 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
             request.start_async(inputs, None, share_inputs)
         except BaseException:
             self._let_go(index)
-            with self._change:
+            with self._lock:
                 self._idle.append(index)
                 self._change.notify_all()
             raise
 
     def wait_all(self) -> None:
-        with self._change:
+        with self._lock:
             self._change.wait_for(lambda: len(self._idle) == len(self._requests))
             errors = self._errors
             self._errors = []
@@ -67,7 +68,7 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
         return bool(self._idle)
 
     def get_idle_request_id(self) -> int:
-        with self._change:
+        with self._lock:
             self._change.wait_for(lambda: self._idle or self._errors)
             if self._errors:
                 raise self._errors.pop(0)
@@ -103,7 +104,7 @@ class AttachedInferQueue(AsyncInferQueue):  # type: ignore[misc]
             except Exception as raised:
                 error = raised
         self._let_go(index)
-        with self._change:
+        with self._lock:
             if error is not None:
                 self._errors.append(error)
             self._idle.append(index)

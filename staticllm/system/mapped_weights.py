@@ -16,7 +16,7 @@ from pathlib import Path
 
 import openvino as ov
 
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import LazyThread
 
 PERIOD_SECONDS = 0.1
 MADV_DONTNEED = 4
@@ -56,8 +56,9 @@ class MappedWeights:
             while not is_over.wait(PERIOD_SECONDS):
                 self.release()
 
-        thread = start_thread(run, "staticllm-pages")
+        thread = LazyThread("staticllm-pages")
         try:
+            thread.start(run)
             yield
         finally:
             is_over.set()

@@ -8,7 +8,7 @@ import time
 import psutil
 
 SHORTEST = 0.1
-"""The shortest time, in seconds, of which the use can be told: systems count it in steps of about 10 ms."""
+"""The shortest time, in seconds, of which the use can be told: systems count it in steps of 10 to 16 ms."""
 BUSY_FIELDS = ("user", "nice", "system", "steal")
 
 
@@ -21,26 +21,23 @@ class ProcessorUse:
     def begin(self) -> None:
         """Measure from now on."""
         self._start = time.perf_counter()
-        self._busy = _busy_seconds(own_processors())
         self._own = time.process_time()
+        self._busy = _busy_seconds(own_processors())
 
     def share(self, with_own: bool) -> float:
         """Return the share, 0 to 1, that other processes have used since ``begin`` or the last answer, or all (``with_own``).
 
-        It is 0 if that was less than ``SHORTEST`` ago, or if the system does not say.
+        It is 0, and the time goes on, if that was less than ``SHORTEST`` ago. It is also 0 if the system does not say. A limit of
+        processor time, as containers have, is not known: the share is one of the processors.
         """
-        elapsed = time.perf_counter() - self._start
-        if elapsed < SHORTEST:
+        start, own, before = self._start, self._own, self._busy
+        if time.perf_counter() - start < SHORTEST:
             return 0.0
-        processors = own_processors()
-        before = self._busy
-        now = _busy_seconds(processors)
-        own = 0.0 if with_own else time.process_time() - self._own
         self.begin()
-        if before is None or now is None:
+        if before is None or self._busy is None:
             return 0.0
-        used = now - before - own
-        return min(1.0, max(0.0, used / (elapsed * max(1, len(processors)))))
+        used = self._busy - before - (0.0 if with_own else self._own - own)
+        return min(1.0, max(0.0, used / ((self._start - start) * max(1, len(own_processors())))))
 
 
 def own_processors() -> frozenset[int]:
@@ -57,7 +54,7 @@ def _busy_seconds(processors: frozenset[int]) -> float | None:
     """
     try:
         times = psutil.cpu_times(percpu=True)
-    except OSError:
+    except Exception:  # OSError, RuntimeError on macOS, …: whoever asks only estimates, and must go on
         return None
     chosen = [each for number, each in enumerate(times) if number in processors] or times
     return float(sum(getattr(each, name, 0.0) for each in chosen for name in BUSY_FIELDS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,58 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
             "the limit of threads (ulimit -u), and try again"
         ) from error
     return thread
+
+
+class LazyThread:
+    """A daemon thread that begins at most once, whatever interrupts ``start``.
+
+    A signal can raise ``KeyboardInterrupt`` in ``start`` when it is not known whether the thread begins; ``start`` may be called
+    again then. So each thread asks itself whether it is the first: signals do not reach it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_started = False
+        self._first: dict[str, threading.Thread | None] = {}  # under one key; None: none may begin any more
+
+    def start(self, run: Callable[[], None]) -> None:
+        """Start the thread, unless it was, and wait until it runs. Raises ``StaticLLMError`` (the system has no more threads)."""
+        if not self._is_started:
+            start_thread(partial(self._begin, run), self._name)
+            while not self._first:
+                time.sleep(1e-4)  # no Event: one whose wait is interrupted can stay locked for the thread that sets it
+            self._is_started = True
+
+    def _begin(self, run: Callable[[], None]) -> None:
+        own = threading.current_thread()
+        if self._first.setdefault("first", own) is own:
+            run()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs or has run."""
+        return self._first.get("first") is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the calling thread."""
+        return self._first.get("first") is threading.current_thread()
+
+    def is_alive(self) -> bool:
+        """Return whether it runs now."""
+        thread = self._first.get("first")
+        return thread is not None and thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Let it not begin any more, and wait for its end, at most ``timeout`` seconds; return whether it has ended.
+
+        On the thread itself this does not wait.
+        """
+        thread = self._first.setdefault("first", None)
+        if thread is None or thread is threading.current_thread():
+            return thread is None
+        thread.join(timeout)
+        return not thread.is_alive()
 
 
 @contextmanager

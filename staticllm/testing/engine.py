@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from staticllm.pipelines.engine.state import AnswerState, RequestState
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
+from staticllm.system.threads import LazyThread
 from staticllm.testing.device import CAUSAL, VOCAB_SIZE, fake_runner, fake_shape
 
 FAKE_VARIANTS = (
@@ -69,6 +69,23 @@ def fake_engine(
     return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options, text)
 
 
+class _CallersThread(LazyThread):
+    """The thread that calls, in place of one that would be started."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_current(self) -> bool:
+        """Always."""
+        return True
+
+    def start(self, run: Callable[[], None]) -> None:
+        """Start nothing."""
+
+
 class _EngineWithoutThread(Engine):
     """An engine that runs on the caller's thread. ``close`` ends the requests as the engine's thread would."""
 
@@ -76,7 +93,7 @@ class _EngineWithoutThread(Engine):
         self, runner: ModelRunner, policy: Policy, options: EngineOptions, text: EngineText | None = None
     ) -> None:
         super().__init__(runner, policy, options, text)
-        self._thread = threading.current_thread()
+        self._thread = _CallersThread("caller")
 
     def close(self, drain: bool = False) -> None:
         with self._wake:

@@ -59,7 +59,7 @@ def fake_pipeline(
         scheduler: Scheduling policy, as for ``StaticLLMPipeline``.
         on_progress: Called with the ``ProgressEvent`` ``ready``.
         properties: Properties as for ``StaticLLMPipeline``: ``MAX_PROMPT_LEN``, ``MAX_NUM_SEQS``, ``MAX_WAITING`` …; those of
-            compiling have no effect.
+            compiling have no effect, and costs are not measured.
 
     Raises:
         ConfigError: a property is unknown or has an impossible value.
@@ -86,7 +86,10 @@ class FakePipeline(StaticLLMPipeline):
             tokenizer=replies.tokenizer,
             on_progress=on_progress,
             scheduler=scheduler,
-            **properties,
+            **{
+                "MEASURE_COSTS": False,
+                **properties,
+            },  # the fake device checks what it reads, and between requests nothing is right
         )
         generation = self.get_generation_config()
         generation.set_eos_token_id(replies.end)

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from staticllm.errors import PromptError, as_ours
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.pool.failures import DeviceBatch, DevicePool, PoolDevice
 from staticllm.pipelines.embedding.queue.device_queue import QueuedText
 from staticllm.pipelines.embedding.queue.drivers import QueueDriver, carry_out, hand_out, share_time
-from staticllm.system.threads import check_process, owned_device, start_thread
+from staticllm.system.threads import LazyThread, check_process, owned_device, start_thread
 
 CLOSE_SECONDS = 10.0
 """The time that running batches have when the queue is closed."""
@@ -32,8 +33,8 @@ class ThreadDriver(QueueDriver):
         self._wakes = [threading.Condition(self._lock) for _ in pool.devices]
         self._clock_wake = threading.Condition(self._lock)
         self._clock_until = math.inf
-        self._threads: list[threading.Thread] = []
-        self._clock: threading.Thread | None = None
+        self._threads = [LazyThread(f"staticllm-embedding-{device.instance.name}") for device in pool.devices]
+        self._clock = LazyThread("staticllm-embedding-clock")
         self._max_tokens = min(device.instance.info.max_length for device in pool.devices)
         self._pid = os.getpid()
 
@@ -96,22 +97,17 @@ class ThreadDriver(QueueDriver):
     def _join(self) -> None:
         """Wait for the threads; calls that hang are interrupted."""
         until = time.perf_counter() + CLOSE_SECONDS
-        own = threading.current_thread()
-        for thread, device in zip(self._threads, self.pool.devices, strict=False):
-            if thread is not own:
-                thread.join(max(0.0, until - time.perf_counter()))
-                if thread.is_alive() and device.instance.interrupt():
-                    thread.join()
-        if self._clock is not None and self._clock is not own:
-            self._clock.join()
+        for thread, device in zip(self._threads, self.pool.devices, strict=True):
+            thread.join(max(0.0, until - time.perf_counter()))
+            if thread.is_alive() and not thread.is_current and device.instance.interrupt():
+                thread.join()
+        self._clock.join()
 
     def _start_threads(self) -> None:
         """Start the threads, or those that could not be started before. The lock is held."""
-        if self._clock is None:
-            self._clock = start_thread(self._watch, "staticllm-embedding-clock")
-        for device in self.pool.devices[len(self._threads) :]:
-            name = f"staticllm-embedding-{device.instance.name}"
-            self._threads.append(start_thread(lambda device=device: self._serve(device), name))  # type: ignore[misc]
+        self._clock.start(self._watch)
+        for thread, device in zip(self._threads, self.pool.devices, strict=True):
+            thread.start(partial(self._serve, device))
 
     def _admitted(self, request: EmbeddingRequest, is_first: bool) -> None:
         self._notify()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 
 import numpy as np
 import openvino as ov
@@ -11,7 +12,10 @@ import openvino_genai
 import pytest
 
 from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMPipeline
+from staticllm.pipelines.costs import probe
 from staticllm.pipelines.launch import engine as launch
+from staticllm.pipelines.text import handle
+from staticllm.system.threads import start_thread
 from staticllm.testing import fake_answer, fake_pipeline
 
 SHORT = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64}
@@ -113,6 +117,42 @@ def test_the_tokenizer_of_another_model_is_used(zoo):
 def test_the_snippets_of_the_page_run(root, number):
     page = (root / "docs" / "testing.md").read_text(encoding="utf-8")
     exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[number], "testing.md", "exec"), {})
+
+
+def test_an_idle_fake_pipeline_says_nothing(caplog, monkeypatch):
+    """It measured costs with what earlier requests had left, which the fake device refuses: a warning for each."""
+    monkeypatch.setattr(probe, "IDLE_SECONDS", 0.01)
+    with fake_pipeline("yes", **SHORT) as pipe:
+        pipe.generate("hello")
+        time.sleep(0.2)
+    assert not caplog.records
+
+
+def test_requests_of_a_failed_call_have_ended_when_it_raises():
+    """The first prompt still waited, so that the next call was refused."""
+    with fake_pipeline("yes", MAX_WAITING=1, **SHORT) as pipe:
+        for _ in range(100):
+            with pytest.raises(PromptTooLongError):
+                pipe.generate(["hello there", "x " * 100])
+            assert pipe.generate("hello") == "yes"
+
+
+def test_a_callback_whose_thread_was_interrupted_at_its_start_gets_no_text(monkeypatch):
+    def interrupt(run, name):
+        if name != "staticllm-callback":
+            return start_thread(run, name)
+        readers.append(start_thread(run, name))
+        raise KeyboardInterrupt
+
+    readers, texts, may_step = [], [], threading.Event()
+    with fake_pipeline(**SHORT) as pipe, monkeypatch.context() as patch:
+        patch.setattr(handle, "start_thread", interrupt)
+        pipe.engine.call_soon(lambda: may_step.wait(60))
+        with pytest.raises(KeyboardInterrupt):
+            pipe.submit("hello", callback=texts.append, max_new_tokens=9, ignore_eos=True)
+        may_step.set()
+        readers[0].join(60)
+        assert not "".join(texts), "nobody has the handle"
 
 
 def test_limits_and_errors_are_the_real_ones():

@@ -254,3 +254,22 @@ def test_one_statement_assigns_one_thing(root):
                     later = {ast.unparse(part) for value in values.elts[1:] for part in ast.walk(value)}
                     is_swap = any(ast.unparse(name) in later for name in names.elts[:-1])
                     assert is_swap, f"{path}:{node.lineno}: one assignment a line"
+
+
+def test_no_with_statement_takes_a_condition(root):
+    """``Condition.__enter__`` is Python code, where Ctrl-C leaves the lock taken for good: ``with`` takes the lock itself."""
+    found = []
+    for path in sources(root):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        made = {
+            ast.unparse(node.targets[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value)
+        }
+        taken = [item.context_expr for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+        found += [
+            f"{path.relative_to(root)}:{each.lineno}"
+            for each in taken
+            if any(ast.unparse(each).startswith(name) for name in made)
+        ]
+    assert found == []

@@ -9,10 +9,11 @@ import pytest
 from support.encoders.fake_instances import COSTS, NAN, POISON, Adder, request, sums
 
 from staticllm.errors import BusyError, ClosedError, DeviceError, NumericalError, PromptError, StaticLLMError
-from staticllm.pipelines.embedding.pool import failures, thread_driver
+from staticllm.pipelines.embedding.pool import failures
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError
 from staticllm.pipelines.embedding.pool.pool_loader import make_pool
 from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
+from staticllm.system import threads
 from staticllm.system.threads import start_thread
 
 SECONDS = 20
@@ -416,7 +417,7 @@ def test_threads_that_cannot_start_refuse_a_request_and_start_with_a_later_one(m
         return start_thread(run, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(thread_driver, "start_thread", start)
+        patch.setattr(threads, "start_thread", start)
         refused = request(1)
         with pytest.raises(StaticLLMError, match="no more threads"):
             pool.submit(refused)
@@ -437,7 +438,7 @@ def test_a_pool_some_of_whose_threads_could_not_start_is_closed(monkeypatch):
             raise StaticLLMError("no more threads")
         return start_thread(run, name)
 
-    monkeypatch.setattr(thread_driver, "start_thread", start)
+    monkeypatch.setattr(threads, "start_thread", start)
     with pytest.raises(StaticLLMError):
         submit(pool, 1)
     pool.close()

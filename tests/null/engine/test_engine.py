@@ -323,7 +323,8 @@ def test_the_engine_thread_serves_requests_and_ends_on_close():
         engine.submit_state(request)
     engine.close(drain=True)
     assert [reason_of(request) for request in requests] == ["length"] * 6
-    assert not [t for t in threading.enumerate() if t.name.startswith("staticllm") and t is engine._thread]
+    assert engine._thread.has_begun
+    assert not engine._thread.is_alive()
     with pytest.raises(ClosedError):
         engine.submit_state(fake_request([1], 1))
     with pytest.raises(ClosedError):

@@ -4,9 +4,10 @@ import pytest
 from support.engine.beam_steps import beam_request
 
 from staticllm.core import Variant
-from staticllm.errors import BusyError
+from staticllm.errors import BusyError, StaticLLMError
 from staticllm.pipelines.engine.client_sequences.sequence import Feed
 from staticllm.pipelines.engine.request import Finished, TokenOutput
+from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.scheduling.interface import RequestStatus
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end
@@ -30,14 +31,16 @@ def engine_of(max_waiting):
         lambda: fake_request(range(20), 30, num_sequences=16),
     ],
 )
-def test_a_request_whose_sequences_lose_their_slots_counts_once(request_of):
+def test_a_request_whose_sequences_lose_their_slots_does_not_count_again(request_of):
     """Each of them counted, so that other requests were refused."""
     engine, most = engine_of(2), 0
     engine.enqueue([request_of()])
+    engine._admit()
+    assert engine._core.num_waiting == 1
     while not engine.is_idle:
         engine.step()
         most = max(most, engine._core.device.table.count(RequestStatus.WAITING))
-        assert engine._core.num_waiting <= 1
+        assert engine._core.num_waiting == 0
     assert most > 2, "slots were too many for this test"
     assert_empty(engine)
 
@@ -63,8 +66,9 @@ def submit_after(engine, first):
 
     def listen(_):
         if not more:
-            more.append(fake_request(range(5), 3))
-            engine.submit_state(more[-1])
+            request = fake_request(range(5), 3)
+            engine.submit_state(request)
+            more.append(request)
 
     first.queue.add_listener(listen)
     return more
@@ -81,12 +85,16 @@ def test_a_request_does_not_count_once_its_first_token_can_be_read(num_new):
 
 
 @pytest.mark.parametrize(
-    "first",
-    [fake_request(range(20), 30), fake_request(range(20), 30, num_sequences=4), beam_request(range(60), 30, 8, 2)],
+    "first_of",
+    [
+        lambda: fake_request(range(20), 30),
+        lambda: fake_request(range(20), 30, num_sequences=4),
+        lambda: beam_request(range(60), 30, 8, 2),
+    ],
 )
-def test_requests_that_end_before_they_begin_do_not_count(first):
+def test_requests_that_end_before_they_begin_do_not_count(first_of):
     """The engine is idle afterwards: what it counted at the beginning of its last step would hold for good."""
-    engine, other = engine_of(2), fake_request(range(7), 3)
+    engine, first, other = engine_of(2), first_of(), fake_request(range(7), 3)
     more = submit_after(engine, first)
     for each in (first, other):
         engine.submit_state(each)
@@ -119,6 +127,57 @@ def test_a_request_whose_last_token_cannot_be_handed_over_still_ends():
     engine.step()
     assert [type(output) for output in outputs] == [TokenOutput, Finished]
     engine.submit_state(fake_request(range(6), 3))
+    run_to_end(engine)
+    assert_empty(engine)
+
+
+def test_a_token_that_a_listener_failed_at_is_handed_over_once():
+    engine, request = engine_of(1), fake_request(range(20), 5)
+    outputs = []
+
+    def fail_once(output):
+        if not outputs:
+            outputs.append(output)
+            raise RuntimeError("a listener failed")
+
+    request.queue.add_listener(fail_once)
+    engine.submit_state(request)
+    engine.step()
+    found = [request.queue.get(timeout=1) for _ in range(2)]
+    assert [type(output) for output in found] == [TokenOutput, Finished], "the token is in the queue, and then the end"
+    assert isinstance(found[1].error, StaticLLMError)
+    engine.submit_state(fake_request(range(6), 3))
+    run_to_end(engine)
+    assert_empty(engine)
+
+
+def test_the_reader_of_an_error_can_submit_at_once(monkeypatch):
+    """Also if the core gives a request up in a state that an exception left."""
+    engine, request = engine_of(1), fake_request(range(20), 5)
+    more = submit_after(engine, request)
+    engine.submit_state(request)
+    engine._admit()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "step", lambda: 1 / 0)
+        patch.setattr(engine._core, "end_all", lambda *_: 1 / 0)
+        engine.step()
+    run_to_end(engine)
+    assert [len(each.tokens) for each in more] == [5 + 3]
+
+
+def test_a_submission_counts_those_that_wait_only_if_they_may_be_too_many(monkeypatch):
+    """Each counted all, under the lock that the engine's thread needs for its next step."""
+    engine, counted = engine_of(50), []
+    monkeypatch.setattr(RequestState, "is_waiting", property(lambda _: counted.append(1) or True))
+    for number in range(49):
+        engine.submit_state(fake_request(range(5), 3))
+        if number % 8 == 0:
+            engine._admit()
+    assert not counted
+    engine.submit_state(fake_request(range(5), 3))
+    with pytest.raises(BusyError, match="50 requests wait, MAX_WAITING is 50"):
+        engine.submit_state(fake_request(range(5), 3))
+    monkeypatch.undo()
     run_to_end(engine)
     assert_empty(engine)
 

@@ -1,5 +1,6 @@
 """Costs that are measured while the engine has nothing to do."""
 
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -340,6 +341,10 @@ class Moments:
         self.rests = cost_probe.Rests(clock=lambda: self.now)
         self.rests.use = self.use = ScriptedUse(others, own)
 
+    def begin(self, is_awaited=False):
+        self.rests.begin()
+        return self.rests.seconds(is_awaited)
+
     def measure(self, seconds):
         def run():
             self.now += seconds
@@ -349,36 +354,36 @@ class Moments:
 
 def test_what_runs_in_this_process_during_a_rest_counts_and_the_engines_own_measurements_do_not():
     moments = Moments(0.0, 1.0)
-    assert moments.rests.begin() == 0.5
+    assert moments.begin() == 0.5
     assert moments.measure(0.1), "another pipeline of this process is at work"
-    assert moments.rests.begin() == pytest.approx(0.9)
-    assert moments.rests.begin() == pytest.approx(0.9), "a request came, and ended, before it was over"
-    assert moments.rests.begin(is_awaited=True) == 0.5
+    assert moments.begin() == pytest.approx(0.9)
+    assert moments.begin() == pytest.approx(0.9), "a request came, and ended, before it was over"
+    assert moments.begin(is_awaited=True) == 0.5
     moments.now += 0.9
     moments.use.own = 0.0
     assert not moments.measure(0.1)
     moments.use.own = 1.0
     assert not moments.measure(0.1), "the measurement before it"
     assert moments.use.num_begun == 4, "each rest sees what runs in it alone"
-    assert moments.rests.begin() == 0.5
+    assert moments.begin() == 0.5
 
 
 def test_a_rest_is_never_longer_than_its_limit():
     moments = Moments(1.0, 0.0)
-    moments.rests.begin()
+    moments.begin()
     assert moments.measure(5.0)
-    assert moments.rests.begin() == pytest.approx(30.0)
+    assert moments.begin() == pytest.approx(30.0)
     moments.now += 30.0
-    assert moments.rests.begin() == 0.5, "it is over"
+    assert moments.begin() == 0.5, "it is over"
 
 
 def test_measurements_end_after_a_while_for_a_rest():
     """Only a rest shows that another pipeline of this process has begun to work."""
     moments = Moments(0.0, 0.0)
-    moments.rests.begin()
+    moments.begin()
     assert not moments.measure(1.5)
     assert moments.measure(0.6)
-    assert moments.rests.begin() == 0.5
+    assert moments.begin() == 0.5
     assert not moments.measure(1.5)
 
 
@@ -403,3 +408,66 @@ def test_costs_that_somebody_waits_for_are_measured_without_a_rest(monkeypatch):
         assert is_done.wait(20)
     engine.close()
     assert len(set(begun[:6])) == 1
+
+
+def measuring_engine(monkeypatch, share, measure_next):
+    """Return an engine that rests for 0.01 s between measurements, and longer beside other work."""
+    monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
+    engine = fake_engine(make_policy("fcfs"))
+    core = engine._core
+    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    engine._rests.use = ScriptedUse(share, 0.0)
+    monkeypatch.setattr(core, "measure_next", measure_next)
+    engine.submit_state(fake_request([1, 2, 3], 2))
+    return engine
+
+
+def test_a_long_rest_ends_for_those_who_wait_for_the_costs_and_at_the_end(monkeypatch):
+    monkeypatch.setattr(cost_probe, "SHARE_WHILE_BUSY", 1e-4)
+    measured = queue.SimpleQueue()
+    engine = measuring_engine(monkeypatch, 1.0, lambda is_needed: time.sleep(0.02) or measured.put(time.monotonic()))
+    measured.get(timeout=20)
+    with pytest.raises(queue.Empty):
+        measured.get(timeout=0.3)
+    assert engine._rests.seconds() == pytest.approx(30, abs=1)
+    with engine.costs_awaited():
+        for _ in range(3):
+            measured.get(timeout=10)
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 10
+
+
+def test_an_error_of_a_measurement_ends_nothing(monkeypatch):
+    """It ended the engine's thread: later requests waited forever."""
+    failed = queue.SimpleQueue()
+
+    def fail(is_needed):
+        failed.put(None)
+        raise RuntimeError("a fault of ours")
+
+    engine = measuring_engine(monkeypatch, 0.0, fail)
+    for _ in range(2):
+        failed.get(timeout=20)
+    request = fake_request([4, 5, 6], 3)
+    engine.submit_state(request)
+    engine.close(drain=True)
+    assert request.tokens == fake_answer([4, 5, 6], 3)
+
+
+def test_two_engines_of_a_process_do_not_measure_at_once():
+    first, second, awaited = Moments(0.0, 0.0), Moments(0.0, 0.0), []
+    for each in (first, second):
+        each.begin()
+
+    def run():
+        assert second.measure(0.1), "it rests again"
+        assert second.now == 100.0
+        awaited.append(second.rests.measure(lambda: awaited.append("run"), is_awaited=True))
+
+    assert not first.rests.measure(run)
+    assert awaited == ["run", False], "somebody waits for it"
+    assert not second.measure(0.1)
+    with pytest.raises(ZeroDivisionError):
+        first.rests.measure(lambda: 1 / 0)
+    assert not second.measure(0.1), "an error ends a measurement"

@@ -5,6 +5,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from staticllm.system import processor_use
 from staticllm.system.processor_use import SHORTEST, ProcessorUse, own_processors
@@ -43,12 +44,13 @@ def test_our_own_work_is_none_of_others(monkeypatch):
     assert others.share(with_own=False) > 0.0
 
 
-def test_a_system_that_does_not_say_counts_as_idle(monkeypatch):
-    """As in a process without free file descriptors: the thread that asks must go on."""
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("syscall failed")])
+def test_a_system_that_does_not_say_counts_as_idle(error, monkeypatch):
+    """As in a process without free file descriptors, or on macOS: the thread that asks must go on."""
     others = ProcessorUse()
 
     def refuses(percpu):
-        raise OSError(24, "Too many open files")
+        raise error
 
     time.sleep(SHORTEST)
     with monkeypatch.context() as patch:

@@ -1,0 +1,149 @@
+"""A thread that begins once, even if a signal interrupts whoever starts it."""
+
+import threading
+
+import pytest
+
+from staticllm.core import FinishReason
+from staticllm.errors import StaticLLMError
+from staticllm.pipelines.engine.job_engine import JobEngine
+from staticllm.pipelines.engine.request import Finished
+from staticllm.pipelines.scheduling.planner import make_policy
+from staticllm.system import threads
+from staticllm.system.threads import LazyThread, start_thread
+from staticllm.testing import fake_answer, fake_engine, fake_pipeline, fake_request
+
+SECONDS = 20
+
+
+def interrupt(monkeypatch, name, times=1, has_begun=True):
+    """Let Ctrl-C come in the next starts of threads of this name, when the thread exists already, or before."""
+    left = [times]
+
+    def start(run, started):
+        if started != name or not left[0]:
+            return start_thread(run, started)
+        left[0] -= 1
+        if has_begun:
+            start_thread(run, started)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads, "start_thread", start)
+
+
+def named(name):
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def test_it_begins_once_and_ends(monkeypatch):
+    runs, may_end = [], threading.Event()
+
+    def run():
+        runs.append(threading.current_thread())
+        may_end.wait(SECONDS)
+
+    lazy = LazyThread("lazy")
+    assert not lazy.has_begun and not lazy.is_alive()
+    for has_begun in (False, True, True):
+        interrupt(monkeypatch, "lazy", has_begun=has_begun)
+        with pytest.raises(KeyboardInterrupt):
+            lazy.start(run)
+    for _ in range(3):
+        lazy.start(run)
+    assert lazy.has_begun and lazy.is_alive() and not lazy.is_current
+    assert not lazy.join(0.01)
+    may_end.set()
+    assert lazy.join(SECONDS)
+    assert [thread.name for thread in runs] == ["lazy"]
+    assert not lazy.is_alive()
+    lazy.start(run)
+    assert len(runs) == 1, "it has ended"
+
+
+def test_none_begins_after_it_was_joined(monkeypatch):
+    """What follows may close what it would use."""
+    lazy, runs, may_go_on = LazyThread("lazy"), [], threading.Event()
+    late = []
+
+    def start(run, name):
+        late.append(start_thread(lambda: (may_go_on.wait(SECONDS), run()), name))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start_thread", start)
+        with pytest.raises(KeyboardInterrupt):
+            lazy.start(lambda: runs.append(1))
+    assert lazy.join(SECONDS)
+    may_go_on.set()
+    late[0].join(SECONDS)
+    lazy.start(lambda: runs.append(2))
+    assert runs == [] and not lazy.has_begun
+
+
+def test_a_thread_that_cannot_start_can_start_later(monkeypatch):
+    def refuse(run, name):
+        raise StaticLLMError("no more threads")
+
+    lazy, runs = LazyThread("lazy"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start_thread", refuse)
+        with pytest.raises(StaticLLMError, match="no more threads"):
+            lazy.start(lambda: None)
+    lazy.start(lambda: runs.append(lazy.is_current))
+    assert lazy.join(SECONDS) and runs == [True]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupted_submission_leaves_one_thread_to_its_engine(has_begun, monkeypatch):
+    """A second one ran on the same core: wrong tokens, slots freed twice, and a thread that close did not end."""
+    engine, before = fake_engine(make_policy("dynamic")), named("staticllm-engine")
+    interrupt(monkeypatch, "staticllm-engine", 2, has_begun)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit_state(fake_request([1, 2, 3], 5))
+    requests = [fake_request(range(number, number + 10), 20) for number in range(8)]
+    for request in requests:
+        engine.submit_state(request)
+    assert named("staticllm-engine") == before + 1
+    engine.close(drain=True)
+    assert named("staticllm-engine") == before
+    assert [request.tokens[10:] for request in requests] == [fake_answer(range(n, n + 10), 20)[10:] for n in range(8)]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_an_engine_whose_only_submission_was_interrupted_closes(drain, monkeypatch):
+    engine = fake_engine(make_policy("dynamic"))
+    request = fake_request([1, 2, 3], 5)
+    engine.enqueue([request])
+    interrupt(monkeypatch, "staticllm-engine", has_begun=False)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit_state(fake_request([4, 5], 5))
+    engine.close(drain)
+    end = request.queue.get(timeout=SECONDS)
+    assert isinstance(end, Finished) and end.reason is FinishReason.CANCELLED
+
+
+def test_jobs_have_one_thread(monkeypatch):
+    engine, before = JobEngine(), named("staticllm-jobs")
+    interrupt(monkeypatch, "staticllm-jobs")
+    with pytest.raises(KeyboardInterrupt):
+        engine._notify()
+    engine._notify()
+    assert named("staticllm-jobs") == before + 1
+    engine.close()
+    assert named("staticllm-jobs") == before
+
+
+def test_stop_strings_have_one_thread(monkeypatch):
+    """Two took their work from one queue: of one end for both, close waited for the other one."""
+    pipe, before = fake_pipeline("a b c d"), named("staticllm-stop-checker")
+    interrupt(monkeypatch, "staticllm-stop-checker")
+    with pytest.raises(KeyboardInterrupt):
+        pipe.generate("hi", stop_strings={"c"}, include_stop_str_in_output=False)
+    assert str(pipe.generate("hi", stop_strings={"c"}, include_stop_str_in_output=False)) == "a b "
+    assert named("staticllm-stop-checker") == before + 1
+    closing = threading.Thread(target=pipe.close, daemon=True)
+    closing.start()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert named("staticllm-stop-checker") == before
