@@ -43,7 +43,7 @@ class _DoneCallbacks:
         with self._lock:
             self._waiting.append(function)
             if self._is_running:
-                self._condition.notify()
+                self._condition.notify_all()
                 return
             self._is_running = True
         try:

@@ -357,7 +357,7 @@ class Engine:
         with self._lock:
             self._is_closing = True
             self._is_draining = drain and self._thread.has_begun
-            self._wake.notify()
+            self._wake.notify_all()
         if self._thread.is_current:
             return  # it ends when everything has ended, and then closes the core
         self._thread.join()
@@ -437,7 +437,7 @@ class Engine:
         """Measure costs in a block whatever else runs, because somebody waits for them."""
         with self._lock:
             self._num_awaiting += 1
-            self._wake.notify()  # ends a long rest
+            self._wake.notify_all()  # ends a long rest
         try:
             yield
         finally:
@@ -456,7 +456,7 @@ class Engine:
             raise pipeline_closed()
         self._thread.start(self._loop)
         self._has_news = True
-        self._wake.notify()
+        self._wake.notify_all()
 
     def _loop(self) -> None:
         while (work := self._next_work()) is not None:

@@ -50,7 +50,7 @@ class JobEngine:
             return
         with self._lock:
             self._is_closing = True
-            self._wake.notify()
+            self._wake.notify_all()
         if self._thread.is_current:
             return  # it closes the sources when it ends
         self._thread.join()
@@ -62,7 +62,7 @@ class JobEngine:
             if self._is_closing:
                 raise pipeline_closed()
             self._thread.start(self._loop)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def _loop(self) -> None:
         while self._waits_for_jobs():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -219,22 +221,36 @@ class OutputQueue:
     """Passes outputs from the engine's thread to one reader. Listeners receive every output on the engine's thread."""
 
     def __init__(self) -> None:
-        self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        self._outputs: deque[Output] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each output, to wait for
         self._listeners: tuple[Listener, ...] = ()
         self.compile_times: CompileTimes | None = None  # of the request's grammar; set when it is submitted
 
     def put(self, output: Output) -> None:
         """Add an output, wake the reader and call the listeners. Runs on the engine's thread."""
-        self._outputs.put(output)
+        self._outputs.append(output)
+        self._news.put(None)
         for listener in self._listeners:
             listener(output)
 
     def get(self, timeout: float | None = None) -> Output | None:
         """Return the next output; None if there is none within ``timeout`` seconds. Runs on the reader's thread."""
-        try:
-            return self._outputs.get(timeout=timeout) if timeout != 0 else self._outputs.get_nowait()
-        except queue.Empty:
-            return None
+        return self.take() if self.wait(timeout) else None
+
+    def take(self) -> Output:
+        """Return the next output, which ``wait`` has found."""
+        return self._outputs.popleft()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether there is an output within ``timeout`` seconds. It stays: Ctrl-C while waiting loses nothing."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._outputs:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            with suppress(queue.Empty):
+                self._news.get(timeout=left)  # perhaps that of an output which was taken without waiting
+        return True
 
     def add_listener(self, listener: Listener) -> None:
         """Call ``listener`` with every output from now on."""

@@ -102,6 +102,7 @@ class GenerationHandle:
         self._ends: list[Finished | None] = [None] * len(self._processors)
         self._outputs: dict[int, RequestOutput] = {}  # of the answers that have ended
         self._error: BaseException | None = None
+        self._is_torn = False
         self._role = ReaderRole()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -241,9 +242,9 @@ class GenerationHandle:
     def _take_ready(self, batch: list[TextDelta]) -> int:
         """Take the outputs that have come, at most ``MAX_BATCH``, and add their increments to ``batch``. Return their number."""
         for number in range(MAX_BATCH):
-            if self.is_done or (output := self._queue.get(0)) is None:
+            if self.is_done or not self._queue.wait(0):
                 return number
-            if (delta := self._take(output)) is not None:
+            if (delta := self._take_next()) is not None:
                 batch.append(delta)
         return MAX_BATCH
 
@@ -399,8 +400,9 @@ class GenerationHandle:
             while not self.is_done:
                 self._role.move_here(token)
                 check_process(self._pid)
-                if (output := self._queue.get(_poll_seconds(until))) is not None:
-                    if (delta := self._take(output)) is not None:
+                self._check_whole()
+                if self._queue.wait(_poll_seconds(until)):
+                    if (delta := self._take_next()) is not None:
                         yield delta
                 elif until is not None and time.monotonic() >= until:
                     raise TimeoutError("the request has not ended yet; it goes on")
@@ -418,6 +420,26 @@ class GenerationHandle:
             if until is not None and time.monotonic() >= until:
                 return self.is_done
         return True
+
+    def _check_whole(self) -> None:
+        """Check that no token was lost. Raises ``StaticLLMError`` (Ctrl-C came between the queue and the answer)."""
+        if self._is_torn:
+            self._error = StaticLLMError(
+                "the reader was interrupted while it took a token, which is lost: submit the request again"
+            )
+            self.cancel()
+            raise self._error
+
+    def _take_next(self) -> TextDelta | None:
+        """Take and decode the next output. Raises what decoding raises."""
+        self._is_torn = True  # stays true only if an exception such as KeyboardInterrupt comes from outside
+        try:
+            delta = self._take(self._queue.take())
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
+        return delta
 
     def _take(self, output: Output) -> TextDelta | None:
         if self._ends[output.index] is not None:  # computed before the engine saw that the reader had stopped

@@ -119,9 +119,9 @@ class ThreadDriver(QueueDriver):
         """Wake the devices that have work now, and the clock if its next event is earlier. The lock is held."""
         for device in self.pool.devices:
             if self.pool.has_work(device):
-                self._wakes[device.number].notify()
+                self._wakes[device.number].notify_all()
         if self.pool.next_event() < self._clock_until:
-            self._clock_wake.notify()
+            self._clock_wake.notify_all()
 
     def _serve(self, device: PoolDevice) -> None:
         """Run the batches of a device until the queue is closed or the device is dead."""

@@ -11,10 +11,11 @@ import openvino as ov
 import openvino_genai
 import pytest
 
-from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMPipeline
+from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMError, StaticLLMPipeline
 from staticllm.pipelines.costs import probe
+from staticllm.pipelines.engine.request import OutputQueue
 from staticllm.pipelines.launch import engine as launch
-from staticllm.pipelines.text import handle
+from staticllm.pipelines.text import handle, output_processor
 from staticllm.system.threads import start_thread
 from staticllm.testing import fake_answer, fake_pipeline
 
@@ -153,6 +154,65 @@ def test_a_callback_whose_thread_was_interrupted_at_its_start_gets_no_text(monke
         may_step.set()
         readers[0].join(60)
         assert not "".join(texts), "nobody has the handle"
+
+
+def test_a_wait_that_is_interrupted_loses_no_token(monkeypatch):
+    """Ctrl-C in ``result`` came when the token was taken and not yet read: the next ``result`` was one token short."""
+    prompt = np.arange(5, 20)
+    with fake_pipeline(**SHORT) as pipe:
+        asked = pipe.submit(prompt, max_new_tokens=12, ignore_eos=True)
+        wait, waits = OutputQueue.wait, []
+
+        def interrupted_wait(self, timeout=None):
+            has_come = wait(self, timeout)
+            waits.append(has_come)
+            if len(waits) in (3, 4, 8):
+                raise KeyboardInterrupt
+            return has_come
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OutputQueue, "wait", interrupted_wait)
+            for _ in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    asked.result()
+        assert list(asked.result().tokens[0]) == fake_answer(prompt, 12, vocab_size=pipe.vocab_size)[15:]
+
+
+def test_an_answer_of_which_a_token_was_lost_says_so(monkeypatch):
+    with fake_pipeline(**SHORT) as pipe:
+        asked = pipe.submit("hello", max_new_tokens=12, ignore_eos=True)
+        push, pushed = output_processor.OutputProcessor.push, []
+
+        def interrupted_push(self, output):
+            pushed.append(output)
+            if len(pushed) == 5:
+                raise KeyboardInterrupt
+            return push(self, output)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(output_processor.OutputProcessor, "push", interrupted_push)
+            with pytest.raises(KeyboardInterrupt):
+                asked.result()
+        for _ in range(2):
+            with pytest.raises(StaticLLMError, match="interrupted while it took a token, which is lost: submit"):
+                asked.result()
+        assert asked.is_done
+        assert len(pipe.generate("hello", max_new_tokens=12, ignore_eos=True).tokens[0]) == 12
+
+
+def test_outputs_are_taken_in_order_with_and_without_waiting():
+    outputs = OutputQueue()
+    assert outputs.get(0) is None and outputs.get(0.01) is None and not outputs.wait(0)
+    for number in range(6):
+        outputs.put(number)
+    assert [outputs.get(0), outputs.get(), outputs.get(1)] == [0, 1, 2]
+    assert outputs.wait() and outputs.wait(0)
+    assert [outputs.get(0) for _ in range(4)] == [3, 4, 5, None]
+    assert outputs.get(0.01) is None, "news of outputs that were taken without waiting"
+    begin = threading.Timer(0.1, lambda: outputs.put(6))
+    begin.start()
+    assert outputs.get(60) == 6
+    begin.join()
 
 
 def test_limits_and_errors_are_the_real_ones():

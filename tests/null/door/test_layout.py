@@ -256,8 +256,11 @@ def test_one_statement_assigns_one_thing(root):
                     assert is_swap, f"{path}:{node.lineno}: one assignment a line"
 
 
-def test_no_with_statement_takes_a_condition(root):
-    """``Condition.__enter__`` is Python code, where Ctrl-C leaves the lock taken for good: ``with`` takes the lock itself."""
+def test_no_with_statement_takes_a_condition_and_all_that_wait_are_notified(root):
+    """``Condition.__enter__`` is Python code, where Ctrl-C leaves the lock taken for good: ``with`` takes the lock itself.
+
+    Ctrl-C in ``notify`` leaves a waiter that has been woken in the condition, and the next ``notify`` wakes that one only.
+    """
     found = []
     for path in sources(root):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -271,5 +274,10 @@ def test_no_with_statement_takes_a_condition(root):
             f"{path.relative_to(root)}:{each.lineno}"
             for each in taken
             if any(ast.unparse(each).startswith(name) for name in made)
+        ]
+        found += [
+            f"{path.relative_to(root)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "notify"
         ]
     assert found == []
